@@ -1,0 +1,72 @@
+# `make demo` and `make test` need Python >= 3.11 and make, nothing else: they set up .venv themselves.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input install -c constraints.txt
+# One thread per test worker: two workers with two threads each would fight for the cores.
+TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+
+.PHONY: help demo test lint docs clean setup
+
+help:
+	@echo "make demo    train a small model that reads digits, on this machine's CPU, and write a report"
+	@echo "make test    ruff, mypy and all tests"
+	@echo "make lint    ruff and mypy only"
+	@echo "make docs    build the documentation into site/"
+	@echo "make clean   remove .venv and everything built"
+
+demo: setup
+	@$(PY) examples/demo.py
+
+test: lint
+	@echo "==> Tests"
+	@$(TESTS)
+
+lint: setup
+	@echo "==> ruff"
+	@$(PY) -m ruff check .
+	@echo "==> mypy"
+	@$(PY) -m mypy
+
+docs: $(VENV)/.docs
+	@$(PY) -m mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) $(VENV).unfinished build dist site runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+setup: $(VENV)/.ready
+
+# $(VENV).unfinished stands beside the environment while it is being made. If it is still there at the start, an
+# earlier set-up was interrupted and nothing inside can be trusted: begin afresh.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@python=""; \
+	for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	  if "$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then python="$$name"; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+	  echo "error: Cornstarch needs Python 3.11 or newer; found $$(python3 --version 2>/dev/null || echo none). Install it, then run make again." >&2; exit 1; \
+	fi; \
+	if ! "$$python" -c 'import venv, ensurepip' >/dev/null 2>&1; then \
+	  echo "error: $$python has no venv module; install it (Debian and Ubuntu: apt install python3-venv), then run make again." >&2; exit 1; \
+	fi; \
+	if [ -e $(VENV).unfinished ] || ! $(PY) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+	  echo "==> Creating $(VENV) with $$("$$python" --version)"; \
+	  touch $(VENV).unfinished; \
+	  "$$python" -m venv --clear $(VENV) || exit 1; \
+	fi; \
+	touch $(VENV).unfinished
+	@echo "==> Installing torch (the largest part)"
+	@# First and pinned by itself, so that no other package can ask for another build of it.
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@echo "==> Installing Cornstarch and its tools"
+	@$(PIP) -e ".[dev]"
+	@rm -f $(VENV).unfinished
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.ready
+	@echo "==> Installing the documentation tools"
+	@$(PIP) -e ".[docs]"
+	@touch $@

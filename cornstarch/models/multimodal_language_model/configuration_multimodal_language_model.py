@@ -1,0 +1,78 @@
+"""The configuration of a projector, and how sizes are read from the configs of its two neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from cornstarch.errors import ConfigError
+
+PROJECTION_TYPES = ("linear", "mlp")
+
+# Where encoders keep the width of the tokens they put out; the first that exists wins. An encoder whose last
+# module changes the width (a patch merger) says so in `out_hidden_size`.
+_ENCODER_WIDTH_NAMES = ("out_hidden_size", "hidden_size", "d_model", "embed_dim", "n_embd", "hidden_dim", "dim")
+
+
+def encoder_width(config: Any) -> int | None:
+    """Return the width of the tokens that an encoder with this config puts out, or None if it does not say."""
+    for name in _ENCODER_WIDTH_NAMES:
+        width = getattr(config, name, None)
+        if isinstance(width, int):
+            return width
+    # Hierarchical encoders widen from stage to stage; the last stage is what comes out.
+    widths = getattr(config, "hidden_sizes", None)
+    if isinstance(widths, (list, tuple)) and widths and isinstance(widths[-1], int):
+        return widths[-1]
+    return None
+
+
+def text_width(config: Any) -> int | None:
+    """Return the width of a language model's token embeddings, or None if its config does not say."""
+    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model"):
+        width = getattr(inner, name, None)
+        if isinstance(width, int):
+            return width
+    return None
+
+
+class MultimodalProjectorConfig(PreTrainedConfig):
+    """Sizes and kind of the projector between one encoder and the language model.
+
+    Sizes are read from the two configs; `in_features` and `out_features` override what is read. Only the sizes are
+    kept, so that a saved projector does not carry a copy of its neighbours' configs.
+    """
+
+    model_type = "multimodal_projector"
+
+    def __init__(
+        self,
+        encoder_config: Any = None,
+        text_config: Any = None,
+        projection_type: str = "linear",
+        activation: str = "gelu",
+        in_features: int | None = None,
+        out_features: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if projection_type not in (*PROJECTION_TYPES, "custom"):
+            raise ConfigError(
+                f"projection_type = {projection_type!r}: expected one of {', '.join(PROJECTION_TYPES)}. "
+                "For any other projector pass your own module: MultimodalProjector(config, projection=module)."
+            )
+        if activation not in ACT2FN:
+            raise ConfigError(
+                f"activation = {activation!r} is not known to transformers; use one of {', '.join(sorted(ACT2FN))}."
+            )
+        if in_features is None and encoder_config is not None:
+            in_features = encoder_width(encoder_config)
+        if out_features is None and text_config is not None:
+            out_features = text_width(text_config)
+        self.projection_type = projection_type
+        self.activation = activation
+        self.in_features = in_features
+        self.out_features = out_features
+        super().__init__(**kwargs)

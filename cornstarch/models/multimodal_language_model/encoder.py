@@ -1,0 +1,182 @@
+"""One modality's encoder with its projector."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.items import Features, split_items, token_states
+from cornstarch.models.multimodal_language_model.projector import as_projector
+from cornstarch.models.multimodal_language_model.trainable import set_trainable
+from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
+
+TokenAttention = Literal["causal", "item", "modality"]
+
+# Batch keys that speak to the language model. An encoder's argument of the same name (Whisper's `attention_mask`)
+# can only be given nested: `audio={"input_features": …, "attention_mask": …}`.
+LANGUAGE_MODEL_INPUTS = frozenset(
+    "input_ids attention_mask position_ids labels inputs_embeds past_key_values use_cache cache_position "
+    "logits_to_keep output_attentions output_hidden_states return_dict token_type_ids head_mask documents "
+    "num_items_in_batch shift_labels".split()
+)
+
+# What an encoder calls its input, and what processors call the same thing.
+_PROCESSOR_NAMES: dict[str, tuple[str, ...]] = {
+    "hidden_states": ("pixel_values", "input_features", "input_values"),
+    "grid_thw": ("image_grid_thw",),
+}
+
+Callback = Callable[..., Any]
+
+
+def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -> Any:
+    """Call `callback(inputs, output)`, or `callback(output)` if it takes a single argument."""
+    positional = [
+        p
+        for p in inspect.signature(callback).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
+    return callback(inputs, output) if takes_inputs else callback(output)
+
+
+class ModalEncoderModule(nn.Module):
+    """An encoder and the projector that brings its tokens to the width of the language model.
+
+    The order of a call is: `preprocess_callback(inputs)`, the encoder, `postprocess_module_callback(inputs, output)`,
+    the projector, `postprocess_projector_callback(inputs, output)`. `inputs` is the dictionary of the encoder's
+    inputs; an output's tokens are `output[0]`, also called `output.last_hidden_state`.
+
+    Args:
+        model: The encoder; `module` is another name for the same argument.
+        projector: A `MultimodalProjector`, or any module from tokens to tokens. None: made by `MultimodalModel`.
+        additional_args: Names in a batch that this encoder takes beside the arguments of its forward.
+        preprocess_callback: Changes the inputs before the encoder.
+        postprocess_module_callback: Changes the encoder's output before the projector.
+        postprocess_projector_callback: Changes the projector's output before it is merged into the text.
+        attention: How this modality's tokens see each other inside the language model: "causal" like text,
+            "item" in both directions within one image or clip, "modality" in both directions within all of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        projector: nn.Module | None = None,
+        additional_args: Sequence[str] = (),
+        preprocess_callback: Callback | None = None,
+        postprocess_module_callback: Callback | None = None,
+        postprocess_projector_callback: Callback | None = None,
+        *,
+        module: nn.Module | None = None,
+        attention: TokenAttention = "causal",
+    ) -> None:
+        super().__init__()
+        if (model is None) == (module is None):
+            raise ConfigError("ModalEncoderModule needs one encoder: pass either `model` or `module`.")
+        encoder = model if model is not None else module
+        if not isinstance(encoder, nn.Module):
+            raise ConfigError(f"The encoder is a {type(encoder).__name__}; expected a torch.nn.Module.")
+        if isinstance(additional_args, str):
+            raise ConfigError(f"additional_args = {additional_args!r}: expected a list of names.")
+        if attention not in get_args(TokenAttention):
+            raise ConfigError(f"attention = {attention!r}: expected one of {', '.join(get_args(TokenAttention))}.")
+        self.module = encoder
+        self.projector = as_projector(projector)
+        self.additional_args = list(additional_args)
+        self.attention: TokenAttention = attention
+        self.preprocess_callback = preprocess_callback
+        self.postprocess_module_callback = postprocess_module_callback
+        self.postprocess_projector_callback = postprocess_projector_callback
+
+    @property
+    def config(self) -> tuple[Any, Any]:
+        """The configs of the encoder and of the projector."""
+        return getattr(self.module, "config", None), getattr(self.projector, "config", None)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The batch keys that reach this encoder when they are given flat."""
+        own = [name for name in argument_names(self.module) if name not in LANGUAGE_MODEL_INPUTS]
+        aliases = [alias for name in own for alias in _PROCESSOR_NAMES.get(name, ())]
+        return tuple(dict.fromkeys([*own, *aliases, *self.additional_args]))
+
+    @property
+    def trigger_names(self) -> tuple[str, ...]:
+        """The batch keys of which one must be there for the encoder to run."""
+        first = argument_names(self.module)[:1]
+        aliases = _PROCESSOR_NAMES.get(first[0], ()) if first else ()
+        own = [name for name in (*first, *aliases) if name not in LANGUAGE_MODEL_INPUTS]
+        return tuple(dict.fromkeys([*own, *self.additional_args]))
+
+    def select_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return this encoder's share of a flat batch, or None if the batch has nothing for it."""
+        given = {name: batch[name] for name in self.input_names if batch.get(name) is not None}
+        if not any(name in given for name in self.trigger_names):
+            return None
+        return self.as_arguments(given)
+
+    def as_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Rename what processors call otherwise than the encoder does."""
+        arguments = argument_names(self.module)
+        for name, aliases in _PROCESSOR_NAMES.items():
+            if name not in arguments or name in given:
+                continue
+            for alias in aliases:
+                if alias in given and alias not in arguments and alias not in self.additional_args:
+                    given[name] = given.pop(alias)
+                    break
+        return given
+
+    def encode(self, inputs: dict[str, Any]) -> Any:
+        """Run the encoder between its two callbacks and return its output."""
+        arguments = self.preprocess_callback(inputs) if self.preprocess_callback else inputs
+        output = self.module(**arguments)
+        if self.postprocess_module_callback is not None:
+            output = _call_with_output(self.postprocess_module_callback, inputs, output)
+        return output
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
+        output = self.encode(inputs)
+        if self.projector is not None:
+            output = self._project(token_states(output))
+        if self.postprocess_projector_callback is not None:
+            output = _call_with_output(self.postprocess_projector_callback, inputs, output)
+        return output
+
+    def _project(self, states: Any) -> ModelOutput:
+        assert self.projector is not None
+        expected = getattr(getattr(self.projector, "config", None), "in_features", None)
+        width = states[0].shape[-1] if isinstance(states, Sequence) else states.shape[-1]
+        if expected is not None and width != expected:
+            name = type(unwrap(self.module)).__name__
+            raise ConfigError(
+                f"{name} put out tokens of width {width}, the projector takes {expected}. "
+                f"Pass a projector made with MultimodalProjectorConfig(in_features={width}, …)."
+            )
+        if isinstance(states, Sequence):
+            items = [self.projector(item).last_hidden_state for item in states]
+            return BaseModelOutput(last_hidden_state=items)  # type: ignore[arg-type]
+        return self.projector(states)
+
+    def features(self, inputs: dict[str, Any]) -> Features:
+        """Return this encoder's tokens, item by item, ready to be merged into the text."""
+        return split_items(self.module, inputs, token_states(self(**inputs)))
+
+    def set_trainable(self, encoder: bool, projector: bool) -> None:
+        """Train or freeze the encoder and the projector: `requires_grad` and train/eval mode together."""
+        set_trainable(self.module, encoder)
+        if self.projector is not None:
+            set_trainable(self.projector, projector)
+        # A callback may be a module with weights of its own (an image-newline embedding, say): it belongs to what
+        # comes after the encoder.
+        for name in ("postprocess_module_callback", "postprocess_projector_callback"):
+            callback = getattr(self, name)
+            if isinstance(callback, nn.Module):
+                set_trainable(callback, projector)

@@ -1,0 +1,114 @@
+"""Putting encoders' tokens where the text has their placeholders.
+
+Shapes: B samples, S tokens, D width of the language model's embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cornstarch.attention import MaskSpec
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.items import Features
+
+TEXT = -1  # in spans: a token that sees only what is before it
+
+
+def placeholder_masks(input_ids: Tensor, token_ids: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return, for each modality, where its placeholders are: bool [B, S]."""
+    return {name: input_ids == token_id for name, token_id in token_ids.items()}
+
+
+def check_counts(modality: str, mask_BS: Tensor, features: Features | None) -> None:
+    """Refuse a batch whose placeholders and features do not match, naming the first sample where they part."""
+    tokens = mask_BS.sum(-1).tolist()
+    if features is None:
+        if any(tokens):
+            sample = next(i for i, count in enumerate(tokens) if count)
+            raise ConfigError(
+                f"Sample {sample} has {tokens[sample]} {modality} tokens, but the batch has no input for the "
+                f"{modality} encoder. Give the encoder's input, or take the tokens out of the text."
+            )
+        return
+    n_features = len(features.tokens)
+    if features.lengths is None:
+        if sum(tokens) != n_features:
+            raise ConfigError(
+                f"The batch has {sum(tokens)} {modality} tokens (per sample: {tokens}) and {n_features} {modality} "
+                "features; the numbers must be equal. Expand each placeholder to its item's number of features."
+            )
+        return
+    _check_samples(modality, tokens, features.lengths)
+
+
+def _check_samples(modality: str, tokens: list[int], lengths: list[int]) -> None:
+    """Walk through the samples, giving each the next whole items, and stop where they do not fit."""
+    item = 0
+    for sample, wanted in enumerate(tokens):
+        first, got = item, 0
+        while got < wanted and item < len(lengths):
+            got += lengths[item]
+            item += 1
+        if got != wanted:
+            raise ConfigError(
+                f"Sample {sample} has {wanted} {modality} tokens, but its {modality} items "
+                f"({', '.join(map(str, lengths[first:item])) or 'none left'}) have {got} features. "
+                "Expand each placeholder to its item's number of features."
+            )
+    left = [length for length in lengths[item:] if length]
+    if left:
+        raise ConfigError(
+            f"The text of the last sample (sample {len(tokens) - 1}) ends, and {len(left)} {modality} items with "
+            f"{sum(left)} features have no tokens (tokens per sample: {tokens}). "
+            "Put a placeholder in the text for each item."
+        )
+
+
+def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features) -> Tensor:
+    """Return the embeddings with the placeholders' rows replaced by the features, in order."""
+    width = embeds_BSD.shape[-1]
+    if features.tokens.shape[-1] != width:
+        raise ConfigError(
+            f"Features have width {features.tokens.shape[-1]}, the language model's embeddings {width}. "
+            "The projector must put out the language model's width."
+        )
+    tokens = features.tokens.to(embeds_BSD.device, embeds_BSD.dtype)
+    return embeds_BSD.masked_scatter(mask_BS.unsqueeze(-1), tokens)
+
+
+def mark_spans(spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor, features: Features) -> None:
+    """Write into `spans_BS` which tokens of one modality see each other in both directions."""
+    if attention == "causal":
+        return
+    first = int(spans_BS.max()) + 1
+    if attention == "modality":
+        spans_BS[mask_BS] = first
+        return
+    if features.lengths is None:
+        raise ConfigError(
+            f"attention='item' of the {modality} encoder needs to know where each item ends, but its features came as "
+            "one flat tensor. Return a list of tensors, one per item, from the callback."
+        )
+    lengths = torch.tensor(features.lengths, device=spans_BS.device)
+    items = torch.arange(first, first + len(lengths), device=spans_BS.device)
+    spans_BS[mask_BS] = torch.repeat_interleave(items, lengths)
+
+
+def mask_spec(
+    tokens_BS: Tensor, attention_mask: Tensor | None, documents: Tensor | None, spans: Tensor | None
+) -> MaskSpec:
+    """Return who sees whom in a batch that is packed, or has tokens that see in both directions."""
+    if documents is None:
+        documents = torch.ones_like(tokens_BS, dtype=torch.long) if attention_mask is None else attention_mask
+    if documents.shape != tokens_BS.shape:
+        raise ConfigError(
+            f"documents (or attention_mask) has shape {tuple(documents.shape)}, the text {tuple(tokens_BS.shape)}; "
+            "they must be equal."
+        )
+    documents = documents.to(torch.long)
+    if attention_mask is not None:
+        documents = documents * (attention_mask != 0)
+    return MaskSpec(documents=documents, spans=torch.full_like(documents, TEXT) if spans is None else spans)

@@ -1,0 +1,399 @@
+"""A language model and any number of encoders, as one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
+    MultimodalProjectorConfig,
+    encoder_width,
+)
+from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
+from cornstarch.models.multimodal_language_model.items import Features
+from cornstarch.models.multimodal_language_model.merge import (
+    TEXT,
+    check_counts,
+    inject,
+    mark_spans,
+    mask_spec,
+    placeholder_masks,
+)
+from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
+from cornstarch.models.multimodal_language_model.routing import check_known, prepare_llm_inputs, route
+from cornstarch.models.multimodal_language_model.trainable import set_trainable
+from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
+from cornstarch.models.multimodal_language_model.verify import check_embeddings_path
+
+__all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
+
+IGNORE_INDEX = -100
+
+EncoderMode = bool | tuple[bool, bool]
+
+
+class MultimodalModel(nn.Module):
+    """A language model that reads other modalities through encoders.
+
+    Encoders become attributes `<name>_encoder`. Their tokens are merged into the language model's embeddings where
+    the text has the modality's placeholder token; the embedding table is not resized.
+
+    Args:
+        encoders: Encoders by modality name. A bare model is wrapped in a `ModalEncoderModule`. None or empty: a
+            plain language model.
+        language_model: A Hugging Face causal language model (or a PEFT model around one).
+        preprocess_llm_callback: Called with those of the language model's inputs that it names as arguments
+            (`input_ids`, `inputs_embeds`, `attention_mask`, `position_ids`, `labels`, and whatever else is in the
+            batch); returns a dictionary of inputs to add or replace.
+        init_projector_type: "linear" or "mlp", for encoders that come without a projector.
+        init_activation: The activation inside an "mlp" projector, by its name in transformers.
+    """
+
+    def __init__(
+        self,
+        encoders: Mapping[str, nn.Module] | None = None,
+        language_model: nn.Module | None = None,
+        preprocess_llm_callback: Callable[..., dict[str, Any]] | None = None,
+        init_projector_type: str = "linear",
+        init_activation: str = "gelu",
+    ) -> None:
+        super().__init__()
+        if not isinstance(language_model, nn.Module):
+            raise ConfigError(
+                f"language_model is a {type(language_model).__name__}; expected a Hugging Face causal language model."
+            )
+        self.encoder_names: tuple[str, ...] = ()
+        self.language_model = language_model
+        self.preprocess_llm_callback = preprocess_llm_callback
+        self.modality_token_ids: dict[str, int] = {}
+        # A model taken over from another library keeps that library's habits (see from_multimodal).
+        self.trains_on_placeholders = False
+        self.positions_from_mask = True
+        self.origin: Any = None
+        if encoders:
+            check_embeddings_path(language_model)
+        for name, encoder in (encoders or {}).items():
+            self._add_encoder(name, encoder, init_projector_type, init_activation)
+
+    def _add_encoder(self, name: str, encoder: nn.Module, projector_type: str, activation: str) -> None:
+        if not isinstance(name, str) or not name.isidentifier() or name in LANGUAGE_MODEL_INPUTS:
+            raise ConfigError(f"Encoder name {name!r}: expected a plain name such as 'vision' or 'audio'.")
+        if not isinstance(encoder, ModalEncoderModule):
+            encoder = ModalEncoderModule(encoder)
+        if encoder.projector is None:
+            encoder.projector = self._made_projector(name, encoder, projector_type, activation)
+        self._check_widths(name, encoder)
+        self.add_module(f"{name}_encoder", encoder)
+        self.encoder_names = (*self.encoder_names, name)
+
+    def _made_projector(
+        self, name: str, encoder: ModalEncoderModule, projector_type: str, activation: str
+    ) -> MultimodalProjector:
+        width = encoder_width(getattr(unwrap(encoder.module), "config", None))
+        if width is None:
+            raise ConfigError(
+                f"No hidden size can be read from the config of the {name} encoder "
+                f"({type(unwrap(encoder.module)).__name__}). Pass ModalEncoderModule(model, projector="
+                "MultimodalProjector(MultimodalProjectorConfig(in_features=<its width>, out_features="
+                f"{self._embedding_width()}, projection_type={projector_type!r})))."
+            )
+        config = MultimodalProjectorConfig(
+            projection_type=projector_type,
+            activation=activation,
+            in_features=width,
+            out_features=self._embedding_width(),
+        )
+        projector = MultimodalProjector(config)
+        nn.Module.to(projector, device=self.device, dtype=self.dtype)
+        return projector
+
+    def _check_widths(self, name: str, encoder: ModalEncoderModule) -> None:
+        config = getattr(encoder.projector, "config", None)
+        width = encoder_width(getattr(unwrap(encoder.module), "config", None))
+        found, wanted = getattr(config, "in_features", None), width
+        if found is not None and wanted is not None and found != wanted and not encoder.postprocess_module_callback:
+            raise ConfigError(
+                f"The {name} projector takes tokens of width {found}, its encoder puts out {wanted} "
+                "(in_features of MultimodalProjectorConfig; a postprocess_module_callback may change the width)."
+            )
+        found, wanted = getattr(config, "out_features", None), self._embedding_width()
+        if found is not None and found != wanted and not encoder.postprocess_projector_callback:
+            raise ConfigError(
+                f"The {name} projector puts out tokens of width {found}, the language model's embeddings have {wanted} "
+                "(out_features of MultimodalProjectorConfig)."
+            )
+
+    def _embedding_table(self) -> Tensor:
+        return self.language_model.get_input_embeddings().weight  # type: ignore[operator]
+
+    def _embedding_width(self) -> int:
+        return self._embedding_table().shape[1]
+
+    @property
+    def encoders(self) -> dict[str, ModalEncoderModule]:
+        """The encoders by modality name, in the order in which they were given."""
+        return {name: getattr(self, f"{name}_encoder") for name in self.encoder_names}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the language model's embeddings."""
+        return self._embedding_table().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the language model's embeddings."""
+        return self._embedding_table().dtype
+
+    def set_modality_token_ids(self, token_ids: Mapping[str, int]) -> None:
+        """Tell which token id marks the place of each modality's tokens in the text."""
+        for name in token_ids:
+            self._check_encoder_name(name)
+        if len(set(token_ids.values())) != len(token_ids):
+            raise ConfigError(f"Two modalities share a token id: {dict(token_ids)}; each needs its own.")
+        self.modality_token_ids = {name: int(token_id) for name, token_id in token_ids.items()}
+
+    def _check_encoder_name(self, name: object) -> None:
+        if name not in self.encoder_names:
+            raise ConfigError(f"There is no encoder {name!r}; this model has {list(self.encoder_names)}.")
+
+    # ------------------------------------------------------------------ what is trained
+
+    def train(
+        self,
+        mode: bool | str | Mapping[str, EncoderMode] = True,
+        *,
+        encoders_mode: Mapping[str, EncoderMode] | None = None,
+        llm_mode: bool | None = None,
+    ) -> MultimodalModel:
+        """Set train or eval mode, or declare which parts are trained.
+
+        With a plain `mode` this is torch's `train(mode)`. With `encoders_mode` or `llm_mode` it sets `requires_grad`
+        and the mode of each part: `train(encoders_mode={"vision": (False, True)}, llm_mode=False)` trains the vision
+        projector only. Encoders that `encoders_mode` does not name stay as they are; without `encoders_mode` all
+        follow `llm_mode`.
+        """
+        if isinstance(mode, str):
+            self._check_encoder_name(mode)
+        if isinstance(mode, Mapping):
+            encoders_mode, mode = mode, True
+        if encoders_mode is None and llm_mode is None:
+            super().train(bool(mode))
+            return self
+        llm_mode = True if llm_mode is None else llm_mode
+        if encoders_mode is None:
+            encoders_mode = dict.fromkeys(self.encoder_names, llm_mode)
+        for name in encoders_mode:
+            self._check_encoder_name(name)
+        self.training = True
+        for name, trained in encoders_mode.items():
+            encoder, projector = trained if isinstance(trained, tuple) else (trained, trained)
+            self.encoders[name].training = bool(encoder or projector)
+            self.encoders[name].set_trainable(bool(encoder), bool(projector))
+        set_trainable(self.language_model, bool(llm_mode))
+        return self
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute activations in the backward pass instead of keeping them, in every part that can."""
+        kwargs = gradient_checkpointing_kwargs or {"use_reentrant": False}
+        for part in [*(encoder.module for encoder in self.encoders.values()), self.language_model]:
+            if getattr(unwrap(part), "supports_gradient_checkpointing", False):
+                part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # type: ignore[operator]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        for part in [*(encoder.module for encoder in self.encoders.values()), self.language_model]:
+            if getattr(unwrap(part), "supports_gradient_checkpointing", False):
+                part.gradient_checkpointing_disable()  # type: ignore[operator]
+
+    # ------------------------------------------------------------------ one step
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        documents: Tensor | None = None,
+        **batch: Any,
+    ) -> Any:
+        """Run the encoders, merge their tokens into the text, and run the language model.
+
+        Args:
+            input_ids: [B, S] token ids, with each modality's placeholders in place.
+            attention_mask: [B, S], 0 at padding.
+            position_ids: Positions; by default counted by the language model (from the first token that is not
+                padding, and anew in each packed document).
+            labels: [B, S]; -100 is not trained on. Placeholders are never trained on.
+            inputs_embeds: Embeddings to use instead of looking up `input_ids`.
+            documents: [B, S] for packed rows: 0 is padding, tokens with the same number are one document.
+            batch: Encoders' inputs, flat (`pixel_values=…`) or nested by modality (`vision={"pixel_values": …}`),
+                and whatever else the language model's forward takes.
+
+        Returns:
+            The language model's output.
+        """
+        encoder_inputs, rest = self.split_batch(batch)
+        features = {name: self.encoders[name].features(inputs) for name, inputs in encoder_inputs.items()}
+        llm_inputs, spec = self.merge(
+            features,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            labels=labels,
+            inputs_embeds=inputs_embeds,
+            documents=documents,
+            **rest,
+        )
+        if spec is None:
+            return self.language_model(**llm_inputs)
+        attend_through_masks(self.language_model)
+        with use_mask(spec):
+            return self.language_model(**llm_inputs)
+
+    def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Return the inputs of each encoder that runs on this batch, and what is left for the language model."""
+        encoder_inputs, rest = route(self.encoders, batch)
+        check_known(self.encoders, self.language_model, self.preprocess_llm_callback, rest)
+        return encoder_inputs, rest
+
+    def merge(
+        self,
+        features: dict[str, Features],
+        *,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        labels: Tensor | None,
+        inputs_embeds: Tensor | None,
+        documents: Tensor | None,
+        **rest: Any,
+    ) -> tuple[dict[str, Any], MaskSpec | None]:
+        """Return the language model's inputs, and the mask where plain causal attention is not enough."""
+        spans = None
+        if input_ids is not None and self.encoder_names:
+            masks = self._checked_placeholders(input_ids, features)
+            inputs_embeds = self._embed(input_ids, inputs_embeds, masks, features)
+            labels = self._without_placeholders(labels, masks)
+            spans = self._spans(input_ids, masks, features)
+        elif features:
+            raise ConfigError("Encoders' tokens are merged where input_ids has their placeholders: pass input_ids.")
+        spec = None
+        if documents is not None or spans is not None:
+            reference = input_ids if input_ids is not None else inputs_embeds[..., 0]  # type: ignore[index]
+            spec = mask_spec(reference, attention_mask, documents, spans)
+            attention_mask = (spec.documents > 0).to(torch.long)
+            if position_ids is None and documents is not None:
+                position_ids = spec.positions()
+        if position_ids is None and self._needs_positions(attention_mask, rest):
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)  # type: ignore[union-attr]
+        llm_inputs = {
+            "input_ids": input_ids if inputs_embeds is None else None,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "labels": labels,
+            **rest,
+        }
+        return prepare_llm_inputs(self.language_model, self.preprocess_llm_callback, llm_inputs, input_ids), spec
+
+    def _checked_placeholders(self, input_ids: Tensor, features: dict[str, Features]) -> dict[str, Tensor]:
+        missing = [name for name in features if name not in self.modality_token_ids]
+        if missing:
+            raise ConfigError(
+                f"The batch has input for {missing}, but the model was not told which token marks their place in the "
+                "text. Call set_modality_token_ids({'" + missing[0] + "': <token id>}), or make the processor with "
+                "MultimodalProcessor(…, model=this_model), which does it."
+            )
+        masks = placeholder_masks(input_ids, self.modality_token_ids)
+        for name, mask in masks.items():
+            check_counts(name, mask, features.get(name))
+        return masks
+
+    def _embed(
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None,
+        masks: dict[str, Tensor],
+        features: dict[str, Features],
+    ) -> Tensor:
+        if inputs_embeds is None:
+            # Placeholders' ids may lie outside the embedding table, which is not resized.
+            text_ids = input_ids
+            for mask in masks.values():
+                text_ids = text_ids.masked_fill(mask, 0)
+            inputs_embeds = self.language_model.get_input_embeddings()(text_ids)  # type: ignore[operator]
+        assert inputs_embeds is not None
+        for name, found in features.items():
+            inputs_embeds = inject(inputs_embeds, masks[name], found)
+        return inputs_embeds
+
+    def _without_placeholders(self, labels: Tensor | None, masks: dict[str, Tensor]) -> Tensor | None:
+        if labels is None or self.trains_on_placeholders:
+            return labels
+        for mask in masks.values():
+            labels = labels.masked_fill(mask, IGNORE_INDEX)
+        return labels
+
+    def _spans(
+        self, input_ids: Tensor, masks: dict[str, Tensor], features: dict[str, Features]
+    ) -> Tensor | None:
+        """Return which tokens see each other in both directions [B, S], or None if all attention is causal."""
+        if all(encoder.attention == "causal" for encoder in self.encoders.values()):
+            return None
+        spans = torch.full_like(input_ids, TEXT)
+        for name, found in features.items():
+            mark_spans(spans, name, self.encoders[name].attention, masks[name], found)
+        return spans
+
+    def _needs_positions(self, attention_mask: Tensor | None, rest: dict[str, Any]) -> bool:
+        """Whether the row starts with padding, which models count as positions unless told otherwise."""
+        return (
+            self.positions_from_mask
+            and attention_mask is not None
+            and attention_mask.dim() == 2
+            and rest.get("past_key_values") is None
+            and accepts(self.language_model, "position_ids")
+            and not bool(attention_mask[:, 0].all())
+        )
+
+    # ------------------------------------------------------------------ using the model
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """Continue the text; the result has the prompt in front, as with Hugging Face's own multimodal models.
+
+        Takes a batch as `forward` does, and the arguments of the language model's `generate`.
+        """
+        from cornstarch.models.multimodal_language_model.generation import generate
+
+        return generate(self, input_ids, attention_mask, kwargs)
+
+    # ------------------------------------------------------------------ storing and taking over
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Save the model: each part in a sub-folder that transformers itself loads."""
+        from cornstarch.models.multimodal_language_model.storage import save_pretrained
+
+        save_pretrained(self, folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
+        """Load a model saved by `save_pretrained`; see `storage.from_pretrained` for the options."""
+        from cornstarch.models.multimodal_language_model.storage import from_pretrained
+
+        return from_pretrained(folder, **options)
+
+    @classmethod
+    def from_multimodal(cls, model: nn.Module) -> MultimodalModel:
+        """Take a whole Hugging Face multimodal model apart; the parts are shared with it, not copied."""
+        from cornstarch.models.multimodal_language_model.dismantle import dismantle
+
+        return dismantle(model)
+

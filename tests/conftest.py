@@ -1,0 +1,61 @@
+"""What holds for every test: no network, one thread, the same random numbers."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports transformers: it reads these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import ipaddress
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+
+def _is_local(address: Any) -> bool:
+    """Say whether a socket address stays on this machine."""
+    if not isinstance(address, tuple):  # a Unix socket's path
+        return True
+    host = str(address[0])
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("", "localhost", socket.gethostname())
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for the network fails at once, on every machine alike."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if not _is_local(address):
+            raise OSError(f"a test tried to reach {address!r}; tests run without a network")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts from the same random numbers, in whatever order the tests run."""
+    torch.manual_seed(0)
+
+
+def pytest_configure() -> None:
+    """One thread per worker: the tests run on several workers already."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
