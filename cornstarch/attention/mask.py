@@ -1,0 +1,216 @@
+"""Which token of a batch may see which, as data, and its two renderings.
+
+Shape letters: B rows of the batch, S tokens of a row, Q queries, K keys.
+
+One function, `MaskSpec.visibility`, states the rule. The dense mask evaluates it on all pairs at once; the
+FlexAttention block mask hands the very same function to the kernel. So the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from cornstarch.errors import ConfigError
+
+# (row, head, query, key) -> bool, elementwise; the form that FlexAttention and transformers use too.
+Visibility = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MaskPattern:
+    """What a layer itself asks for; distances are counted within a document."""
+
+    window: int | None = None
+    """Sliding window: a token sees the `window` tokens that end with itself (on both sides if not causal)."""
+    chunk: int | None = None
+    """Chunked attention: a token sees only its own chunk of that many tokens of the document."""
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name} = {size}: a token must at least see itself; give 1 or more, or None.")
+
+    def __call__(self, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether the token at position `query` of a document may see the one at position `key`."""
+        seen = key <= query if self.causal else key >= 0 * query
+        if self.window is not None:
+            seen = seen & (key > query - self.window) & (key < query + self.window)
+        if self.chunk is not None:
+            seen = seen & (key // self.chunk == query // self.chunk)
+        return seen
+
+
+CAUSAL = MaskPattern()
+
+_BLOCK = 128  # tokens of a FlexAttention block
+_BLOCK_ROWS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class MaskSpec:
+    """Which token of a batch may see which, as data.
+
+    A token sees the tokens of its own document that the layer's pattern allows, and all tokens of its own span.
+    Padding is seen by no one and sees only itself, so that its softmax stays finite.
+    """
+
+    documents: Tensor
+    """[B, S] integers: 0 is padding; equal positive numbers in a row are one document."""
+    spans: Tensor
+    """[B, S] integers: -1 is text; equal numbers >= 0 in a document see each other in both directions."""
+
+    def __post_init__(self) -> None:
+        for name in ("documents", "spans"):
+            _check_integers(name, getattr(self, name))
+        if self.documents.shape != self.spans.shape:
+            raise ConfigError(
+                f"documents has shape {list(self.documents.shape)}, spans has shape {list(self.spans.shape)}; "
+                "give both the shape of input_ids."
+            )
+
+    @classmethod
+    def from_documents(cls, documents: Tensor) -> MaskSpec:
+        """Packed rows of text: [B, S], 0 is padding, equal positive numbers are one document."""
+        return cls(documents, torch.full_like(documents, -1))
+
+    @classmethod
+    def from_padding(cls, attention_mask: Tensor) -> MaskSpec:
+        """One document of text per row: [B, S], 0 or False is padding."""
+        if attention_mask.ndim != 2:
+            raise ConfigError(
+                f"attention_mask has shape {list(attention_mask.shape)}; a MaskSpec is made from [batch, tokens]."
+            )
+        return cls.from_documents((attention_mask != 0).long())
+
+    def with_spans(self, spans: Tensor) -> MaskSpec:
+        """Return the same documents with these spans."""
+        return replace(self, spans=spans)
+
+    def to(self, device: torch.device | str) -> MaskSpec:
+        """Return the spec on another device, or itself if it is there already."""
+        documents, spans = self.documents.to(device), self.spans.to(device)
+        if documents is self.documents and spans is self.spans:
+            return self
+        return MaskSpec(documents, spans)
+
+    def repeat_interleave(self, times: int) -> MaskSpec:
+        """Return a spec with each row `times` times in a row, as generation does for beams and samples."""
+        return MaskSpec(self.documents.repeat_interleave(times, dim=0), self.spans.repeat_interleave(times, dim=0))
+
+    def extended(self, length: int) -> MaskSpec:
+        """Return a spec of at least `length` tokens: the new ones are text of each row's last document."""
+        rows, tokens = self.documents.shape
+        if length <= tokens:
+            return self
+        index = torch.arange(tokens, device=self.documents.device)
+        last = torch.where(self.documents > 0, index, 0).amax(dim=1, keepdim=True)
+        added = self.documents.gather(1, last).expand(rows, length - tokens)
+        return MaskSpec(
+            torch.cat([self.documents, added], dim=1),
+            torch.cat([self.spans, torch.full_like(added, -1)], dim=1),
+        )
+
+    def positions(self) -> Tensor:
+        """[B, S] index of each token within its document; 0 for padding."""
+        return self._positions
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        # Rank within the group of equal numbers: documents need not lie in one piece, because a row that was
+        # padded on the right goes on behind its padding when it generates.
+        order = self.documents.argsort(dim=1, stable=True)
+        grouped = self.documents.gather(1, order)
+        index = torch.arange(grouped.shape[1], device=grouped.device).expand_as(grouped)
+        starts = torch.ones_like(grouped, dtype=torch.bool)
+        starts[:, 1:] = grouped[:, 1:] != grouped[:, :-1]
+        rank = index - torch.where(starts, index, 0).cummax(dim=1).values
+        positions = torch.empty_like(rank).scatter_(1, order, rank)
+        return positions.masked_fill(self.documents <= 0, 0)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether every row is one document of text without padding, so that no special mask is needed."""
+        one_document = (self.documents > 0) & (self.documents == self.documents[:, :1])
+        return bool((one_document & (self.spans < 0)).all())
+
+    def visibility(self, pattern: Visibility = CAUSAL) -> Visibility:
+        """Return the rule on token indices; `pattern` is asked with positions within the document."""
+        documents, spans, positions = self.documents, self.spans, self.positions()
+
+        def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            document, span = documents[row, query], spans[row, query]
+            same_document = (document == documents[row, key]) & (document > 0)
+            same_span = (span == spans[row, key]) & (span >= 0)
+            in_pattern = pattern(row, head, positions[row, query], positions[row, key])
+            itself_as_padding = (document <= 0) & (query == key)
+            return (same_document & (in_pattern | same_span)) | itself_as_padding
+
+        return visible
+
+    def dense(self, pattern: Visibility = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Return the mask as bool [B, 1, Q, K]: of all tokens, or of these token indices."""
+        rows, tokens = self.documents.shape
+        everyone = torch.arange(tokens, device=self.documents.device)
+        return evaluate(
+            self.visibility(pattern),
+            rows,
+            everyone if queries is None else queries,
+            everyone if keys is None else keys,
+        )
+
+    def block_mask(self, pattern: Visibility = CAUSAL) -> BlockMask:
+        """Return the mask as a FlexAttention block mask of all tokens.
+
+        Equal to torch's `create_block_mask`, which either compiles for half a minute or builds the whole mask first.
+        """
+        rows, tokens = self.documents.shape
+        visibility = self.visibility(pattern)
+        some, every = _blocks(visibility, rows, tokens, self.documents.device)
+        return BlockMask.from_kv_blocks(
+            *_listed(some & ~every),
+            *_listed(every),
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=visibility,
+            seq_lengths=(tokens, tokens),
+        )
+
+
+def _blocks(visibility: Visibility, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return in which blocks some query sees some key, and in which every one every: bool [B, 1, S/block, S/block]."""
+    keys = torch.arange(tokens, device=device)
+    some, every = [], []
+    for queries in keys.split(_BLOCK_ROWS * _BLOCK):  # in strips, so that the whole mask is never in memory
+        mask = evaluate(visibility, rows, queries, keys)
+        mask = nn.functional.pad(mask, (0, -tokens % _BLOCK, 0, -len(queries) % _BLOCK))
+        blocks = mask.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+        some.append(blocks.any(dim=-1).any(dim=3))
+        every.append(blocks.all(dim=-1).all(dim=3))
+    return torch.cat(some, dim=2), torch.cat(every, dim=2)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks each row of blocks has, and their indices in front of the others."""
+    numbers = blocks.to(torch.int32)
+    return numbers.sum(dim=-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()
+
+
+def evaluate(visibility: Visibility, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """Ask an elementwise rule about all pairs at once: bool [B, 1, Q, K]."""
+    row = torch.arange(rows, device=queries.device)[:, None, None, None]
+    mask = visibility(row, torch.zeros_like(row), queries[None, None, :, None], keys[None, None, None, :])
+    return mask.expand(rows, 1, len(queries), len(keys))
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if tensor.ndim != 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise ConfigError(
+            f"{name} is a {tensor.dtype} tensor of shape {list(tensor.shape)}; give integers of shape [batch, tokens]."
+        )

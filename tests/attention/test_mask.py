@@ -1,0 +1,163 @@
+"""`MaskSpec` and its renderings against the brute force."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention.brute_force import expected, packed_rows, patterns
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from cornstarch.attention import MaskPattern, MaskSpec
+from cornstarch.errors import ConfigError
+
+BLOCK = 128  # tokens of a FlexAttention block
+PARTS = [f"{kind}{axis}_{part}" for kind in ("", "full_") for axis in ("kv", "q") for part in ("num_blocks", "indices")]
+
+
+@settings(max_examples=300, deadline=None)
+@given(packed_rows(), patterns)
+def test_dense_mask_equals_the_brute_force(spec: MaskSpec, pattern: MaskPattern) -> None:
+    assert torch.equal(spec.dense(pattern), expected(spec, pattern))
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed_rows(max_rows=2, max_tokens=16), patterns)
+def test_block_mask_asks_the_same_rule(spec: MaskSpec, pattern: MaskPattern) -> None:
+    rows, tokens = spec.documents.shape
+    block_mask = spec.block_mask(pattern)
+    assert torch.equal(create_mask(block_mask.mask_mod, rows, 1, tokens, tokens, "cpu"), expected(spec, pattern))
+
+
+@settings(max_examples=15, deadline=None)
+@given(packed_rows(max_rows=2, max_tokens=300), patterns)
+def test_block_mask_has_the_blocks_that_torch_finds(spec: MaskSpec, pattern: MaskPattern) -> None:
+    rows, tokens = spec.documents.shape
+    found = spec.block_mask(pattern)
+    reference = create_block_mask(spec.visibility(pattern), rows, None, tokens, tokens, "cpu")
+    for name in PARTS:
+        assert torch.equal(getattr(found, name), getattr(reference, name)), name
+    assert (found.shape, found.BLOCK_SIZE, found.seq_lengths) == (
+        reference.shape,
+        reference.BLOCK_SIZE,
+        reference.seq_lengths,
+    )
+
+
+@pytest.mark.parametrize("tokens", [2048, 2049, 2300])
+def test_block_mask_is_made_in_strips(tokens: int) -> None:
+    """And each strip keeps exactly the blocks where someone sees someone."""
+    documents = (torch.arange(tokens) // 700)[None]  # 0: padding
+    spec = MaskSpec(documents, torch.where(torch.arange(tokens) % 900 < 400, 0, -1)[None])
+    padded = torch.nn.functional.pad(spec.dense(), (0, -tokens % BLOCK, 0, -tokens % BLOCK))
+    kept = padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(dim=3).any(dim=-1)
+    assert torch.equal(spec.block_mask().to_dense().bool(), kept)
+
+
+LONG = {
+    "documents across blocks": ([0] * 7 + [1] * 150 + [2] * 40 + [3] * 120 + [0] * 3, (150, 30)),
+    "one long span": ([5] * 320, (100, 170)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("pattern", [MaskPattern(), MaskPattern(window=50), MaskPattern(chunk=64)], ids=str)
+def test_long_rows_equal_the_brute_force_in_both_renderings(name: str, pattern: MaskPattern) -> None:
+    documents, (start, length) = LONG[name]
+    spans = [0 if start <= token < start + length else -1 for token in range(len(documents))]
+    spec = MaskSpec(torch.tensor([documents]), torch.tensor([spans]))
+    mask = expected(spec, pattern)
+    assert torch.equal(spec.dense(pattern), mask)
+    tokens = len(documents)
+    assert torch.equal(create_mask(spec.block_mask(pattern).mask_mod, 1, 1, tokens, tokens, "cpu"), mask)
+
+
+@settings(max_examples=100, deadline=None)
+@given(packed_rows())
+def test_positions_count_within_each_document(spec: MaskSpec) -> None:
+    for row, positions in zip(spec.documents.tolist(), spec.positions().tolist(), strict=True):
+        seen: dict[int, int] = {}
+        for document, position in zip(row, positions, strict=True):
+            assert position == (0 if document == 0 else seen.get(document, 0))
+            seen[document] = seen.get(document, 0) + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(packed_rows(), patterns, st.data())
+def test_some_queries_and_keys_are_a_part_of_the_whole(
+    spec: MaskSpec, pattern: MaskPattern, data: st.DataObject
+) -> None:
+    tokens = spec.documents.shape[1]
+    queries, keys = (torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))) for _ in "qk")
+    part = spec.dense(pattern)[:, :, queries][..., keys]
+    assert torch.equal(spec.dense(pattern, queries, keys), part)
+
+
+@settings(max_examples=100, deadline=None)
+@given(packed_rows(), st.integers(0, 5))
+def test_new_tokens_are_text_of_the_last_document(spec: MaskSpec, added: int) -> None:
+    tokens = spec.documents.shape[1]
+    longer = spec.extended(tokens + added)
+    assert longer.documents[:, :tokens].equal(spec.documents)
+    assert longer.spans[:, :tokens].equal(spec.spans)
+    for row, extended in zip(spec.documents.tolist(), longer.documents.tolist(), strict=True):
+        last = next((document for document in reversed(row) if document), 0)
+        assert extended[tokens:] == [last] * added
+    assert (longer.spans[:, tokens:] == -1).all()
+
+
+def test_padding_makes_one_document_of_each_row() -> None:
+    spec = MaskSpec.from_padding(torch.tensor([[0, 1, 1], [1, 1, 0]]))
+    assert spec.documents.tolist() == [[0, 1, 1], [1, 1, 0]]
+    assert spec.spans.tolist() == [[-1] * 3] * 2
+    assert spec.positions().tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert spec.with_spans(torch.tensor([[0, 0, 1]] * 2)).spans.tolist() == [[0, 0, 1]] * 2
+
+
+PLAIN = [
+    ([[1, 1], [2, 2]], [[-1, -1]] * 2, True),
+    ([[1, 1], [1, 0]], [[-1, -1]] * 2, False),
+    ([[1, 2]], [[-1, -1]], False),
+    ([[1, 1]], [[-1, 0]], False),
+    ([[0, 0]], [[-1, -1]], False),
+]
+
+
+@pytest.mark.parametrize(("documents", "spans", "plain"), PLAIN)
+def test_is_plain(documents: list[list[int]], spans: list[list[int]], plain: bool) -> None:
+    assert MaskSpec(torch.tensor(documents), torch.tensor(spans)).is_plain is plain
+
+
+def test_rows_are_repeated_for_beams() -> None:
+    spec = MaskSpec(torch.tensor([[1, 1], [0, 2]]), torch.tensor([[0, 0], [-1, -1]])).repeat_interleave(2)
+    assert spec.documents.tolist() == [[1, 1], [1, 1], [0, 2], [0, 2]]
+    assert spec.spans.tolist() == [[0, 0], [0, 0], [-1, -1], [-1, -1]]
+
+
+def test_to_the_same_device_is_the_same_spec() -> None:
+    spec = MaskSpec.from_padding(torch.ones(1, 2))
+    assert spec.to("cpu") is spec
+    assert spec.to("meta").documents.is_meta
+
+
+MISTAKES = {
+    "shapes differ": (
+        lambda: MaskSpec(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 4, dtype=torch.long)),
+        "[2, 4]",
+    ),
+    "floats": (lambda: MaskSpec.from_documents(torch.ones(2, 3)), "float32"),
+    "bools": (lambda: MaskSpec.from_documents(torch.ones(2, 3, dtype=torch.bool)), "bool"),
+    "no batch": (lambda: MaskSpec.from_documents(torch.ones(3, dtype=torch.long)), "[3]"),
+    "4-D mask": (lambda: MaskSpec.from_padding(torch.ones(2, 1, 3, 3)), "[2, 1, 3, 3]"),
+    "empty window": (lambda: MaskPattern(window=0), "window = 0"),
+    "empty chunk": (lambda: MaskPattern(chunk=0), "chunk = 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(name: str) -> None:
+    make, told = MISTAKES[name]
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert told in str(caught.value)
