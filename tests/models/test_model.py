@@ -220,14 +220,15 @@ def test_callback_of_one_argument_gets_the_output() -> None:
 def test_llm_callback_gets_what_it_names_and_replaces() -> None:
     seen: dict[str, Any] = {}
 
-    def callback(input_ids: Tensor, attention_mask: Tensor, frame_rate: float) -> dict[str, Any]:
-        seen.update(ids=input_ids, rate=frame_rate)
+    def callback(input_ids: Tensor, attention_mask: Tensor, pixel_values: Tensor, frame_rate: float) -> dict[str, Any]:
+        seen.update(ids=input_ids, rate=frame_rate, pixels=pixel_values)
         return {"position_ids": torch.arange(input_ids.shape[1])[None] + 3}
 
     model = composed(preprocess_llm_callback=callback).eval()
     batch = {k: v for k, v in ragged().items() if k != "labels"}
     shifted = model(**batch, frame_rate=2.0).logits
     assert torch.equal(seen["ids"], batch["input_ids"]) and seen["rate"] == 2.0
+    assert seen["pixels"] is batch["pixel_values"]
     model.preprocess_llm_callback = None
     positions = torch.arange(batch["input_ids"].shape[1])[None] + 3
     assert torch.equal(model(**batch, position_ids=positions).logits, shifted)
@@ -513,6 +514,8 @@ def test_composes_on_the_meta_device() -> None:
         model = MultimodalModel(encoders={"vision": clip()}, language_model=llama()).to(dtype=torch.bfloat16)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    tokens = model.vision_encoder(pixel_values=torch.empty(2, 3, 8, 8, dtype=torch.bfloat16, device="meta"))
+    assert tokens.last_hidden_state.shape == (2, PATCHES, 32)
 
 
 def test_parts_may_have_different_precisions() -> None:

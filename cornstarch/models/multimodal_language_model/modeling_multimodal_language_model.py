@@ -26,7 +26,7 @@ from cornstarch.models.multimodal_language_model.merge import (
     placeholder_masks,
 )
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
-from cornstarch.models.multimodal_language_model.routing import check_known, prepare_llm_inputs, route
+from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, prepare_llm_inputs, route
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
 from cornstarch.models.multimodal_language_model.verify import check_embeddings_path
@@ -261,7 +261,10 @@ class MultimodalModel(nn.Module):
         """Return the inputs of each encoder that runs on this batch, and what is left for the language model."""
         encoder_inputs, rest = route(self.encoders, batch)
         check_known(self.encoders, self.language_model, self.preprocess_llm_callback, rest)
-        return encoder_inputs, rest
+        # The callback may ask for an encoder's input too: image grids, say, to compute positions.
+        names = callback_names(self.preprocess_llm_callback)
+        wanted = {name: batch[name] for name in (batch if names is None else names) if name in batch}
+        return encoder_inputs, {**wanted, **rest}
 
     def merge(
         self,

@@ -80,10 +80,14 @@ class MultimodalProjector(PreTrainedModel):
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutput:
         """Return the projected tokens as `last_hidden_state`."""
         parameter = next(self.projection.parameters(), None)
-        if parameter is not None and not torch.is_autocast_enabled(parameter.device.type):
-            # Encoder and projector may be kept in different precisions.
+        # Encoder and projector may be kept in different precisions; under autocast that is autocast's business.
+        if parameter is not None and not _autocasts(parameter.device):
             inputs_embeds = inputs_embeds.to(parameter.dtype)
         return BaseModelOutput(last_hidden_state=self.projection(inputs_embeds))
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def as_projector(module: nn.Module | None) -> nn.Module | None:

@@ -13,7 +13,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's module inside PEFT, torch.compile, DDP and FSDP wrappers."""
     while True:
         if hasattr(module, "get_base_model"):  # peft.PeftModel, without importing peft
-            module = module.get_base_model()
+            module = module.get_base_model()  # type: ignore[operator]
         elif "_orig_mod" in module._modules:  # torch.compile
             module = module._modules["_orig_mod"]  # type: ignore[assignment]
         elif type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):

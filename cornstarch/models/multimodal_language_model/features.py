@@ -1,0 +1,252 @@
+"""How many tokens each item (image, clip) will take in the text, found without running the real encoder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.items import Features, mask_of, patch_counts, sample_lengths
+from cornstarch.models.multimodal_language_model.shape_inference import (
+    KnownIntegers,
+    Shape,
+    is_float,
+    map_tensors,
+    weightless,
+)
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+
+# A formula (ours or the user's) that was right for so many different geometries is believed without a further shape
+# inference, which costs up to a second for a large encoder. A wrong number is still refused by the model's forward.
+CHECKED_GEOMETRIES = 4
+_REMEMBERED_GEOMETRIES = 1024
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many tokens an encoder makes of its inputs."""
+
+    lengths: tuple[int, ...] | None
+    """Tokens per item; None where the boundaries are unknown (a callback returned one flat tensor)."""
+    total: int
+
+    def agrees_with(self, claimed: Sequence[int]) -> bool:
+        """Whether `claimed` says the same, as far as the boundaries of items can be compared."""
+        if self.lengths is not None and len(self.lengths) == len(claimed):
+            return list(self.lengths) == list(claimed)
+        return self.total == sum(claimed)  # an item of the user's may be several of the encoder's (crops of one image)
+
+
+def feature_lengths(encoder: ModalEncoderModule, inputs: Mapping[str, Any]) -> list[int]:
+    """Return the number of tokens that each item of `inputs` (the encoder's arguments) will contribute."""
+    return FeatureCounter(encoder).lengths(inputs)
+
+
+class FeatureCounter:
+    """Counts the tokens that one encoder makes of its inputs, callbacks and projector included.
+
+    The count comes from a formula where the inputs tell (patch grids, image sizes, masks), else from a shape
+    inference: a forward of a weightless copy of the encoder; only an encoder that decides by the values of its
+    tensors is run itself. Formulas are checked by shape inference too, and given up if they are wrong.
+    """
+
+    def __init__(self, encoder: ModalEncoderModule) -> None:
+        self._encoder: ModalEncoderModule | None = encoder
+        self._name = type(unwrap(encoder.module)).__name__
+        # Made now, before the model is sharded or wrapped; it also stands in for the encoder in worker processes.
+        self._twin = _twin(encoder)
+        self._known: dict[tuple[Any, ...], Counts] = {}
+        self._per_item: dict[tuple[Any, ...], int] = {}
+        self._formula_holds = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the weights behind: a data-loading process needs the shapes only."""
+        return {**self.__dict__, "_encoder": None}
+
+    def arguments(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a processor put out under the names of the encoder's arguments."""
+        return self._any_encoder().as_arguments(dict(outputs))
+
+    def lengths(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Return the tokens per item."""
+        claimed = self._by_formula(inputs) if self._formula_holds else None
+        if claimed is not None:
+            measured = self._measured(inputs)
+            if measured is None or measured == Counts(tuple(claimed), sum(claimed)):
+                return claimed
+            self._formula_holds = False
+        counts = self.count(inputs)
+        lengths = self._one_by_one(inputs) if counts.lengths is None else list(counts.lengths)
+        if sum(lengths) != counts.total:
+            raise ConfigError(
+                f"{self._name} puts out {counts.total} tokens in one flat tensor, so it is unknown which belong to "
+                "which item. Return a list of tensors, one per item, from the postprocess callback, or give "
+                "num_feature_calculation_funcs."
+            )
+        return lengths
+
+    def confirm(self, claimed: Sequence[int], inputs: Mapping[str, Any], source: str) -> None:
+        """Refuse the number of tokens per item that `source` claims if the encoder makes another."""
+        measured = self._measured(inputs)
+        if measured is None or measured.agrees_with(claimed):
+            return
+        found: Any = measured.total
+        said: Any = sum(claimed)
+        where = "in all"
+        if measured.lengths is not None and len(measured.lengths) == len(claimed):
+            pairs = zip(measured.lengths, claimed, strict=True)
+            item, (found, said) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            where = f"for item {item}"
+        raise ConfigError(
+            f"{source} says {said} tokens {where}, but {self._name} (with its callbacks and projector) makes {found}. "
+            f"Return {found}, or leave the function out: with model= the number is found without it."
+        )
+
+    def count(self, inputs: Mapping[str, Any]) -> Counts:
+        """Return the measured counts; the same geometry is measured once."""
+        key = _geometry(inputs)
+        if key not in self._known:
+            if len(self._known) >= _REMEMBERED_GEOMETRIES:
+                del self._known[next(iter(self._known))]
+            features = self._infer(inputs) or self._run(inputs)
+            lengths = None if features.lengths is None else tuple(features.lengths)
+            self._known[key] = Counts(lengths, len(features.tokens))
+            shape, n_items = _item_shape(inputs)
+            if shape is not None and lengths is not None and len(lengths) == n_items and len(set(lengths)) == 1:
+                self._per_item[shape] = lengths[0]
+        return self._known[key]
+
+    def _measured(self, inputs: Mapping[str, Any]) -> Counts | None:
+        """Return the measured counts, or None if enough geometries have been measured to believe a formula."""
+        if len(self._known) >= CHECKED_GEOMETRIES and _geometry(inputs) not in self._known:
+            return None
+        return self.count(inputs)
+
+    def _one_by_one(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of each item on its own; nothing if the inputs are not simply items in a row."""
+        n_items = {len(value) if isinstance(value, Tensor) and value.dim() > 0 else 0 for value in inputs.values()}
+        if len(n_items) != 1:
+            return []
+        rows = range(n_items.pop())
+        return [self.count({name: value[i : i + 1] for name, value in inputs.items()}).total for i in rows]
+
+    def _any_encoder(self) -> ModalEncoderModule:
+        encoder = self._twin if self._twin is not None else self._encoder
+        if encoder is None:
+            raise ConfigError(
+                f"{self._name} cannot be copied, so a processor that was sent to another process cannot ask it how many"
+                " tokens it makes. Make the processor in that process, or without model= and with functions."
+            )
+        return encoder
+
+    def _by_formula(self, inputs: Mapping[str, Any]) -> list[int] | None:
+        module = self._any_encoder().module
+        counts = patch_counts(module, inputs)
+        mask = mask_of(inputs)
+        if counts is None and mask is not None:
+            counts = sample_lengths(module, mask)
+            counts = mask.sum(-1).tolist() if counts is None else counts
+        if counts is None:  # another number of items of a shape that was measured before
+            shape, n_items = _item_shape(inputs)
+            counts = [self._per_item[shape]] * n_items if shape in self._per_item else None
+        return counts
+
+    def _infer(self, inputs: Mapping[str, Any]) -> Features | None:
+        """Return the features as shapes, or None if they depend on values."""
+        if self._twin is None:
+            return None
+        dtype = _float_dtype(self._twin)
+        shapes = map_tensors(lambda t: _as_shape(t, dtype), dict(inputs))
+        try:
+            with torch.no_grad(), KnownIntegers():
+                return self._twin.features(shapes)
+        except Exception:
+            return None  # whatever it was: if it is the user's mistake, the real run meets it again and says so
+
+    def _run(self, inputs: Mapping[str, Any]) -> Features:
+        """Run the real encoder."""
+        advice = "Give num_feature_calculation_funcs, or make and call the processor before sharding the model."
+        if self._encoder is None:
+            raise ConfigError(
+                f"How many tokens {self._name} makes depends on the values of its inputs, so it must be run, but this "
+                f"copy of the processor was sent to another process without the weights. {advice}"
+            )
+        parameters = list(self._encoder.parameters())
+        if any(hasattr(p, "device_mesh") for p in parameters):  # its forward would wait for the other processes
+            raise ConfigError(f"{self._name} must be run to count its tokens, but it is already sharded. {advice}")
+        device = parameters[0].device if parameters else torch.device("cpu")
+        dtype = _float_dtype(self._encoder)
+        moved = map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), dict(inputs))
+        try:
+            with torch.no_grad(), _evaluating(self._encoder):
+                return self._encoder.features(moved)
+        except ConfigError:
+            raise
+        except Exception as error:
+            given = {k: tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__ for k, v in inputs.items()}
+            raise ConfigError(
+                f"{self._name} does not take what the processor made ({given}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def _twin(encoder: ModalEncoderModule) -> ModalEncoderModule | None:
+    """Return a copy of the encoder without weights, or None if it cannot be copied."""
+    try:
+        return weightless(encoder)
+    except Exception:
+        return None  # a callback holds something that cannot be copied: the encoder itself is run instead
+
+
+def _as_shape(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if tensor.is_floating_point():
+        return Shape.of(tensor.shape, dtype or tensor.dtype)
+    return tensor.cpu()
+
+
+def _geometry(inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the number of tokens depends on: all shapes, and the values of what is not floating-point."""
+    return tuple((name, _signature(inputs[name])) for name in sorted(inputs))
+
+
+def _item_shape(inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...] | None, int]:
+    """Return the shape that all items share and their number; None if the inputs are not simply items in a row."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 1}
+    sizes = {len(tensor) for tensor in tensors.values()}
+    if len(tensors) < len(inputs) or len(sizes) != 1 or not all(map(is_float, tensors.values())):
+        return None, 0
+    return tuple((name, tuple(tensors[name].shape[1:])) for name in sorted(tensors)), sizes.pop()
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        shape = (tuple(value.shape), str(value.dtype))
+        if is_float(value):
+            return shape
+        return (*shape, hashlib.sha1(value.cpu().contiguous().numpy().tobytes()).hexdigest())
+    if isinstance(value, (list, tuple)):
+        return tuple(_signature(element) for element in value)
+    return repr(value)
+
+
+def _float_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the precision of the module's weights, to which a training loop casts the inputs."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Put every part into eval mode for a while: a trial run must not move the statistics of a norm."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training

@@ -1,0 +1,471 @@
+"""Texts, images and sounds into the batch of a multimodal model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import BatchFeature, PreTrainedTokenizerBase
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import subprocessors
+from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
+from cornstarch.models.multimodal_language_model.features import FeatureCounter
+from cornstarch.models.multimodal_language_model.placeholders import (
+    Items,
+    claimed_items,
+    count_items,
+    expand,
+    group_lengths,
+    is_per_sample,
+    register_tokens,
+    share_out,
+)
+from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
+
+FeatureFunction = Callable[..., int | Sequence[int] | Sequence[Sequence[int]]]
+
+CONFIG_NAME = "cornstarch_processor.json"
+_FORMAT = 1
+
+# These speak of the text, although a feature extractor has arguments of the same names: the context limit must not
+# cut the sound.
+_TEXT_OPTIONS = frozenset({"padding", "truncation", "max_length", "pad_to_multiple_of", "padding_side", "stride"})
+
+
+class MultimodalBatch(BatchFeature):
+    """A batch whose `to` also reaches the inputs that are nested by modality."""
+
+    def to(self, *args: Any, **kwargs: Any) -> MultimodalBatch:
+        """Move all tensors, and cast those that are floating-point."""
+        super().to(*args, **kwargs)
+        for name, value in self.items():
+            if isinstance(value, Mapping):
+                self.data[name] = BatchFeature(dict(value)).to(*args, **kwargs).data
+        return self
+
+
+class MultimodalProcessor:
+    """One tokenizer and one processor per modality.
+
+    Each modality has a placeholder token, by default `<name>`, registered as a special token of the tokenizer. In a
+    text it stands for one item (image, clip), and is repeated to the number of tokens that the encoder makes of it.
+    The number comes from the user's function, or from the encoder itself if `model` is given; with both, the
+    function's number is checked against the encoder's.
+
+    Args:
+        encoder_processors: Image processors and feature extractors by modality name (a class is built with its
+            defaults).
+        llm_tokenizer: The tokenizer of the language model; `tokenizer` is another name for it.
+        model: The `MultimodalModel`; it is told the ids of the placeholder tokens.
+        num_feature_calculation_funcs: By modality, a function of (the processor's inputs, its outputs) that returns
+            the tokens of an item: one number for all, a list over the batch, or a list per sample.
+        predefined_tokens: Placeholder tokens by modality, where `<name>` is not wanted.
+        image_processor: Short for `encoder_processors={"vision": …}`.
+        feature_extractor: Short for `encoder_processors={"audio": …}`.
+        num_features_calculation_funcs: Another spelling of `num_feature_calculation_funcs`.
+    """
+
+    def __init__(
+        self,
+        encoder_processors: Mapping[str, Any] | None = None,
+        llm_tokenizer: PreTrainedTokenizerBase | None = None,
+        model: nn.Module | None = None,
+        num_feature_calculation_funcs: Mapping[str, FeatureFunction] | None = None,
+        predefined_tokens: Mapping[str, str] | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        image_processor: Any = None,
+        feature_extractor: Any = None,
+        num_features_calculation_funcs: Mapping[str, FeatureFunction] | None = None,
+    ) -> None:
+        self.llm_tokenizer: PreTrainedTokenizerBase = _one_of(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
+        if self.llm_tokenizer is None:
+            raise ConfigError("The processor needs the language model's tokenizer: pass llm_tokenizer=….")
+        self.encoder_processors: dict[str, Any] = subprocessors.collect_processors(
+            encoder_processors, image_processor, feature_extractor
+        )
+        functions = _one_of(
+            num_feature_calculation_funcs=num_feature_calculation_funcs,
+            num_features_calculation_funcs=num_features_calculation_funcs,
+        )
+        self._functions: dict[str, FeatureFunction] = dict(functions or {})
+        tokens = dict(predefined_tokens or {})
+        for name in (*self._functions, *tokens):
+            self._check_modality(name)
+        self.modality_tokens: dict[str, str] = {name: tokens.get(name, f"<{name}>") for name in self.encoder_processors}
+        self.modality_token_ids: dict[str, int] = register_tokens(self.llm_tokenizer, self.modality_tokens)
+        # By modality: the batch keys that would reach its encoder if they were given flat.
+        self._flat_keys: dict[str, frozenset[str]] = {
+            name: frozenset(getattr(processor, "model_input_names", ()))
+            for name, processor in self.encoder_processors.items()
+        }
+        self._arguments: dict[str, frozenset[str]] = {}
+        self._counters: dict[str, FeatureCounter] = {}
+        if model is not None:
+            self._connect(unwrap(model))
+
+    def _connect(self, model: Any) -> None:
+        """Read what there is to know about the model's encoders, and tell it the ids of the placeholders."""
+        if not hasattr(model, "encoders"):
+            raise ConfigError(f"model is a {type(model).__name__}; expected a MultimodalModel.")
+        missing = [name for name in self.encoder_processors if name not in model.encoders]
+        if missing:
+            raise ConfigError(
+                f"The processor has {missing}, the model has encoders {list(model.encoders)}. "
+                "Name the processors like the encoders: encoder_processors={name: processor}."
+            )
+        for name, encoder in model.encoders.items():
+            self._flat_keys[name] = frozenset(encoder.input_names)
+            if name in self.encoder_processors:
+                self._counters[name] = FeatureCounter(encoder)
+                if encoder.preprocess_callback is None:
+                    self._arguments[name] = self._flat_keys[name].union(argument_names(encoder.module))
+        model.set_modality_token_ids(self.modality_token_ids)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the language model."""
+        return self.llm_tokenizer
+
+    # ------------------------------------------------------------------ a batch
+
+    def __call__(
+        self,
+        encoder_inputs: Mapping[str, Mapping[str, Any] | None] | None = None,
+        llm_inputs: Mapping[str, Any] | None = None,
+        return_tensors: str | None = None,
+        *,
+        text: str | Sequence[str] | None = None,
+        images: Any = None,
+        audio: Any = None,
+        videos: Any = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Process texts and the items they mention.
+
+        A modality's outputs are flat in the batch (`pixel_values`), or nested under the modality's name where a key
+        would be taken for another encoder's or the language model's. Outputs that the encoder has no argument for are
+        left out.
+
+        Args:
+            encoder_inputs: By modality, the arguments of its processor: `{"vision": {"images": images}}`. Items are
+                one flat list over the batch, or a list per sample.
+            llm_inputs: The arguments of the tokenizer: `{"text": texts, "padding": True}`.
+            return_tensors: "pt" or "np". None leaves the tokens as lists; encoders' inputs are then torch tensors.
+            text: Short for `llm_inputs={"text": …}`.
+            images: Short for `encoder_inputs` of the one modality whose processor takes images.
+            audio: The same for sounds.
+            videos: The same for videos.
+            kwargs: Passed on to the tokenizer and to each processor that has such an argument. Padding and truncation
+                are the text's: for an encoder's, use `encoder_inputs`.
+        """
+        given = self._given_items(encoder_inputs, {"images": images, "audio": audio, "videos": videos})
+        texts, options = _given_texts(llm_inputs, text)
+        self._check_keywords(kwargs)
+        outputs = {name: self._run(name, inputs, kwargs) for name, inputs in given.items()}
+        batch: dict[str, Any] = {}
+        if texts is not None:
+            items = {name: self._count(name, given[name], outputs[name]) for name in given}
+            known = subprocessors.keywords(self.llm_tokenizer)
+            passed = {key: value for key, value in kwargs.items() if key in known}
+            batch.update(self._tokenize(texts, items, {"return_tensors": return_tensors, **passed, **options}))
+        for name in outputs:
+            batch.update(self._laid_out(name, outputs, return_tensors))
+        return MultimodalBatch(batch)
+
+    def _given_items(
+        self, encoder_inputs: Mapping[str, Mapping[str, Any] | None] | None, short: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the processor's arguments for each modality that has items."""
+        given: dict[str, Mapping[str, Any]] = {}
+        for name, inputs in (encoder_inputs or {}).items():
+            self._check_modality(name)
+            if inputs is not None and not isinstance(inputs, Mapping):
+                raise ConfigError(
+                    f"encoder_inputs[{name!r}] is a {type(inputs).__name__}; expected the arguments of its processor: "
+                    f"{{{subprocessors.item_argument(self.encoder_processors[name])!r}: …}}."
+                )
+            given[name] = inputs or {}
+        for kind, value in short.items():
+            if value is not None:
+                name = self._modality_of(kind)
+                if given.get(name):
+                    raise ConfigError(f"{name} items are given twice: encoder_inputs[{name!r}] and {kind}=.")
+                given[name] = {kind: value}
+        named = {name: subprocessors.name_items(self.encoder_processors[name], i) for name, i in given.items()}
+        return {name: inputs for name, inputs in named.items() if self._has_items(name, inputs)}
+
+    def _has_items(self, name: str, inputs: dict[str, Any]) -> bool:
+        items = self._items(name, inputs) if inputs else None
+        return bool(inputs) and not (isinstance(items, (list, tuple)) and count_items(items, 0) == 0)
+
+    def _items(self, name: str, inputs: Mapping[str, Any]) -> Any:
+        argument = subprocessors.item_argument(self.encoder_processors[name])
+        if inputs.get(argument) is None:
+            raise ConfigError(
+                f"The {name} processor ({type(self.encoder_processors[name]).__name__}) takes its items as "
+                f"{argument!r}, but got {list(inputs)}."
+            )
+        return inputs[argument]
+
+    def _run(self, name: str, inputs: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Run one modality's processor and keep what its encoder takes."""
+        processor = self.encoder_processors[name]
+        known = subprocessors.keywords(processor)
+        sent = {key: value for key, value in kwargs.items() if key in known and key not in _TEXT_OPTIONS}
+        sent.update(inputs)
+        if "return_tensors" in known:
+            sent["return_tensors"] = "pt"
+        items = self._items(name, inputs)
+        if is_per_sample(items) and not all(items):
+            # Image processors stumble over a sample without images.
+            sent[subprocessors.item_argument(processor)] = [item for sample in items for item in sample]
+        made = processor(**sent).items()
+        outputs = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in made}
+        masks = [key for key in self._flat_keys[name] if key.endswith("mask") and key not in outputs]
+        if "attention_mask" in outputs and len(masks) == 1:
+            # What the feature extractor calls attention_mask has a name of its own beside the text's.
+            outputs[masks[0]] = outputs.pop("attention_mask")
+        taken = self._arguments.get(name)
+        return {key: value for key, value in outputs.items() if taken is None or key in taken}
+
+    def _count(self, name: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> Items:
+        """Return how many tokens each item of a modality will take."""
+        items = self._items(name, inputs)
+        dimensions = subprocessors.item_dimensions(self.encoder_processors[name])
+        n_items = count_items(items, dimensions)
+        per_sample = [count_items(sample, dimensions) for sample in items] if is_per_sample(items) else None
+        function, counter = self._functions.get(name), self._counters.get(name)
+        if function is not None:
+            source = f"num_feature_calculation_funcs[{name!r}]"
+            claimed = claimed_items(function(inputs, outputs), n_items, source)
+            if counter is not None:
+                counter.confirm(claimed.lengths, counter.arguments(outputs), source)
+            return Items(claimed.lengths, claimed.per_sample or per_sample)
+        if counter is None:
+            raise ConfigError(
+                f"How many tokens a {name} item takes is unknown. Pass model=<the MultimodalModel> to the processor, "
+                f"or num_feature_calculation_funcs={{{name!r}: lambda inputs, outputs: <number>}}."
+            )
+        lengths = counter.lengths(counter.arguments(outputs))
+        return Items(group_lengths(lengths, n_items, name), per_sample)
+
+    def _tokenize(self, texts: list[str], items: dict[str, Items], options: dict[str, Any]) -> dict[str, Any]:
+        """Return the tokenized texts, with each placeholder repeated to the number of its item's tokens."""
+        expanded = texts
+        expected: dict[str, list[int]] = {}
+        for name, token in self.modality_tokens.items():
+            shares = share_out(name, token, texts, items.get(name, Items([])))
+            expected[name] = [sum(share) for share in shares]
+            expanded = [expand(text, token, share) for text, share in zip(expanded, shares, strict=True)]
+        encoded = dict(self.llm_tokenizer(expanded, **options))
+        for name, token_id in self.modality_token_ids.items():
+            for sample, ids in enumerate(encoded["input_ids"]):
+                kept = int((np.asarray(ids) == token_id).sum())
+                if kept != expected[name][sample]:
+                    problem = self._cut_item(name, expanded[sample], kept, expected[name][sample], options)
+                    raise ConfigError(f"Sample {sample} {problem}")
+        return encoded
+
+    def _cut_item(self, name: str, text: str, kept: int, wanted: int, options: dict[str, Any]) -> str:
+        """Say why a text has lost tokens of an item."""
+        if not options.get("truncation"):
+            return (
+                f"has {kept} tokens {self.modality_tokens[name]!r} instead of {wanted}: the tokenizer does not keep "
+                f"this token whole (options: {options})."
+            )
+        length = len(self.llm_tokenizer(text, verbose=False)["input_ids"])
+        limit = options.get("max_length") or self.llm_tokenizer.model_max_length
+        return (
+            f"has {length} tokens, the limit is {limit}: truncation would leave {kept} of its {wanted} {name} tokens, "
+            "and an item is never cut. Raise max_length, or give fewer items or less text beside them (text beyond "
+            "the last item may be cut)."
+        )
+
+    def _laid_out(self, name: str, outputs: dict[str, dict[str, Any]], return_tensors: str | None) -> dict[str, Any]:
+        """Return one modality's share of the batch: flat, or nested under its name."""
+        own = outputs[name]
+        if return_tensors == "np":
+            own = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in own.items()}
+        reserved = LANGUAGE_MODEL_INPUTS.union(self.llm_tokenizer.model_input_names)
+        others = [keys for keyed in (self._flat_keys, outputs) for other, keys in keyed.items() if other != name]
+        return {name: own} if reserved.union(*others).intersection(own) else own
+
+    # ------------------------------------------------------------------ text back and forth
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the text of token ids, as the tokenizer does."""
+        return self.llm_tokenizer.decode(*args, **kwargs)
+
+    def batch_decode(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the texts of several rows of token ids, as the tokenizer does."""
+        return self.llm_tokenizer.batch_decode(*args, **kwargs)
+
+    def apply_chat_template(self, conversation: Sequence[Any], tokenize: bool = False, **kwargs: Any) -> Any:
+        """Write a chat, or a list of chats, as text with the tokenizer's chat template.
+
+        The content of a message is a string, or a list of parts: `{"type": "text", "text": …}`, and for an item
+        `{"type": "image"}`, `{"type": "audio"}` or `{"type": <modality>}`, which becomes the modality's placeholder.
+
+        Args:
+            conversation: A list of messages, or a list of such lists.
+            tokenize: False returns the text, to be given to the processor together with the items.
+            kwargs: Passed on to the tokenizer's `apply_chat_template`.
+        """
+        if tokenize:
+            raise ConfigError(
+                "A chat is tokenized together with its items: write it with tokenize=False, then call "
+                "processor(text=…, images=…, add_special_tokens=False)."
+            )
+        if not kwargs.get("chat_template") and not self.llm_tokenizer.chat_template:
+            raise ConfigError("The tokenizer has no chat template: pass chat_template=…, or set it on the tokenizer.")
+        if conversation and isinstance(conversation[0], (list, tuple)):
+            chats: list[Any] = [[self._as_text(message) for message in chat] for chat in conversation]
+        else:
+            chats = [self._as_text(message) for message in conversation]
+        return self.llm_tokenizer.apply_chat_template(chats, tokenize=False, **kwargs)
+
+    def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            return dict(message)
+        return {**message, "content": "".join(self._part_as_text(part) for part in content)}
+
+    def _part_as_text(self, part: Mapping[str, Any]) -> str:
+        kind = str(part.get("type"))
+        if kind == "text":
+            return part["text"]
+        if kind in self.modality_tokens:
+            return self.modality_tokens[kind]
+        return self.modality_tokens[self._modality_of(subprocessors.item_kind(kind) or kind)]
+
+    # ------------------------------------------------------------------ storing
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Save the tokenizer and the processors, each in a sub-folder that transformers loads.
+
+        Functions cannot be stored; they are passed to `from_pretrained` again.
+        """
+        path = Path(folder)
+        modalities: dict[str, Any] = {}
+        for name, processor in self.encoder_processors.items():
+            if not hasattr(processor, "save_pretrained"):
+                raise ConfigError(f"The {name} processor ({type(processor).__name__}) has no save_pretrained.")
+            token, has_function = self.modality_tokens[name], name in self._functions
+            modalities[name] = {"class": type(processor).__name__, "token": token, "has_function": has_function}
+        for name, processor in self.encoder_processors.items():
+            processor.save_pretrained(path / f"{name}_processor")
+        self.llm_tokenizer.save_pretrained(path / "tokenizer")
+        # Last and at once: a folder with this file is complete.
+        temporary = path / f"{CONFIG_NAME}.tmp"
+        temporary.write_text(json.dumps({"format": _FORMAT, "modalities": modalities}, indent=2) + "\n")
+        os.replace(temporary, path / CONFIG_NAME)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        model: nn.Module | None = None,
+        num_feature_calculation_funcs: Mapping[str, FeatureFunction] | None = None,
+        classes: Mapping[str, type] | None = None,
+        trust_remote_code: bool = False,
+    ) -> MultimodalProcessor:
+        """Load a processor saved by `save_pretrained`.
+
+        Args:
+            folder: A local folder.
+            model: As when the processor is made.
+            num_feature_calculation_funcs: The functions that the saved processor had; not needed with `model`.
+            classes: By modality, the class of a processor that is not in transformers.
+            trust_remote_code: Whether code in the tokenizer's folder may be run.
+        """
+        path = Path(folder)
+        stored = subprocessors.read_json(path / CONFIG_NAME)
+        if stored.get("format") != _FORMAT:
+            raise ConfigError(f"{path / CONFIG_NAME} has format {stored.get('format')}; this version reads {_FORMAT}.")
+        functions = dict(num_feature_calculation_funcs or {})
+        for name, entry in stored["modalities"].items():
+            if entry["has_function"] and name not in functions and model is None:
+                raise ConfigError(
+                    f"The processor in {path} had its own function for the tokens of {name}; functions are not stored. "
+                    f"Pass num_feature_calculation_funcs={{{name!r}: …}} or model=… to from_pretrained."
+                )
+        return cls(
+            encoder_processors={
+                name: subprocessors.load_processor(path / f"{name}_processor", name, entry["class"], classes)
+                for name, entry in stored["modalities"].items()
+            },
+            llm_tokenizer=subprocessors.load_tokenizer(path / "tokenizer", trust_remote_code),
+            model=model,
+            num_feature_calculation_funcs=functions,
+            predefined_tokens={name: entry["token"] for name, entry in stored["modalities"].items()},
+        )
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_modality(self, name: str) -> None:
+        if name not in self.encoder_processors:
+            raise ConfigError(
+                f"There is no modality {name!r}{subprocessors.nearest(name, self.encoder_processors)}; "
+                f"this processor has {list(self.encoder_processors)}."
+            )
+
+    def _modality_of(self, kind: str) -> str:
+        """Return the one modality whose processor takes this kind of item."""
+        kinds = {
+            name: subprocessors.item_kind(subprocessors.item_argument(processor))
+            for name, processor in self.encoder_processors.items()
+        }
+        names = [name for name, found in kinds.items() if found == kind]
+        if len(names) != 1:
+            raise ConfigError(
+                f"{kind!r} fits {names or 'none'} of the modalities {list(kinds)}; expected exactly one. "
+                "Name the modality: encoder_inputs={name: {…}}, or {'type': name} in a chat."
+            )
+        return names[0]
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        parts = [self.llm_tokenizer, *self.encoder_processors.values()]
+        known = {keyword for part in parts for keyword in subprocessors.keywords(part)}
+        for name in kwargs:
+            if name not in known:
+                hint = subprocessors.nearest(name, known)
+                raise ConfigError(f"Neither the tokenizer nor a processor takes {name!r}{hint}.")
+
+
+MultimodalModelProcessor = MultimodalProcessor
+
+
+def _one_of(**names: Any) -> Any:
+    """Return the value that was given under one of several names of the same argument."""
+    given = {name: value for name, value in names.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are names of one argument: pass one of them.")
+    return next(iter(given.values()), None)
+
+
+def _given_texts(
+    llm_inputs: Mapping[str, Any] | None, text: str | Sequence[str] | None
+) -> tuple[list[str] | None, dict[str, Any]]:
+    """Return the texts, one per sample, and the tokenizer's options."""
+    options = dict(llm_inputs or {})
+    texts = _one_of(llm_inputs=options.pop("text", None), text=text)
+    if texts is None:
+        if options:
+            raise ConfigError(f"llm_inputs has {list(options)} but no 'text'.")
+        return None, {}
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if not all(isinstance(one, str) for one in texts):
+        raise ConfigError("text must be a string, or a list of strings, one per sample.")
+    if options.get("return_overflowing_tokens"):
+        raise ConfigError("return_overflowing_tokens would spread an item over several rows; leave it out.")
+    return texts, options
