@@ -23,7 +23,7 @@ TokenAttention = Literal["causal", "item", "modality"]
 LANGUAGE_MODEL_INPUTS = frozenset(
     "input_ids attention_mask position_ids labels inputs_embeds past_key_values use_cache cache_position "
     "logits_to_keep output_attentions output_hidden_states return_dict token_type_ids head_mask documents "
-    "num_items_in_batch shift_labels".split()
+    "num_items_in_batch shift_labels output_router_logits".split()
 )
 
 # What an encoder calls its input, and what processors call the same thing.
