@@ -87,7 +87,8 @@ class ModalEncoderModule(nn.Module):
         if attention not in get_args(TokenAttention):
             raise ConfigError(f"attention = {attention!r}: expected one of {', '.join(get_args(TokenAttention))}.")
         self.module = encoder
-        self.projector = as_projector(projector)
+        self.projector: nn.Module | None
+        self.register_module("projector", as_projector(projector))  # has its place even if it is made later
         self.additional_args = list(additional_args)
         self.attention: TokenAttention = attention
         self.preprocess_callback = preprocess_callback

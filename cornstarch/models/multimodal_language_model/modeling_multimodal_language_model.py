@@ -79,9 +79,12 @@ class MultimodalModel(nn.Module):
         if encoders:
             check_embeddings_path(language_model)
         for name, encoder in (encoders or {}).items():
-            self._add_encoder(name, encoder, init_projector_type, init_activation)
+            self.add_encoder(name, encoder, init_projector_type, init_activation)
 
-    def _add_encoder(self, name: str, encoder: nn.Module, projector_type: str, activation: str) -> None:
+    def add_encoder(
+        self, name: str, encoder: nn.Module, projector_type: str = "linear", activation: str = "gelu"
+    ) -> None:
+        """Give the model one more modality: its encoder becomes the attribute `<name>_encoder`."""
         if not isinstance(name, str) or not name.isidentifier() or name in LANGUAGE_MODEL_INPUTS:
             raise ConfigError(f"Encoder name {name!r}: expected a plain name such as 'vision' or 'audio'.")
         if not isinstance(encoder, ModalEncoderModule):

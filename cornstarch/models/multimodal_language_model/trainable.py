@@ -7,6 +7,9 @@ from torch import nn
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import is_peft
 
+FIXED = "_cornstarch_fixed"
+"""The attribute in which a part remembers the names of the parameters that it keeps fixed."""
+
 
 def set_trainable(part: nn.Module, trainable: bool) -> None:
     """Train or freeze a part: sets `requires_grad` of its parameters and its train/eval mode.
@@ -23,7 +26,7 @@ def set_trainable(part: nn.Module, trainable: bool) -> None:
 
 
 def _fixed_parameters(part: nn.Module) -> frozenset[str]:
-    known: frozenset[str] | None = part.__dict__.get("_cornstarch_fixed")
+    known: frozenset[str] | None = part.__dict__.get(FIXED)
     if known is None:
         known = frozenset(name for name, p in part.named_parameters() if not p.requires_grad)
         if len(known) == sum(1 for _ in part.named_parameters()):  # frozen as a whole: no choice within the part
@@ -33,5 +36,5 @@ def _fixed_parameters(part: nn.Module) -> frozenset[str]:
                     "Compose it before freezing it, and freeze it with train(encoders_mode=…, llm_mode=…)."
                 )
             known = frozenset()
-        part.__dict__["_cornstarch_fixed"] = known
+        part.__dict__[FIXED] = known
     return known

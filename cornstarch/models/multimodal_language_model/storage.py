@@ -1,0 +1,353 @@
+"""Saving and loading a whole model.
+
+A folder holds `cornstarch_model.json` and one sub-folder per part: `<name>_encoder`, `<name>_projector` and
+`language_model`, each of which transformers loads by itself, with PEFT adapters in `<part>/adapter`. Weights are in
+safetensors; nothing is unpickled, and no code is imported on a file's word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.dismantle import DismantledModel, DismantledOrigin, rebuild
+from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.folder import (
+    DESCRIPTION,
+    FORMAT,
+    check_files,
+    checked_target,
+    existing_folder,
+    read_description,
+    replacement,
+    seal,
+)
+from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.part_storage import (
+    LoadOptions,
+    Maker,
+    dtype_named,
+    imported_class,
+    is_trusted,
+    load_part,
+    save_part,
+    unsaved_buffers,
+)
+from cornstarch.models.multimodal_language_model.storage_format import (
+    ENCODER_CALLBACKS,
+    LANGUAGE_MODEL,
+    LLM_CALLBACK,
+    StoredEncoder,
+    StoredModel,
+    check_safe,
+    parsed,
+)
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+
+BUFFERS = "cornstarch_buffers.safetensors"
+ORIGIN = "origin"  # the key in `classes` for the class of a model that was taken apart
+
+Callbacks = Mapping[str, Mapping[str, Callable[..., Any]]]
+
+
+# ----------------------------------------------------------------------------------------------------- saving
+
+
+def save_pretrained(model: MultimodalModel, folder: str | PathLike[str]) -> None:
+    """Save a model so that `from_pretrained` gives it back, to the bit, and transformers can load each part.
+
+    The folder appears at once and complete. A Cornstarch model that is already there is replaced only then (other
+    files in the folder stay); a folder with anything else in it is refused. Callbacks are functions and are not
+    saved: they are passed again when the model is loaded.
+    """
+    target = checked_target(folder)
+    parts = _parts_of(model)
+    same_as = _same_modules(parts)
+    _check_savable(model, parts, same_as)
+    with replacement(target) as fresh:
+        stored = StoredModel(
+            format=FORMAT,
+            versions=_versions(),
+            encoders={name: _stored_encoder(encoder) for name, encoder in model.encoders.items()},
+            parts={name: save_part(name, part, fresh / name) for name, part in parts.items() if name not in same_as},
+            same_as=same_as,
+            modality_token_ids=model.modality_token_ids,
+            trains_on_placeholders=model.trains_on_placeholders,
+            positions_from_mask=model.positions_from_mask,
+            has_llm_callback=model.preprocess_llm_callback is not None,
+            origin=None if model.origin is None else model.origin.to_dict(),
+        )
+        _save_buffers(parts, fresh / BUFFERS)
+        seal(fresh, target, stored.model_dump(mode="json", exclude={"files", "sha256"}))
+
+
+def _save_buffers(parts: Mapping[str, nn.Module], path: Path) -> None:
+    """Write all parts' unsaved buffers, outside their folders: other programs take every file there for weights."""
+    buffers = {}
+    for part, module in parts.items():
+        buffers.update({f"{part}.{name}": buffer for name, buffer in unsaved_buffers(module).items()})
+    if buffers:
+        save_file(buffers, path, metadata={"format": "pt"})
+
+
+def _loaded_buffers(path: Path, part: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        keys = [key for key in file.keys() if key.startswith(f"{part}.")]  # noqa: SIM118
+        return {key.removeprefix(f"{part}."): file.get_tensor(key) for key in keys}
+
+
+def _versions() -> dict[str, str]:
+    own = sys.modules[__name__.partition(".")[0]].__version__
+    return {"cornstarch": own, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _stored_encoder(encoder: ModalEncoderModule) -> StoredEncoder:
+    return StoredEncoder(
+        additional_args=tuple(encoder.additional_args),
+        attention=encoder.attention,
+        callbacks=tuple(name for name in ENCODER_CALLBACKS if getattr(encoder, name) is not None),
+    )
+
+
+def _parts_of(model: MultimodalModel) -> dict[str, nn.Module]:
+    """Return the modules of a model by the names of their folders; callbacks with weights are parts as well."""
+    found: dict[str, Any] = {}
+    for name, encoder in model.encoders.items():
+        found[f"{name}_encoder"] = encoder.module
+        found[f"{name}_projector"] = encoder.projector
+        found.update({f"{name}_{callback}": getattr(encoder, callback) for callback in ENCODER_CALLBACKS})
+    found[LANGUAGE_MODEL] = model.language_model
+    found[LLM_CALLBACK] = model.preprocess_llm_callback
+    return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+
+
+def _same_modules(parts: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return which parts are another part: one encoder may serve two modalities."""
+    first: dict[int, str] = {}
+    return {name: first[id(part)] for name, part in parts.items() if first.setdefault(id(part), name) != name}
+
+
+def _check_savable(model: MultimodalModel, parts: Mapping[str, nn.Module], same_as: Mapping[str, str]) -> None:
+    """Refuse a model of which something would be lost."""
+    for name, part in parts.items():
+        _check_whole(name, part)
+    _check_separate({name: part for name, part in parts.items() if name not in same_as})
+    covered = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lost = [name for name, tensor in named if id(tensor) not in covered]
+    odd = [type(encoder).__name__ for encoder in model.encoders.values() if type(encoder) is not ModalEncoderModule]
+    if lost or (odd and model.origin is None):
+        what = f"{lost[0]} belongs to no part" if lost else f"{odd[0]} is your own class"
+        raise ConfigError(
+            f"The model cannot be saved: {what}. Save it in your own class, or keep the weights in the encoder, the "
+            "projector or a callback of a plain ModalEncoderModule."
+        )
+
+
+def _check_whole(part_name: str, part: nn.Module) -> None:
+    shards = [name for name, module in part.named_modules() if type(module).__name__ == "FullyShardedDataParallel"]
+    for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+        if tensor.is_meta or type(tensor).__name__ == "DTensor":
+            shards.append(f"{name}, a {type(tensor).__name__} on {tensor.device}")
+    if shards:
+        raise ConfigError(
+            f"{part_name} cannot be saved: this process does not have all of it ({shards[0]}). "
+            "Gather the weights before saving."
+        )
+
+
+def _check_separate(parts: Mapping[str, nn.Module]) -> None:
+    owners: dict[int, str] = {}
+    for part_name, part in parts.items():
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), part_name) if tensor.numel() else part_name
+            if owner != part_name:
+                raise ConfigError(
+                    f"{part_name}.{name} shares its memory with a weight of {owner}; two parts cannot be saved as one. "
+                    "Use the same module in both places, or a copy."
+                )
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def from_pretrained(
+    folder: str | PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | int | None = None,
+    trust_remote_code: bool = False,
+    callbacks: Callbacks | None = None,
+    classes: Mapping[str, Maker] | None = None,
+    verify: bool = True,
+) -> MultimodalModel:
+    """Load a model that `save_pretrained` saved: weights, precisions, adapters, what is trained; in eval mode.
+
+    Args:
+        folder: The folder; nothing is downloaded.
+        dtype: Load all weights in this precision instead of those in which they were saved.
+        device: Where to put the model; the CPU by default.
+        trust_remote_code: Run Python code that a part brought along in its folder (an `auto_map` in its config).
+        callbacks: The callbacks that the model had, by encoder: `{"vision": {"preprocess_callback": function}}`;
+            that of the language model: `{"language_model": {"preprocess_llm_callback": function}}`.
+        classes: By part (the name of its folder, such as "vision_encoder"): the class of a transformers model that
+            comes neither with transformers nor with Cornstarch; for a module of your own (a projection, an encoder
+            that is no transformers model) the module to load into, or a function without arguments that makes it.
+            With the key "origin": the class of the multimodal model that was taken apart.
+        verify: Compare every file with its checksum first. Without it, configs may have been edited.
+    """
+    path = existing_folder(folder)
+    stored = parsed(path / DESCRIPTION, read_description(path, verify))
+    check_files(path, stored.files, verify)
+    check_safe(path, stored, trust_remote_code)
+    chosen = _given_callbacks(stored, callbacks or {})
+    makers = {**_given_classes(stored, classes or {}), **_callbacks_with_weights(stored, chosen)}
+    options = LoadOptions(
+        dtype=None if dtype is None else dtype_named(dtype),
+        device=None if device is None else torch.device(device),
+        trust_remote_code=trust_remote_code,
+    )
+    frame = _frame(stored, makers) if stored.origin is not None else None
+    if frame is not None:
+        makers = {**_makers_of(frame, stored), **makers}
+    parts = _load_parts(path, stored, makers, options)
+    model = _composed(stored, parts, chosen) if frame is None else _filled(frame, stored, parts, chosen)
+    model.set_modality_token_ids(stored.modality_token_ids)
+    model.trains_on_placeholders = stored.trains_on_placeholders
+    model.positions_from_mask = stored.positions_from_mask
+    model.eval()
+    return model
+
+
+def _load_parts(
+    path: Path, stored: StoredModel, makers: Mapping[str, Maker], options: LoadOptions
+) -> dict[str, nn.Module]:
+    parts = {}
+    for name, part in stored.parts.items():
+        buffers = _loaded_buffers(path / BUFFERS, name)
+        parts[name] = load_part(name, part, path / name, makers.get(name), buffers, options)
+    parts.update({name: parts[other] for name, other in stored.same_as.items()})
+    return parts
+
+
+def _given_classes(stored: StoredModel, classes: Mapping[str, Maker]) -> dict[str, Maker]:
+    known = [*stored.parts, *([ORIGIN] if stored.origin is not None else [])]
+    for name in classes:
+        if name not in known:
+            raise ConfigError(f"classes has {name!r}; this model has the parts {', '.join(known)}.")
+    return dict(classes)
+
+
+def _given_callbacks(stored: StoredModel, callbacks: Callbacks) -> dict[str, dict[str, Callable[..., Any]]]:
+    """Return the user's callbacks by encoder, if all that the model had are there."""
+    needed: dict[str, tuple[str, ...]] = {name: encoder.callbacks for name, encoder in stored.encoders.items()}
+    allowed: dict[str, set[str]] = {name: set(ENCODER_CALLBACKS) for name in stored.encoders}
+    allowed.setdefault(LANGUAGE_MODEL, set()).add(LLM_CALLBACK)
+    if stored.has_llm_callback:
+        needed[LANGUAGE_MODEL] = (*needed.get(LANGUAGE_MODEL, ()), LLM_CALLBACK)
+    for name, given in callbacks.items():
+        unknown = [key for key in given if key not in allowed.get(name, ())]
+        if name not in allowed or unknown:
+            what = f"callbacks[{name!r}]" + (f"[{unknown[0]!r}]" if unknown else "")
+            raise ConfigError(f"{what}: this model knows {({key: sorted(names) for key, names in allowed.items()})}.")
+    missing = {
+        name: {key: "…" for key in keys if callbacks.get(name, {}).get(key) is None} for name, keys in needed.items()
+    }
+    missing = {name: keys for name, keys in missing.items() if keys}
+    if missing:
+        raise ConfigError(
+            "The model was saved with callbacks, which are functions and not part of the files. "
+            f"Pass them again: from_pretrained(…, callbacks={missing})."
+        )
+    return {name: dict(callbacks.get(name, {})) for name in allowed}
+
+
+def _callbacks_with_weights(stored: StoredModel, callbacks: Mapping[str, Mapping[str, Any]]) -> dict[str, nn.Module]:
+    """Return the callbacks that are modules and have a folder with their weights, by its name."""
+    found = {}
+    for name, given in callbacks.items():
+        for key, callback in given.items():
+            part = LLM_CALLBACK if key == LLM_CALLBACK else f"{name}_{key}"
+            if part not in stored.parts:
+                continue
+            if not isinstance(callback, nn.Module):
+                raise ConfigError(
+                    f"callbacks[{name!r}][{key!r}] is a {type(callback).__name__}, but the model was saved with a "
+                    f"module that has weights ({stored.parts[part].class_path}). Pass such a module."
+                )
+            found[part] = callback
+    return found
+
+
+def _frame(stored: StoredModel, makers: Mapping[str, Maker]) -> DismantledModel:
+    """Build the model that was taken apart again, without weights."""
+    try:
+        origin = DismantledOrigin.from_dict(stored.origin or {})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{DESCRIPTION} is damaged: origin is incomplete ({error}).") from error
+    model_class: Any = makers.get(ORIGIN)
+    if model_class is None and is_trusted(origin.class_path):
+        model_class = imported_class(origin.class_path)
+    if model_class is None:
+        raise ConfigError(
+            f"The model was taken from a {origin.class_path}, which does not come with transformers. Pass the class: "
+            f"from_pretrained(…, classes={{{ORIGIN!r}: …}})."
+        )
+    return rebuild(origin, model_class=model_class)
+
+
+def _makers_of(frame: MultimodalModel, stored: StoredModel) -> dict[str, Maker]:
+    """Return what each part of a frame is: the class of a transformers model, any other module itself."""
+    modules = {name: unwrap(part) for name, part in _parts_of(frame).items()}
+    return {
+        name: type(modules[name]) if part.kind == "transformers" else modules[name]
+        for name, part in stored.parts.items()
+        if name in modules
+    }
+
+
+def _composed(stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]) -> MultimodalModel:
+    language_model = parts[LANGUAGE_MODEL]
+    model = MultimodalModel(None, language_model, preprocess_llm_callback=callbacks[LANGUAGE_MODEL].get(LLM_CALLBACK))
+    # Encoders are added one by one and not passed: that the language model can be composed at all was checked when it
+    # was, and a model that is kept in two precisions cannot be run to check it again outside of its training loop.
+    for name, encoder in stored.encoders.items():
+        module = ModalEncoderModule(
+            parts[f"{name}_encoder"],
+            parts[f"{name}_projector"],
+            encoder.additional_args,
+            attention=encoder.attention,
+            **{key: callbacks[name].get(key) for key in ENCODER_CALLBACKS},
+        )
+        model.add_encoder(name, module)
+    return model
+
+
+def _filled(
+    frame: DismantledModel, stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]
+) -> MultimodalModel:
+    """Put the loaded parts into a model that was built without weights."""
+    if tuple(stored.encoders) != frame.encoder_names:
+        raise ConfigError(f"The model has the encoders {list(stored.encoders)}, its origin {frame.encoder_names}.")
+    for name, encoder in frame.encoders.items():
+        encoder.module = parts[f"{name}_encoder"]
+        encoder.projector = parts[f"{name}_projector"]
+        encoder.additional_args = list(stored.encoders[name].additional_args)
+        encoder.attention = stored.encoders[name].attention
+        for key in ENCODER_CALLBACKS:
+            setattr(encoder, key, callbacks[name].get(key))
+    frame.language_model = parts[LANGUAGE_MODEL]
+    frame.preprocess_llm_callback = callbacks[LANGUAGE_MODEL].get(LLM_CALLBACK)
+    return frame
