@@ -8,6 +8,7 @@ short forward passes find out, so that such a model is refused instead of traine
 from __future__ import annotations
 
 import inspect
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,8 @@ from cornstarch.attention.interface import DENSE_IMPLEMENTATION, IMPLEMENTATION,
 from cornstarch.attention.mask import MaskSpec
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
-# Largest relative difference (root mean square over the logits) of two ways to compute the same thing. What was
-# measured on 88 sound architectures: below 1e-6 in float32, 3e-2 in bfloat16. 55 that disobey: 4e-3 and more.
+# Largest relative difference of two ways to compute the same logits. Measured on 88 sound architectures: below 1e-6
+# in float32, 3e-2 in bfloat16; every one that was found to disobey: 3e-3 and more.
 # (Models normalise and take the softmax in float32 even when they compute in float64.)
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
@@ -106,10 +107,11 @@ def _verify(language_model: nn.Module, reference: Tensor) -> None:
         tokens = _tokens(_transformers_model(language_model))
         second = tokens[_PADDING + _FIRST :]
         alone = _logits(language_model, second[None], MaskSpec.from_documents(torch.ones_like(second)[None]))[0]
-        if not _distance(alone, reference) <= tolerance:
+        off = _typical_distance(alone, reference)
+        if not off <= tolerance:
             raise UnsupportedModelError(
                 "its attention uses something that only its own code understands, or its positions do not count "
-                f"from 0 (relative difference {_distance(alone, reference):.1e}, at most {tolerance:.0e} expected)"
+                f"from 0 (relative difference {off:.1e}, at most {tolerance:.0e} expected)"
             )
         rounding = _verify_documents(language_model, tokens, alone, tolerance)
         _verify_spans(language_model, second, rounding)
@@ -132,10 +134,11 @@ def _verify_documents(language_model: nn.Module, tokens: Tensor, alone: Tensor, 
         raise UnsupportedModelError(
             f"tokens of one document depend on another document of the row (relative change {leak:.1e})"
         )
-    if not _distance(first[0], alone) <= tolerance:
+    off = _typical_distance(first[0], alone)
+    if not off <= tolerance:
         raise UnsupportedModelError(
             "a document behind another gives other logits than alone (relative difference "
-            f"{_distance(first[0], alone):.1e}, at most {tolerance:.0e} expected): it counts positions along the row"
+            f"{off:.1e}, at most {tolerance:.0e} expected): it counts positions along the row"
         )
     return rounding
 
@@ -189,6 +192,11 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected.double().norm())
 
 
+def _typical_distance(found: Tensor, expected: Tensor) -> float:
+    """The median over tokens: in low precision a single token may jump, when it is sent to another expert."""
+    return statistics.median(_distance(*pair) for pair in zip(found, expected, strict=True))
+
+
 def _tolerance(model: nn.Module, device: torch.device) -> float:
     """The tolerance of the coarsest numbers that the model computes with."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
@@ -202,17 +210,9 @@ def _tolerance(model: nn.Module, device: torch.device) -> float:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
-    device = next(model.parameters()).device.type
-    # A caller's autocast stays on, but must not remember weights that were cast without their gradients.
-    autocast = torch.autocast(
-        device,
-        dtype=torch.get_autocast_dtype(device),
-        enabled=torch.is_autocast_enabled(device),
-        cache_enabled=False,
-    )
     model.eval()
     try:
-        with torch.no_grad(), autocast:
+        with torch.no_grad():
             yield
     finally:
         for module in training:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import zoo
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 
 from cornstarch.attention import IMPLEMENTATION, MaskSpec, attend_through_masks, use_mask
 from cornstarch.attention.interface import DENSE_IMPLEMENTATION
 from cornstarch.errors import UnsupportedModelError
+from tests import zoo
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 64}
@@ -213,7 +213,7 @@ def test_adapters_that_add_tokens_to_the_row_are_refused(name: str) -> None:
 
 
 def test_under_autocast_every_weight_still_gets_its_gradient() -> None:
-    """Autocast remembers cast weights; the check must not leave any without gradients in its memory."""
+    """Autocast remembers cast weights; the check, which needs no gradients, must not leave any behind."""
     model = llama().train()
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     spec = MaskSpec.from_documents(torch.tensor([[1, 1, 1, 2, 2, 2]]))

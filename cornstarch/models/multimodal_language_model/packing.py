@@ -1,0 +1,255 @@
+"""Several whole samples in one row, so that no work is spent on padding.
+
+Shapes: B rows, S tokens of a row, T tokens of all samples together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
+
+logger = logging.getLogger(__name__)
+
+Sample = Mapping[str, Any]
+
+IGNORED = -100  # a label that is not trained on
+
+# What a sample has for each of its tokens, and what stands at padding.
+_PER_TOKEN = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
+
+
+def pack(
+    samples: Sequence[Sample],
+    max_length: int,
+    *,
+    too_long: Literal["error", "skip"] = "error",
+    pad_token_id: int = 0,
+    pad_to: int | None = None,
+    token_keys: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Put samples into as few rows as first-fit-decreasing finds, each sample whole and in one row.
+
+    The loss of the batch, times its number of trained tokens, is the sum of the samples' own: a document does not see
+    the others, its positions start anew, and its first label is left out because the token before it is another
+    document's.
+
+    Args:
+        samples: Dictionaries of tensors without batch dimension: `input_ids` [S]; optionally `labels`,
+            `attention_mask` (tokens at 0 are left out), `position_ids` [S] or, for mRoPE, [n, S]; and encoders' inputs
+            with their items in the first dimension (`pixel_values` [items, …]), flat or nested by modality.
+        max_length: The most tokens that a row may have.
+        too_long: What to do with a sample longer than that: "error", or "skip" it and log how many there were.
+        pad_token_id: The id at padding. Padding is not attended to; the id must only exist.
+        pad_to: Tokens of a row, at least; by default those of the fullest row.
+        token_keys: Further keys with one entry per token; they are 0 at padding.
+
+    Returns:
+        A batch for `MultimodalModel`: `input_ids`, `attention_mask`, `documents` and what else the samples have for
+        their tokens, [B, S] (mRoPE positions [n, B, S]), and encoders' inputs in the order in which their tokens
+        appear. Positions are in it only if the samples have them: the model counts them anew in each document, and a
+        model with mRoPE does so in its own way.
+    """
+    if pad_to is not None and pad_to > max_length:
+        raise ConfigError(f"pad_to = {pad_to} is more than max_length = {max_length}.")
+    texts = [_Text.read(index, sample, token_keys) for index, sample in enumerate(samples)]
+    chosen = _fitting([len(text) for text in texts], max_length, too_long)
+    rows = [[chosen[i] for i in row] for row in first_fit_decreasing([len(texts[i]) for i in chosen], max_length)]
+    order = [index for row in rows for index in row]
+    places = _Places.of([[len(texts[index]) for index in row] for row in rows], pad_to or 0)
+    fills = {**_PER_TOKEN, **dict.fromkeys(token_keys, 0), "input_ids": pad_token_id}
+    batch = _lay_out_tokens([texts[index].tokens for index in order], places, fills)
+    return {**batch, **_joined([_encoder_inputs(samples[index], token_keys) for index in order], order)}
+
+
+def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Return rows of indices: longest first, each goes to the first row with room for it.
+
+    Rows, and the indices in a row, are in the order of the samples. At most 11/9 of the fewest rows possible, plus
+    one. A tournament tree over the rows' room finds the first that fits in logarithmic time.
+    """
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [limit] * (2 * leaves)  # room[n] is the most room below node n; the rows are the leaves
+    rows: dict[int, list[int]] = {}
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        assert lengths[index] <= limit
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < lengths[index]:
+                node += 1
+        rows.setdefault(node, []).append(index)
+        room[node] -= lengths[index]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return sorted(sorted(row) for row in rows.values())
+
+
+def _fitting(lengths: list[int], max_length: int, too_long: str) -> list[int]:
+    """Return the indices of the samples that fit into a row."""
+    if too_long not in ("error", "skip"):
+        raise ConfigError(f"too_long = {too_long!r}: expected 'error' or 'skip'.")
+    if not lengths:
+        raise ConfigError("There are no samples to pack.")
+    fitting = [index for index, length in enumerate(lengths) if length <= max_length]
+    left_out = len(lengths) - len(fitting)
+    if left_out and (too_long == "error" or not fitting):
+        first = next(index for index, length in enumerate(lengths) if length > max_length)
+        raise ConfigError(
+            f"Sample {first} has {lengths[first]} tokens, max_length is {max_length} ({left_out} of {len(lengths)} "
+            "samples are too long). Raise max_length, shorten the samples, or leave them out with too_long='skip'."
+        )
+    if left_out:
+        logger.warning("Left out %d of %d samples with more than %d tokens.", left_out, len(lengths), max_length)
+    return fitting
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What one sample has for each of its tokens, without padding."""
+
+    tokens: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return self.tokens["input_ids"].shape[-1]
+
+    @classmethod
+    def read(cls, index: int, sample: Sample, token_keys: Sequence[str]) -> _Text:
+        """Take and check a sample's tokens."""
+        if sample.get("input_ids") is None:
+            raise ConfigError(f"Sample {index} has no input_ids (it has {list(sample)}).")
+        wanted = [*_PER_TOKEN, "attention_mask", *token_keys]
+        tokens = {key: torch.as_tensor(sample[key]) for key in wanted if sample.get(key) is not None}
+        length = tokens["input_ids"].shape[-1] if tokens["input_ids"].dim() == 1 else 0
+        for key, value in tokens.items():
+            dims = (1, 2) if key == "position_ids" else (1,)
+            if value.dim() not in dims or value.shape[-1] != length or length == 0:
+                raise ConfigError(
+                    f"Sample {index}: {key} has shape {list(value.shape)}, input_ids has "
+                    f"{list(tokens['input_ids'].shape)}; expected one entry per token, without a batch dimension."
+                )
+        kept = tokens.pop("attention_mask", None)
+        if kept is not None and not bool(kept.all()):
+            tokens = {key: value[..., kept != 0] for key, value in tokens.items()}
+            if not bool((kept != 0).any()):
+                raise ConfigError(f"Sample {index}: attention_mask is 0 everywhere, so there is nothing to pack.")
+        return cls(tokens)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the samples' tokens, laid end to end, go."""
+
+    shape: tuple[int, int]
+    index: Tensor
+    """[T] place in the flattened rows."""
+    starts: Tensor
+    """[samples] first of each sample's tokens among the T."""
+    documents: Tensor
+    """[T] number of each token's sample within its row, from 1."""
+
+    @classmethod
+    def of(cls, rows: list[list[int]], width: int) -> _Places:
+        """Make the places of rows of sample lengths."""
+        width = max([width, *(sum(row) for row in rows)])
+        lengths = torch.tensor([length for row in rows for length in row])
+        fronts = torch.tensor(
+            [number * width + end - row[i] for number, row in enumerate(rows) for i, end in enumerate(accumulate(row))]
+        )
+        numbers = torch.tensor([i + 1 for row in rows for i in range(len(row))])
+        starts = lengths.cumsum(0) - lengths
+        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+        return cls(
+            shape=(len(rows), width),
+            index=fronts.repeat_interleave(lengths) + positions,
+            starts=starts,
+            documents=numbers.repeat_interleave(lengths),
+        )
+
+    def spread(self, tokens: Tensor, fill: int) -> Tensor:
+        """Lay [..., T] out in rows [..., B, S]."""
+        rows = tokens.new_full((*tokens.shape[:-1], self.shape[0] * self.shape[1]), fill)
+        rows[..., self.index.to(tokens.device)] = tokens
+        return rows.unflatten(-1, self.shape)
+
+
+def _lay_out_tokens(texts: list[dict[str, Tensor]], places: _Places, fills: Mapping[str, int]) -> dict[str, Any]:
+    batch: dict[str, Any] = {}
+    for key in {key: None for text in texts for key in text}:
+        missing = sum(key not in text for text in texts)
+        if missing:
+            raise ConfigError(f"{missing} of {len(texts)} samples have no {key}; give it to all samples or to none.")
+        values = [text[key] for text in texts]
+        tokens = torch.cat(_with_equal_axes(values) if key == "position_ids" else values, dim=-1)
+        if key == "labels":
+            tokens[places.starts.to(tokens.device)] = IGNORED
+        batch[key] = places.spread(tokens, fills[key])
+    batch["documents"] = places.spread(places.documents.to(batch["input_ids"].device), 0)
+    batch["attention_mask"] = (batch["documents"] > 0).long()
+    return batch
+
+
+def _with_equal_axes(positions: list[Tensor]) -> list[Tensor]:
+    """Return positions that all have the axes of mRoPE if any has; text has the same position on each."""
+    axes = {value.shape[0] for value in positions if value.dim() == 2}
+    if len(axes) > 1:
+        raise ConfigError(f"Samples have position_ids of {sorted(axes)} axes; expected the same number in all.")
+    return [value.expand(*axes, -1) if value.dim() == 1 else value for value in positions]
+
+
+def _encoder_inputs(sample: Sample, token_keys: Sequence[str]) -> dict[str, Any]:
+    """Return what is not the text's, refusing what speaks of a whole batch."""
+    text = {*_PER_TOKEN, *token_keys, "attention_mask"}
+    rest = {key: value for key, value in sample.items() if key not in text and value is not None}
+    refused = sorted(LANGUAGE_MODEL_INPUTS.intersection(rest))
+    if refused:
+        raise ConfigError(f"Samples with {', '.join(refused)} cannot be packed; leave it out.")
+    return rest
+
+
+def _joined(parts: list[dict[str, Any]], samples: list[int], prefix: str = "") -> dict[str, Any]:
+    """Join the encoders' inputs of the samples that have them, in the order of the rows."""
+    joined: dict[str, Any] = {}
+    for key in {key: None for part in parts for key in part}:
+        owners = [index for index, part in enumerate(parts) if key in part]
+        values, numbers = [parts[index][key] for index in owners], [samples[index] for index in owners]
+        if any(isinstance(value, Mapping) for value in values):
+            joined[key] = _joined_modality(key, values, numbers)
+        else:
+            joined[key] = _join(f"{prefix}{key}", values, numbers)
+    return joined
+
+
+def _joined_modality(name: str, values: list[Any], samples: list[int]) -> dict[str, Any]:
+    """Join inputs nested under one modality: all samples must have the same, or items and masks would not meet."""
+    for value, sample in zip(values, samples, strict=True):
+        if not isinstance(value, Mapping) or set(value) != set(values[0]):
+            found = list(value) if isinstance(value, Mapping) else type(value).__name__
+            raise ConfigError(f"{name}: sample {samples[0]} has {list(values[0])}, sample {sample} has {found}.")
+    return _joined([dict(value) for value in values], samples, f"{name}.")
+
+
+def _join(name: str, values: list[Any], samples: list[int]) -> Any:
+    first = values[0]
+    if isinstance(first, list | tuple):
+        return [item for value in values for item in value]
+    if not isinstance(first, Tensor) or first.dim() == 0:
+        if all(value == first for value in values):
+            return first  # an option, the same for all
+        raise ConfigError(f"{name} is {first!r} in sample {samples[0]} and something else in others.")
+    for value, sample in zip(values, samples, strict=True):
+        if value.shape[1:] != first.shape[1:]:
+            raise ConfigError(
+                f"{name} has shape {list(first.shape)} in sample {samples[0]} and {list(value.shape)} in sample "
+                f"{sample}; only the first dimension, the items, may differ. Process the samples to one size."
+            )
+    return torch.cat(values)
