@@ -32,7 +32,7 @@ lint: setup
 	@$(PY) -m mypy
 
 docs: $(VENV)/.docs
-	@$(PY) -m mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(VENV).unfinished build dist site runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

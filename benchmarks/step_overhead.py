@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from cornstarch.models.multimodal_language_model.packing import pack
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
 from cornstarch import MultimodalModel
+from cornstarch.models.multimodal_language_model.packing import pack
 
 VOCABULARY, IMAGE_TOKEN, PATCHES = 1000, 1000, 17
 Batch = dict[str, Tensor]

@@ -96,14 +96,14 @@ def _eager_logits(language_model: nn.Module, model: PreTrainedModel) -> Tensor:
     """Logits of the second document alone by the model's own attention code and positions: the ground truth."""
     model.set_attn_implementation("eager")
     tokens = _tokens(model)[_PADDING + _FIRST :]
-    with _evaluating(language_model):
+    with evaluating(language_model):
         return _forward(language_model, input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None])[0]
 
 
 def _verify(language_model: nn.Module, reference: Tensor) -> None:
     """Raise `UnsupportedModelError` with the reason unless the model obeys a spec."""
     tolerance = _tolerance(language_model, reference.device)
-    with _evaluating(language_model):
+    with evaluating(language_model):
         tokens = _tokens(_transformers_model(language_model))
         second = tokens[_PADDING + _FIRST :]
         alone = _logits(language_model, second[None], MaskSpec.from_documents(torch.ones_like(second)[None]))[0]
@@ -208,7 +208,8 @@ def _tolerance(model: nn.Module, device: torch.device) -> float:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run a block with the model in eval mode and without gradients; every module's mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

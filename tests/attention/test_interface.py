@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention.brute_force import brute_force, expected, packed_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from transformers.masking_utils import (
 from cornstarch.attention import IMPLEMENTATION, MaskPattern, MaskSpec, use_mask
 from cornstarch.attention.interface import DENSE_IMPLEMENTATION
 from cornstarch.errors import ConfigError, UnsupportedModelError
+from tests.attention.brute_force import brute_force, expected, packed_rows
 
 WINDOW, CHUNK = 5, 4
 KINDS: dict[str, tuple[Callable[..., Any], MaskPattern]] = {

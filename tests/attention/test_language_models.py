@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention.brute_force import brute_force
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
@@ -15,6 +14,7 @@ from transformers.masking_utils import create_chunked_causal_mask
 
 from cornstarch.attention import IMPLEMENTATION, MaskSpec, attend_through_masks, use_mask
 from tests import zoo
+from tests.attention.brute_force import brute_force
 
 KINDS = list(zoo.LANGUAGE_MODELS)
 # Longer and shorter than the zoo's windows and chunks of 8 tokens; padding on both sides.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.brute_force import expected, packed_rows, patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from cornstarch.attention import MaskPattern, MaskSpec
 from cornstarch.errors import ConfigError
+from tests.attention.brute_force import expected, packed_rows, patterns
 
 BLOCK = 128  # tokens of a FlexAttention block
 PARTS = [f"{kind}{axis}_{part}" for kind in ("", "full_") for axis in ("kv", "q") for part in ("num_blocks", "indices")]

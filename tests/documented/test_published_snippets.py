@@ -12,7 +12,6 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 import torch
-from documented.hub import make_hub
 from PIL import Image
 from torch import nn
 from torch.optim import Adam
@@ -35,6 +34,7 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
     MultimodalProjectorConfig,
 )
 from cornstarch.models.multimodal_language_model.processing_multimodal_language_model import MultimodalProcessor
+from tests.documented.hub import make_hub
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.small import composed, ragged
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from cornstarch import MultimodalModel
+from tests.models.small import composed, ragged
 
 
 def flops(work: object) -> int:

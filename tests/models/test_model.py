@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from models.small import AUDIO, PATCHES, VISION, WHISPER_SINUSOIDS, clip, composed, llama, ragged, row
 from torch import Tensor, nn
-from transformers import CLIPVisionModel, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    CLIPVisionModel,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 from cornstarch import (
@@ -20,6 +25,8 @@ from cornstarch import (
     MultimodalProjector,
     MultimodalProjectorConfig,
 )
+from tests import zoo
+from tests.models.small import AUDIO, PATCHES, VISION, WHISPER_SINUSOIDS, clip, composed, llama, ragged, row
 
 
 def by_hand(model: MultimodalModel, batch: dict[str, Tensor], sample: int, image: slice, sound: slice) -> Tensor:
@@ -56,6 +63,24 @@ def test_ragged_batch_equals_each_sample_by_hand(left: bool) -> None:
         torch.testing.assert_close(
             logits[sample][keep], by_hand(model, batch, sample, image, sound), rtol=1e-5, atol=1e-6
         )
+
+
+def test_padding_on_either_side_gives_the_same_loss() -> None:
+    model = composed().eval()
+    torch.testing.assert_close(model(**ragged(left=True)).loss, model(**ragged(left=False)).loss, rtol=1e-5, atol=1e-6)
+
+
+def test_all_items_in_one_row_need_no_sizes() -> None:
+    """Pixtral lays the patches of all images in one row."""
+    part = zoo.ENCODERS["pixtral"]
+    model = MultimodalModel(encoders={"vision": part.build()}, language_model=llama())
+    model.set_modality_token_ids({"vision": VISION})
+    pixels = torch.randn(2, 3, zoo.IMAGE, zoo.IMAGE)
+    tokens = (zoo.IMAGE // zoo.PATCH) ** 2
+    rows = torch.tensor([[3] + [VISION] * tokens + [4]] * 2)
+    sizes = torch.tensor([[zoo.IMAGE, zoo.IMAGE]] * 2)
+    expected = model(input_ids=rows, pixel_values=pixels, image_sizes=sizes).logits
+    assert torch.equal(model(input_ids=rows, pixel_values=pixels).logits, expected)
 
 
 def test_gradients_reach_every_part_and_not_the_placeholder_rows() -> None:
@@ -370,6 +395,41 @@ def test_projector_that_does_not_fit_names_both_sizes(
 def test_wrong_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_model_that_takes_no_left_padding_says_so() -> None:
+    config = RobertaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=80, is_decoder=True,
+    )  # fmt: skip
+    model = MultimodalModel(encoders={"vision": clip()}, language_model=RobertaForCausalLM(config))
+    model.set_modality_token_ids({"vision": VISION})
+    for left in (False, True):
+        ids, mask = row(3, (VISION, PATCHES), 4, length=10, left=left)
+        batch = {"input_ids": torch.tensor([ids]), "attention_mask": torch.tensor([mask])}
+        if left:
+            with pytest.raises(ConfigError, match="RobertaForCausalLM.*Pad on the right"):
+                model(**batch, pixel_values=torch.randn(1, 3, 8, 8))
+        else:
+            model(**batch, pixel_values=torch.randn(1, 3, 8, 8))
+
+
+def test_model_whose_labels_are_shifted_already_is_refused() -> None:
+    config = BartConfig(
+        vocab_size=64, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64, is_decoder=True,
+        is_encoder_decoder=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="BartForCausalLM does not train on the next token"):
+        MultimodalModel(encoders={"vision": clip()}, language_model=BartForCausalLM(config))
+
+
+def test_model_kept_in_two_precisions_composes() -> None:
+    language_model = llama().to(torch.bfloat16)
+    language_model.lm_head.to(torch.float32)
+    model = MultimodalModel(encoders={"vision": clip()}, language_model=language_model)
+    model.set_modality_token_ids({"vision": VISION})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=torch.tensor([[3] + [VISION] * PATCHES]), pixel_values=torch.randn(1, 3, 8, 8))
 
 
 def test_model_that_uses_ids_beyond_its_table_is_refused() -> None:

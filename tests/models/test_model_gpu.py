@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from models.small import PATCHES, VISION, clip, composed, llama, ragged
 
 from cornstarch import ModalEncoderModule, MultimodalModel
+from tests.models.small import PATCHES, VISION, clip, composed, llama, ragged
 
 pytestmark = [
     pytest.mark.gpu,

@@ -63,7 +63,7 @@ def rewrite(saved: Path, change: Callable[[dict[str, Any]], Any], sign: bool = T
     content = json.loads((saved / DESCRIPTION).read_text())
     change(content)
     if sign:
-        content["sha256"] = folder._own_digest(content)
+        content["sha256"] = folder.own_digest(content)
     (saved / DESCRIPTION).write_text(json.dumps(content))
 
 
@@ -71,7 +71,7 @@ def add_listed(saved: Path, name: str, text: str) -> None:
     """Put a file in the model's folder and in its manifest."""
     (saved / name).parent.mkdir(exist_ok=True)
     (saved / name).write_text(text)
-    entry = {"size": len(text.encode()), "sha256": folder._digests(saved, [name])[name]}
+    entry = {"size": len(text.encode()), "sha256": folder.file_digests(saved, [name])[name]}
     rewrite(saved, lambda content: content["files"].update({name: entry}))
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.causal_head import causal_language_model
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
@@ -36,7 +37,6 @@ from cornstarch.models.multimodal_language_model.modeling_multimodal_language_mo
 from cornstarch.models.multimodal_language_model.tower import TowerEncoder, TowerFeatures
 from cornstarch.models.multimodal_language_model.trial import learn
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
-from cornstarch.models.multimodal_language_model.verify import evaluation
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ class DismantledModel(MultimodalModel):
         language_model: PreTrainedModel,
         origin: DismantledOrigin,
     ) -> None:
-        super().__init__(dict(encoders), language_model)
+        # Encoders are added one by one: whatever the language model does, it is what the original does with it.
+        super().__init__({}, language_model)
+        for name, encoder in encoders.items():
+            self.add_encoder(name, encoder)
         self.trains_on_placeholders = True
         self.positions_from_mask = False
         self.origin = origin
@@ -248,7 +251,7 @@ class DismantledModel(MultimodalModel):
 
     def verify(self, **batch: Any) -> None:
         """Raise `UnsupportedModelError` unless this batch gives the same logits in parts as it does whole."""
-        with evaluation(self):
+        with evaluating(self):
             found, expected = self(**batch).logits, self.whole()(**batch).logits
         if not torch.equal(found, expected):
             difference = float((found - expected).abs().max())

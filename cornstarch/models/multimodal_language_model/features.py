@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import Features, mask_of, patch_counts, sample_lengths
@@ -185,7 +185,7 @@ class FeatureCounter:
         dtype = _float_dtype(self._encoder)
         moved = map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), dict(inputs))
         try:
-            with torch.no_grad(), _evaluating(self._encoder):
+            with evaluating(self._encoder):
                 return self._encoder.features(moved)
         except ConfigError:
             raise
@@ -238,15 +238,3 @@ def _signature(value: Any) -> Any:
 def _float_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the precision of the module's weights, to which a training loop casts the inputs."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Put every part into eval mode for a while: a trial run must not move the statistics of a norm."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes.items():
-            part.training = training

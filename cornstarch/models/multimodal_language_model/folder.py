@@ -100,7 +100,7 @@ def _swap(fresh: Path, target: Path) -> None:
         if old.exists() and not target.exists():
             os.rename(old, target)
         raise
-    _sync(target.parent)  # the new folder is there for good before the old one goes
+    sync(target.parent)  # the new folder is there for good before the old one goes
     if old.exists():
         shutil.rmtree(old, onerror=_tell_left_over)
 
@@ -109,7 +109,8 @@ def _tell_left_over(function: Callable[..., Any], path: str, reason: Any) -> Non
     warnings.warn(f"The model is saved, but {path} of its predecessor could not be removed: {reason[1]}", stacklevel=4)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk before going on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,16 +125,16 @@ def seal(fresh: Path, target: Path, description: dict[str, Any]) -> None:
     mode = fresh.stat().st_mode & 0o666
     for name in written:
         os.chmod(fresh / name, mode)
-        _sync(fresh / name)
-    digests = _digests(fresh, written)
+        sync(fresh / name)
+    digests = file_digests(fresh, written)
     files = {name: {"size": (fresh / name).stat().st_size, "sha256": digests[name]} for name in written}
     _carry_over(target, fresh, files)
     content = {**description, "files": files}
-    content["sha256"] = _own_digest(content)
+    content["sha256"] = own_digest(content)
     (fresh / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _sync(fresh / DESCRIPTION)
+    sync(fresh / DESCRIPTION)
     for root, _, _ in os.walk(fresh):
-        _sync(Path(root))
+        sync(Path(root))
 
 
 def _carry_over(target: Path, fresh: Path, files: Manifest) -> None:
@@ -219,16 +220,17 @@ def read_description(folder: Path, verify: bool = True) -> dict[str, Any]:
             f"{folder} was saved in format {version} by a newer Cornstarch ({writer}); this one reads formats up to "
             f"{FORMAT}. Update Cornstarch."
         )
-    if verify and content.get("sha256") != _own_digest(content):
+    if verify and content.get("sha256") != own_digest(content):
         raise ConfigError(
             f"{path} is damaged or was edited: its content does not have the checksum it states. "
             "Restore it from a copy, or load with verify=False if the change was meant."
         )
-    _check_manifest(path, content.get("files"))
+    check_manifest(path, content.get("files"))
     return content
 
 
-def _check_manifest(path: Path, files: object) -> None:
+def check_manifest(path: Path, files: object) -> None:
+    """Refuse a list of files, read from `path`, that is malformed or could lead out of the folder."""
     if not isinstance(files, dict) or not all(
         isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
         for entry in files.values()
@@ -261,7 +263,7 @@ def check_files(folder: Path, files: Manifest, verify: bool) -> None:
                 "Restore it from a copy."
             )
     if verify:
-        for name, digest in _digests(folder, list(files)).items():
+        for name, digest in file_digests(folder, list(files)).items():
             if digest != files[name]["sha256"]:
                 raise ConfigError(
                     f"{folder / name} is damaged or was edited: its SHA-256 is {digest[:16]}…, but "
@@ -281,7 +283,9 @@ def _steers_loading(name: str) -> bool:
     return name.endswith((".safetensors", ".bin", ".index.json", "adapter_config.json"))
 
 
-def _digests(folder: Path, names: list[str]) -> dict[str, str]:
+def file_digests(folder: Path, names: list[str]) -> dict[str, str]:
+    """Return the SHA-256 of files of a folder, by name."""
+
     def digest(name: str) -> str:
         try:
             with open(folder / name, "rb") as file:
@@ -293,6 +297,7 @@ def _digests(folder: Path, names: list[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-def _own_digest(content: Mapping[str, Any]) -> str:
+def own_digest(content: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a description, leaving out the one that it states itself."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

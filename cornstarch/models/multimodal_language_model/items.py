@@ -104,7 +104,18 @@ def split_items(module: nn.Module, inputs: Mapping[str, Any], states: Any) -> Fe
         lengths = sample_lengths(module, mask)
         if lengths is not None and all(length <= n_tokens for length in lengths):
             return Features(torch.cat([s[:n] for s, n in zip(states, lengths, strict=True)]), lengths)
-    counts = patch_counts(module, inputs)
-    if n_items == 1 and counts is not None and sum(counts) == n_tokens:
+    if n_items == 1 and _given_items(inputs) != 1:  # all items in one row, as encoders over patches lay them
+        counts = patch_counts(module, inputs)
+        if counts is not None and sum(counts) != n_tokens:
+            raise ConfigError(
+                f"{type(unwrap(module)).__name__} put out {n_tokens} tokens in one row, but items of the given sizes "
+                f"make {counts}: it is unknown which belong to which. Return a list of tensors, one per item, from a "
+                "postprocess callback."
+            )
         return Features(states[0], counts)
     return Features(states.reshape(-1, width), [n_tokens] * n_items)
+
+
+def _given_items(inputs: Mapping[str, Any]) -> int:
+    """Return how many items the encoder was given: the first dimension of its first tensor."""
+    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 1)

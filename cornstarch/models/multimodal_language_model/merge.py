@@ -14,6 +14,7 @@ from cornstarch.attention import MaskSpec
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.items import Features
 
+IGNORED = -100  # a label that is not trained on
 TEXT = -1  # in spans: a token that sees only what is before it
 
 
@@ -65,6 +66,18 @@ def _check_samples(modality: str, tokens: list[int], lengths: list[int]) -> None
             f"{sum(left)} features have no tokens (tokens per sample: {tokens}). "
             "Put a placeholder in the text for each item."
         )
+
+
+def without_context_free(labels_BS: Tensor | None, attention_mask_BS: Tensor) -> Tensor | None:
+    """Return the labels without tokens that would be predicted from padding.
+
+    The first token of a text is predicted from nothing; behind padding it would be predicted from that.
+    """
+    if labels_BS is None:
+        return None
+    from_padding = torch.zeros_like(attention_mask_BS, dtype=torch.bool)
+    from_padding[:, 1:] = attention_mask_BS[:, :-1] == 0
+    return labels_BS.masked_fill(from_padding, IGNORED)
 
 
 def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features) -> Tensor:

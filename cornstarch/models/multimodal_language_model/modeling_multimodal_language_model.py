@@ -18,22 +18,22 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import Features
 from cornstarch.models.multimodal_language_model.merge import (
+    IGNORED,
     TEXT,
     check_counts,
     inject,
     mark_spans,
     mask_spec,
     placeholder_masks,
+    without_context_free,
 )
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, prepare_llm_inputs, route
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
-from cornstarch.models.multimodal_language_model.verify import check_embeddings_path
+from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model, positions_of
 
 __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
-
-IGNORE_INDEX = -100
 
 EncoderMode = bool | tuple[bool, bool]
 
@@ -76,8 +76,7 @@ class MultimodalModel(nn.Module):
         self.trains_on_placeholders = False
         self.positions_from_mask = True
         self.origin: Any = None
-        if encoders:
-            check_embeddings_path(language_model)
+        self.traits = check_language_model(language_model) if encoders else LanguageModelTraits()
         for name, encoder in (encoders or {}).items():
             self.add_encoder(name, encoder, init_projector_type, init_activation)
 
@@ -297,8 +296,11 @@ class MultimodalModel(nn.Module):
             attention_mask = (spec.documents > 0).to(torch.long)
             if position_ids is None and documents is not None:
                 position_ids = spec.positions()
-        if position_ids is None and self._needs_positions(attention_mask, rest):
-            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)  # type: ignore[union-attr]
+        if attention_mask is not None and self._starts_with_padding(attention_mask, rest):
+            self._check_left_padding()
+            labels = without_context_free(labels, attention_mask)
+            if position_ids is None and accepts(self.language_model, "position_ids"):
+                position_ids = positions_of(attention_mask)  # models count padding as positions unless told otherwise
         llm_inputs = {
             "input_ids": input_ids if inputs_embeds is None else None,
             "inputs_embeds": inputs_embeds,
@@ -344,7 +346,7 @@ class MultimodalModel(nn.Module):
         if labels is None or self.trains_on_placeholders:
             return labels
         for mask in masks.values():
-            labels = labels.masked_fill(mask, IGNORE_INDEX)
+            labels = labels.masked_fill(mask, IGNORED)
         return labels
 
     def _spans(
@@ -358,16 +360,20 @@ class MultimodalModel(nn.Module):
             mark_spans(spans, name, self.encoders[name].attention, masks[name], found)
         return spans
 
-    def _needs_positions(self, attention_mask: Tensor | None, rest: dict[str, Any]) -> bool:
-        """Whether the row starts with padding, which models count as positions unless told otherwise."""
+    def _starts_with_padding(self, attention_mask: Tensor, rest: dict[str, Any]) -> bool:
         return (
             self.positions_from_mask
-            and attention_mask is not None
             and attention_mask.dim() == 2
             and rest.get("past_key_values") is None
-            and accepts(self.language_model, "position_ids")
             and not bool(attention_mask[:, 0].all())
         )
+
+    def _check_left_padding(self) -> None:
+        if not self.traits.takes_left_padding:
+            raise ConfigError(
+                f"{type(unwrap(self.language_model)).__name__} gives a text other logits when padding stands in front "
+                "of it. Pad on the right: tokenizer.padding_side = 'right'."
+            )
 
     # ------------------------------------------------------------------ using the model
 

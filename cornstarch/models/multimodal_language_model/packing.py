@@ -16,12 +16,11 @@ from torch import Tensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
+from cornstarch.models.multimodal_language_model.merge import IGNORED
 
 logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
-
-IGNORED = -100  # a label that is not trained on
 
 # What a sample has for each of its tokens, and what stands at padding.
 _PER_TOKEN = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "token_type_ids": 0, "mm_token_type_ids": 0}

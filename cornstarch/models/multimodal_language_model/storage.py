@@ -53,6 +53,7 @@ from cornstarch.models.multimodal_language_model.storage_format import (
     parsed,
 )
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits
 
 BUFFERS = "cornstarch_buffers.safetensors"
 ORIGIN = "origin"  # the key in `classes` for the class of a model that was taken apart
@@ -84,6 +85,7 @@ def save_pretrained(model: MultimodalModel, folder: str | PathLike[str]) -> None
             modality_token_ids=model.modality_token_ids,
             trains_on_placeholders=model.trains_on_placeholders,
             positions_from_mask=model.positions_from_mask,
+            takes_left_padding=model.traits.takes_left_padding,
             has_llm_callback=model.preprocess_llm_callback is not None,
             origin=None if model.origin is None else model.origin.to_dict(),
         )
@@ -227,6 +229,7 @@ def from_pretrained(
     model.set_modality_token_ids(stored.modality_token_ids)
     model.trains_on_placeholders = stored.trains_on_placeholders
     model.positions_from_mask = stored.positions_from_mask
+    model.traits = LanguageModelTraits(takes_left_padding=stored.takes_left_padding)
     model.eval()
     return model
 

@@ -132,6 +132,7 @@ class StoredModel(_Stored):
     modality_token_ids: dict[PlainName, int] = {}
     trains_on_placeholders: bool = False
     positions_from_mask: bool = True
+    takes_left_padding: bool = True
     has_llm_callback: bool = False
     origin: dict[str, Any] | None = None
     """For a model that was taken apart by from_multimodal: what the whole was."""

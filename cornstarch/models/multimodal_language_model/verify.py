@@ -1,48 +1,37 @@
-"""Checks that a part really behaves as composition assumes; what does not is refused, never trained wrongly."""
+"""Checks that a language model really behaves as composition assumes; what does not is refused, never trained wrongly.
+
+Architectures differ in silence: one uses token ids beyond its embedding table, one expects labels that are already
+shifted, one sees the tokens behind it. A few forward passes over half a dozen tokens find out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cornstarch.attention.verify import evaluating
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
 
 _PROBE_LENGTH = 6
+_PADDING = 2
 
 
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a block with the model in eval mode and without gradients; every module's mode is restored."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+@dataclass(frozen=True)
+class LanguageModelTraits:
+    """What the checks found out about a language model that is otherwise fine."""
+
+    takes_left_padding: bool = True
+    """Whether padding in front of a text leaves its logits as they are."""
 
 
-def can_run(model: nn.Module) -> bool:
-    """Whether the model can be run here and now: not on the meta device, not sharded yet."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return all(t.device.type != "meta" and type(t).__name__ != "DTensor" and t.numel() for t in tensors)
+def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
+    """Refuse a language model into which encoders' tokens cannot be merged rightly.
 
-
-def _logits(model: nn.Module, **inputs: Tensor) -> Tensor:
-    flags = {"use_cache": False} if accepts(model, "use_cache") else {}
-    return model(**inputs, **flags).logits
-
-
-def check_embeddings_path(language_model: nn.Module) -> None:
-    """Refuse a language model that computes something else from `inputs_embeds` than from the same `input_ids`.
-
-    Some models use the token ids beyond the embedding table (per-layer embeddings, scaling before the layers):
-    composing them by injection would train another model than the user chose.
+    On the meta device, or already sharded, a model cannot be run and is only asked for its arguments.
     """
     name = type(unwrap(language_model)).__name__
     if not accepts(language_model, "inputs_embeds"):
@@ -52,19 +41,105 @@ def check_embeddings_path(language_model: nn.Module) -> None:
     embeddings = language_model.get_input_embeddings()  # type: ignore[operator]
     if embeddings is None or not hasattr(embeddings, "weight"):
         raise UnsupportedModelError(f"{name}.get_input_embeddings() gives no embedding table to merge into.")
-    if not can_run(language_model):
-        return
-    device = embeddings.weight.device
-    rows = embeddings.weight.shape[0]
-    input_ids = (torch.arange(3, 3 + _PROBE_LENGTH, device=device) % rows).unsqueeze(0)
-    with evaluation(language_model):
+    if not _can_run(language_model):
+        return LanguageModelTraits()
+    probe = _Probe(name, language_model, embeddings)
+    with evaluating(language_model), _autocast(language_model):
+        probe.check_embeddings()
+        probe.check_training()
+        return LanguageModelTraits(takes_left_padding=probe.takes_left_padding())
+
+
+def _can_run(model: nn.Module) -> bool:
+    tensors = [*model.parameters(), *model.buffers()]
+    return all(t.device.type != "meta" and type(t).__name__ != "DTensor" for t in tensors)
+
+
+def _autocast(model: nn.Module) -> AbstractContextManager[object]:
+    """Return what a model that is kept in several precisions is run under; nothing for all others."""
+    precisions = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    halves = sorted(precisions - {torch.float32, torch.float64}, key=str)
+    if len(precisions) < 2 or not halves or halves[0] not in (torch.bfloat16, torch.float16):
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=halves[0])
+
+
+class _Probe:
+    """Half a dozen tokens, and what a language model makes of them."""
+
+    def __init__(self, name: str, model: nn.Module, embeddings: nn.Module) -> None:
+        self.name, self.model, self.embeddings = name, model, embeddings
+        table: Tensor = embeddings.weight  # type: ignore[assignment]
+        self.input_ids = (torch.arange(3, 3 + _PROBE_LENGTH, device=table.device) % table.shape[0]).unsqueeze(0)
+
+    def embeds(self) -> Tensor:
+        # A new tensor for every call: some models scale their input in place.
+        return self.embeddings(self.input_ids).clone()
+
+    def logits(self, **inputs: Tensor) -> Tensor:
+        flags = {"use_cache": False} if accepts(self.model, "use_cache") else {}
+        return self.model(**inputs, **flags).logits
+
+    def check_embeddings(self) -> None:
+        """Refuse a model that computes something else from embeddings than from the ids they were looked up from."""
         try:
-            expected = _logits(language_model, input_ids=input_ids)
-            found = _logits(language_model, inputs_embeds=embeddings(input_ids))
+            expected = self.logits(input_ids=self.input_ids)
+            found = self.logits(inputs_embeds=self.embeds())
         except Exception as error:
-            raise UnsupportedModelError(f"{name} cannot be run on inputs_embeds: {error}") from error
-    if expected.shape != found.shape or not torch.allclose(expected, found, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise UnsupportedModelError(
-            f"{name} gives other logits for inputs_embeds than for the input_ids they were looked up from: it uses "
-            "the token ids beyond its embedding table. Merging encoders' tokens into it would train a wrong model."
-        )
+            raise UnsupportedModelError(f"{self.name} cannot be run on inputs_embeds: {error}") from error
+        if not _close(expected, found):
+            raise UnsupportedModelError(
+                f"{self.name} gives other logits for inputs_embeds than for the input_ids they were looked up from: it "
+                "uses the token ids beyond its embedding table. Merging encoders' tokens into it would train a wrong "
+                "model."
+            )
+
+    def check_training(self) -> None:
+        """Refuse a model that is not causal, has another loss, or takes no embeddings but its own table's."""
+        embeds = self.embeds()
+        embeds[:, -1] = embeds[:, :2].mean(1)  # in no table: what an encoder puts out never is
+        try:
+            whole = self.logits(inputs_embeds=embeds.clone())
+            prefix = self.logits(inputs_embeds=embeds[:, :-2].clone())
+            loss = self.model(inputs_embeds=embeds.clone(), labels=self.input_ids).loss
+        except Exception as error:
+            raise UnsupportedModelError(f"{self.name} cannot be trained on inputs_embeds: {error}") from error
+        if not _close(prefix, whole[:, :-2]):
+            raise UnsupportedModelError(
+                f"{self.name} is not causal: its logits for a text change with the tokens behind it."
+            )
+        next_token = nn.functional.cross_entropy(whole[0, :-1].float(), self.input_ids[0, 1:])
+        same_token = nn.functional.cross_entropy(whole[0].float(), self.input_ids[0])
+        # Nearer to, not equal to: mixtures of experts may add a loss of their own.
+        if (loss - same_token).abs() < (loss - next_token).abs():
+            raise UnsupportedModelError(
+                f"{self.name} does not train on the next token: its loss on a sample is {loss.item():.4f}, the cross "
+                f"entropy of the next token {next_token.item():.4f}, of the same token {same_token.item():.4f}. "
+                "It expects labels that were shifted beforehand."
+            )
+
+    def takes_left_padding(self) -> bool:
+        padded = torch.cat([self.embeds()[:, -_PADDING:], self.embeds()], dim=1)
+        mask = torch.tensor([[0] * _PADDING + [1] * _PROBE_LENGTH], device=padded.device)
+        positions = {"position_ids": positions_of(mask)} if accepts(self.model, "position_ids") else {}
+        try:
+            alone = self.logits(inputs_embeds=self.embeds())
+            found = self.logits(inputs_embeds=padded, attention_mask=mask, **positions)
+        except Exception:
+            return False
+        return _close(alone, found[:, _PADDING:])
+
+
+def positions_of(attention_mask: Tensor) -> Tensor:
+    """Return positions that count from the first token that is not padding."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def _close(expected: Tensor, found: Tensor) -> bool:
+    # Half precision rounds: the same sums in another order differ by some units of its last place.
+    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    if expected.shape != found.shape:
+        return False
+    expected, found = expected.float(), found.float()
+    scale = expected.abs().amax().clamp(min=1e-6)
+    return torch.allclose(expected / scale, found / scale, rtol=tolerance, atol=tolerance, equal_nan=True)
