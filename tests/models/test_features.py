@@ -13,8 +13,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.features import CHECKED_GEOMETRIES, FeatureCounter, feature_lengths
-from cornstarch.models.multimodal_language_model.shape_inference import KnownIntegers, Shape, weightless
+from cornstarch.models.multimodal_language_model.preprocessing.features import (
+    CHECKED_GEOMETRIES,
+    FeatureCounter,
+    feature_lengths,
+)
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import KnownIntegers, Shape, weightless
 from tests.zoo import ENCODER_HIDDEN, ENCODERS, HIDDEN, MERGED, Inputs, generator
 
 WIDTH = 6

@@ -19,7 +19,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.dismantle import DismantledModel, DismantledOrigin, rebuild
+from cornstarch.models.multimodal_language_model.takeover.dismantle import DismantledModel, DismantledOrigin, rebuild
 from tests.models.shrink import shrunken_configs
 from tests.models.whole_models import AUDIO, FAMILIES, IMAGE, TEXT, VIDEO, Family, Inputs, text_batch
 

@@ -390,6 +390,16 @@ def test_projector_that_does_not_fit_names_both_sizes(
         (lambda: composed(init_projector_type="qformer"), "linear, mlp"),
         (lambda: composed(init_projector_type="mlp", init_activation="gelo"), "'gelo'"),
         (lambda: MultimodalProjector(MultimodalProjectorConfig(in_features=3)), "out_features"),
+        (lambda: MultimodalModel([clip()], llama()), "encoders is a list; expected a dictionary"),
+        (lambda: ModalEncoderModule(clip(), projector="mlp"), "projector is a str"),
+        (lambda: composed().train(encoders_mode={"vision": "yes"}), "True or False"),
+        (lambda: composed().train(encoders_mode={"vision": (True,)}), "expected .encoder, projector."),
+        (lambda: composed().set_modality_token_ids({"vision": "<vision>"}), "expected a number"),
+        (lambda: composed()(input_ids=torch.tensor([[1, 99]])), "the token 99, but .* has 64 rows"),
+        (
+            lambda: composed()(input_ids=torch.tensor([[VISION] * 5]), vision={"pixel_value": torch.randn(1, 3, 8, 8)}),
+            "vision encoder does not take 'pixel_value'. Did you mean 'pixel_values'",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(make: Any, message: str) -> None:

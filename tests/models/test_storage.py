@@ -25,9 +25,9 @@ from cornstarch.models.multimodal_language_model import (
     MultimodalModel,
     MultimodalProjector,
     MultimodalProjectorConfig,
-    folder,
-    storage,
 )
+from cornstarch.models.multimodal_language_model.storage import folder
+from cornstarch.models.multimodal_language_model.storage import model as storage
 from tests.models.small import VISION, clip, llama, ragged, whisper
 from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch

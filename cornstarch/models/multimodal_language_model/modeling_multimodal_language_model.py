@@ -68,6 +68,11 @@ class MultimodalModel(nn.Module):
             raise ConfigError(
                 f"language_model is a {type(language_model).__name__}; expected a Hugging Face causal language model."
             )
+        if encoders is not None and not isinstance(encoders, Mapping):
+            raise ConfigError(
+                f"encoders is a {type(encoders).__name__}; expected a dictionary by modality name: "
+                "{'vision': encoder}."
+            )
         self.encoder_names: tuple[str, ...] = ()
         self.language_model = language_model
         self.preprocess_llm_callback = preprocess_llm_callback
@@ -154,8 +159,13 @@ class MultimodalModel(nn.Module):
 
     def set_modality_token_ids(self, token_ids: Mapping[str, int]) -> None:
         """Tell which token id marks the place of each modality's tokens in the text."""
-        for name in token_ids:
+        for name, token_id in token_ids.items():
             self._check_encoder_name(name)
+            if not isinstance(token_id, int):
+                raise ConfigError(
+                    f"The token id of {name} is {token_id!r}; expected a number: "
+                    "tokenizer.convert_tokens_to_ids(token)."
+                )
         if len(set(token_ids.values())) != len(token_ids):
             raise ConfigError(f"Two modalities share a token id: {dict(token_ids)}; each needs its own.")
         self.modality_token_ids = {name: int(token_id) for name, token_id in token_ids.items()}
@@ -190,15 +200,23 @@ class MultimodalModel(nn.Module):
         llm_mode = True if llm_mode is None else llm_mode
         if encoders_mode is None:
             encoders_mode = dict.fromkeys(self.encoder_names, llm_mode)
-        for name in encoders_mode:
-            self._check_encoder_name(name)
+        modes = {name: self._checked_mode(name, trained) for name, trained in encoders_mode.items()}
         self.training = True
-        for name, trained in encoders_mode.items():
-            encoder, projector = trained if isinstance(trained, tuple) else (trained, trained)
-            self.encoders[name].training = bool(encoder or projector)
-            self.encoders[name].set_trainable(bool(encoder), bool(projector))
+        for name, (encoder, projector) in modes.items():
+            self.encoders[name].training = encoder or projector
+            self.encoders[name].set_trainable(encoder, projector)
         set_trainable(self.language_model, bool(llm_mode))
         return self
+
+    def _checked_mode(self, name: str, trained: EncoderMode) -> tuple[bool, bool]:
+        """Return whether the encoder and its projector are trained."""
+        self._check_encoder_name(name)
+        pair = (trained, trained) if isinstance(trained, bool) else tuple(trained)
+        if len(pair) != 2 or not all(isinstance(one, bool) for one in pair):
+            raise ConfigError(
+                f"encoders_mode[{name!r}] = {trained!r}: expected (encoder, projector), each True or False."
+            )
+        return pair
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute activations in the backward pass instead of keeping them, in every part that can."""
@@ -336,11 +354,21 @@ class MultimodalModel(nn.Module):
             text_ids = input_ids
             for mask in masks.values():
                 text_ids = text_ids.masked_fill(mask, 0)
-            inputs_embeds = self.language_model.get_input_embeddings()(text_ids)  # type: ignore[operator]
+            inputs_embeds = self._looked_up(text_ids)
         assert inputs_embeds is not None
         for name, found in features.items():
             inputs_embeds = inject(inputs_embeds, masks[name], found)
         return inputs_embeds
+
+    def _looked_up(self, text_ids: Tensor) -> Tensor:
+        try:
+            return self.language_model.get_input_embeddings()(text_ids)  # type: ignore[operator]
+        except IndexError as error:
+            raise ConfigError(
+                f"input_ids has the token {int(text_ids.max())}, but the language model's table has "
+                f"{self._embedding_table().shape[0]} rows, and no modality has this token "
+                f"(set_modality_token_ids was told {self.modality_token_ids}). Is it the language model's tokenizer?"
+            ) from error
 
     def _without_placeholders(self, labels: Tensor | None, masks: dict[str, Tensor]) -> Tensor | None:
         if labels is None or self.trains_on_placeholders:
@@ -391,21 +419,21 @@ class MultimodalModel(nn.Module):
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """Save the model: each part in a sub-folder that transformers itself loads."""
-        from cornstarch.models.multimodal_language_model.storage import save_pretrained
+        from cornstarch.models.multimodal_language_model.storage.model import save_pretrained
 
         save_pretrained(self, folder)
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
         """Load a model saved by `save_pretrained`; see `storage.from_pretrained` for the options."""
-        from cornstarch.models.multimodal_language_model.storage import from_pretrained
+        from cornstarch.models.multimodal_language_model.storage.model import from_pretrained
 
         return from_pretrained(folder, **options)
 
     @classmethod
     def from_multimodal(cls, model: nn.Module) -> MultimodalModel:
         """Take a whole Hugging Face multimodal model apart; the parts are shared with it, not copied."""
-        from cornstarch.models.multimodal_language_model.dismantle import dismantle
+        from cornstarch.models.multimodal_language_model.takeover.dismantle import dismantle
 
         return dismantle(model)
 

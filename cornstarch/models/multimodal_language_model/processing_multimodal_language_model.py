@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import BatchFeature, PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import subprocessors
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.features import FeatureCounter
-from cornstarch.models.multimodal_language_model.placeholders import (
+from cornstarch.models.multimodal_language_model.preprocessing import subprocessors
+from cornstarch.models.multimodal_language_model.preprocessing.features import FeatureCounter
+from cornstarch.models.multimodal_language_model.preprocessing.placeholders import (
     Items,
     claimed_items,
     count_items,

@@ -94,4 +94,9 @@ def as_projector(module: nn.Module | None) -> nn.Module | None:
     """Return `module` as a projector: a bare tensor-to-tensor module is wrapped, anything else is kept."""
     if module is None or isinstance(module, MultimodalProjector) or hasattr(module, "get_base_model"):
         return module
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"projector is a {type(module).__name__}; expected a MultimodalProjector or a torch.nn.Module. For a kind "
+            "by name use init_projector_type of MultimodalModel."
+        )
     return MultimodalProjector(None, projection=module)

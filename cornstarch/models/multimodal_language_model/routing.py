@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ def route(
     taken: dict[str, str] = {}
     for name, encoder in encoders.items():
         if name in nested:
+            _check_nested(name, encoder, nested[name])
             routed[name] = encoder.as_arguments(dict(nested[name]))
             continue
         for key in encoder.input_names:
@@ -43,6 +44,21 @@ def route(
         if inputs is not None:
             routed[name] = inputs
     return routed, {key: value for key, value in flat.items() if key not in taken}
+
+
+def _check_nested(name: str, encoder: ModalEncoderModule, inputs: Mapping[str, Any]) -> None:
+    """Refuse an input that an encoder would silently ignore: most often it is misspelt."""
+    if encoder.preprocess_callback is not None:  # reads what it likes
+        return
+    known = {*argument_names(encoder.module), *encoder.input_names}
+    for key in inputs:
+        if key not in known and key not in LANGUAGE_MODEL_INPUTS:
+            raise ConfigError(f"The {name} encoder does not take {key!r}.{_hint(key, known)} It takes {sorted(known)}.")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def callback_names(callback: LlmCallback | None) -> list[str] | None:
@@ -70,8 +86,7 @@ def check_known(
         if name in known:
             continue
         taken = {key: list(encoder.input_names) for key, encoder in encoders.items()}
-        near = difflib.get_close_matches(name, [*known, *encoders, *(n for names in taken.values() for n in names)], 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _hint(name, [*known, *encoders, *(n for names in taken.values() for n in names)])
         raise ConfigError(
             f"No part of the model takes {name!r}.{hint} Encoders take {taken}; "
             "name further inputs of an encoder in its additional_args."

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import check_inside
 from cornstarch.models.multimodal_language_model.encoder import TokenAttention
-from cornstarch.models.multimodal_language_model.folder import DESCRIPTION, check_inside
+from cornstarch.models.multimodal_language_model.storage.folder import DESCRIPTION
 
 LANGUAGE_MODEL = "language_model"
 EncoderCallback = Literal["preprocess_callback", "postprocess_module_callback", "postprocess_projector_callback"]

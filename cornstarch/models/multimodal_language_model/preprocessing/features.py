@@ -14,7 +14,7 @@ from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import Features, mask_of, patch_counts, sample_lengths
-from cornstarch.models.multimodal_language_model.shape_inference import (
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import (
     KnownIntegers,
     Shape,
     is_float,

@@ -14,10 +14,10 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
     MultimodalProjectorConfig,
 )
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.hollow import StandIn, hollow, listen
 from cornstarch.models.multimodal_language_model.items import Features, mask_of, sample_lengths
-from cornstarch.models.multimodal_language_model.modalities import Modality
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
+from cornstarch.models.multimodal_language_model.takeover.hollow import StandIn, hollow, listen
+from cornstarch.models.multimodal_language_model.takeover.modalities import Modality
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
 

@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.causal_head import causal_language_model
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.hollow import hollow, listen
 from cornstarch.models.multimodal_language_model.items import Features
-from cornstarch.models.multimodal_language_model.modalities import TYPE_IDS, find_modalities, refusal
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.tower import TowerEncoder, TowerFeatures
-from cornstarch.models.multimodal_language_model.trial import learn
+from cornstarch.models.multimodal_language_model.takeover.causal_head import causal_language_model
+from cornstarch.models.multimodal_language_model.takeover.hollow import hollow, listen
+from cornstarch.models.multimodal_language_model.takeover.modalities import TYPE_IDS, find_modalities, refusal
+from cornstarch.models.multimodal_language_model.takeover.tower import TowerEncoder, TowerFeatures
+from cornstarch.models.multimodal_language_model.takeover.trial import learn
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
 
 

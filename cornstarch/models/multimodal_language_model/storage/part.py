@@ -24,18 +24,18 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.adapter_storage import (
+from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
+    MultimodalProjectorConfig,
+)
+from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
+from cornstarch.models.multimodal_language_model.storage.adapters import (
     base_state,
     is_from_peft,
     load_adapters,
     reload_adapters,
     save_adapters,
 )
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
-    MultimodalProjectorConfig,
-)
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
-from cornstarch.models.multimodal_language_model.storage_format import ADAPTERS, WEIGHTS, NameSet, StoredPart
+from cornstarch.models.multimodal_language_model.storage.format import ADAPTERS, WEIGHTS, NameSet, StoredPart
 from cornstarch.models.multimodal_language_model.trainable import FIXED
 from cornstarch.models.multimodal_language_model.unwrap import is_peft
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from cornstarch.models.multimodal_language_model.hollow import hollow
-from cornstarch.models.multimodal_language_model.modalities import refusal
+from cornstarch.models.multimodal_language_model.takeover.hollow import hollow
+from cornstarch.models.multimodal_language_model.takeover.modalities import refusal
 from cornstarch.models.multimodal_language_model.unwrap import argument_names
 
 

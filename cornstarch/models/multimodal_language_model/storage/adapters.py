@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.storage_format import (
+from cornstarch.models.multimodal_language_model.storage.format import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     StoredAdapters,

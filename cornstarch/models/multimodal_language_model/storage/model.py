@@ -7,7 +7,6 @@ safetensors; nothing is unpickled, and no code is imported on a file's word.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -19,10 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from cornstarch import __version__
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.dismantle import DismantledModel, DismantledOrigin, rebuild
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.folder import (
+from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.storage.folder import (
     DESCRIPTION,
     FORMAT,
     check_files,
@@ -32,8 +32,16 @@ from cornstarch.models.multimodal_language_model.folder import (
     replacement,
     seal,
 )
-from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.part_storage import (
+from cornstarch.models.multimodal_language_model.storage.format import (
+    ENCODER_CALLBACKS,
+    LANGUAGE_MODEL,
+    LLM_CALLBACK,
+    StoredEncoder,
+    StoredModel,
+    check_safe,
+    parsed,
+)
+from cornstarch.models.multimodal_language_model.storage.part import (
     LoadOptions,
     Maker,
     dtype_named,
@@ -43,15 +51,7 @@ from cornstarch.models.multimodal_language_model.part_storage import (
     save_part,
     unsaved_buffers,
 )
-from cornstarch.models.multimodal_language_model.storage_format import (
-    ENCODER_CALLBACKS,
-    LANGUAGE_MODEL,
-    LLM_CALLBACK,
-    StoredEncoder,
-    StoredModel,
-    check_safe,
-    parsed,
-)
+from cornstarch.models.multimodal_language_model.takeover.dismantle import DismantledModel, DismantledOrigin, rebuild
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits
 
@@ -111,8 +111,7 @@ def _loaded_buffers(path: Path, part: str) -> dict[str, Tensor]:
 
 
 def _versions() -> dict[str, str]:
-    own = sys.modules[__name__.partition(".")[0]].__version__
-    return {"cornstarch": own, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"cornstarch": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _stored_encoder(encoder: ModalEncoderModule) -> StoredEncoder:

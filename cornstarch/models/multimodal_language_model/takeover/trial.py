@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.hollow import StandIn, hollow, listen
-from cornstarch.models.multimodal_language_model.modalities import TYPE_IDS, placeholder_id, refusal
-from cornstarch.models.multimodal_language_model.tower import Habits, TowerEncoder
+from cornstarch.models.multimodal_language_model.takeover.hollow import StandIn, hollow, listen
+from cornstarch.models.multimodal_language_model.takeover.modalities import TYPE_IDS, placeholder_id, refusal
+from cornstarch.models.multimodal_language_model.takeover.tower import Habits, TowerEncoder
 from cornstarch.models.multimodal_language_model.unwrap import argument_names
 
 _WIDTH = 4

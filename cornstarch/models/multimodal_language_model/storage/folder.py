@@ -7,26 +7,21 @@ was there before. `cornstarch_model.json` is written last and lists every file o
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import Manifest, check_manifest, file_digests, own_digest, sync
 
 DESCRIPTION = "cornstarch_model.json"
 FORMAT = 1
-
-Manifest = dict[str, dict[str, Any]]
-
-_HASH_THREADS = min(8, os.cpu_count() or 1)  # hashing leaves the interpreter lock; more threads wait for the disk
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -107,15 +102,6 @@ def _swap(fresh: Path, target: Path) -> None:
 
 def _tell_left_over(function: Callable[..., Any], path: str, reason: Any) -> None:
     warnings.warn(f"The model is saved, but {path} of its predecessor could not be removed: {reason[1]}", stacklevel=4)
-
-
-def sync(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def seal(fresh: Path, target: Path, description: dict[str, Any]) -> None:
@@ -229,24 +215,6 @@ def read_description(folder: Path, verify: bool = True) -> dict[str, Any]:
     return content
 
 
-def check_manifest(path: Path, files: object) -> None:
-    """Refuse a list of files, read from `path`, that is malformed or could lead out of the folder."""
-    if not isinstance(files, dict) or not all(
-        isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("sha256"), str)
-        for entry in files.values()
-    ):
-        raise ConfigError(f"{path} is damaged: it has no list of files. Restore the folder from a copy.")
-    for name in files:
-        check_inside(path, name)
-
-
-def check_inside(source: Path, name: object) -> None:
-    """Refuse a file name, read from `source`, that could lead out of the folder."""
-    pure = PurePosixPath(name) if isinstance(name, str) else None
-    if pure is None or pure.is_absolute() or not pure.parts or ".." in pure.parts or "\\" in str(name):
-        raise ConfigError(f"{source} names the file {name!r}, which does not lie in the model's folder: refused.")
-
-
 def check_files(folder: Path, files: Manifest, verify: bool) -> None:
     """Refuse a folder whose files are not those that were saved.
 
@@ -283,21 +251,3 @@ def _steers_loading(name: str) -> bool:
     return name.endswith((".safetensors", ".bin", ".index.json", "adapter_config.json"))
 
 
-def file_digests(folder: Path, names: list[str]) -> dict[str, str]:
-    """Return the SHA-256 of files of a folder, by name."""
-
-    def digest(name: str) -> str:
-        try:
-            with open(folder / name, "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise ConfigError(f"{folder / name} cannot be read ({error}).") from error
-
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
-
-
-def own_digest(content: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a description, leaving out the one that it states itself."""
-    rest = {key: value for key, value in content.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,39 @@
+"""`cornstarch data`: what there is to know about data before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_WRONG_INPUT = 2
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group of commands."""
+    data = typer.Typer(help="Look at data.", no_args_is_help=True)
+    data.command("check")(check)
+    data.callback()(_group)
+    app.add_typer(data, name="data")
+
+
+def _group() -> None:
+    """Look at data."""
+
+
+def check(
+    config: Annotated[Path, typer.Argument(help="The run's config.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Look at so many samples of each source only.")] = None,
+) -> None:
+    """Read all rows and decode all media of a config's data; list what is broken and show five samples."""
+    from rich.console import Console
+
+    from cornstarch.train.data.check import check_data, render
+    from cornstarch.train.source import load_config
+
+    report = check_data(load_config(config, overrides or ()).data, most=samples)
+    Console().print(render(report))
+    if report.problems:
+        raise typer.Exit(_WRONG_INPUT)  # the report has told them

@@ -1,0 +1,30 @@
+"""The loop and what surrounds it: the run's description, data, checkpoints, metrics."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cornstarch.train.config import RunConfig
+    from cornstarch.train.source import config_difference, dump_config, load_config
+
+__all__ = ["RunConfig", "config_difference", "dump_config", "load_config"]
+
+# Looked up when first asked for (PEP 562): the command line reads configs and must not wait for torch.
+_MODULES = {
+    "RunConfig": "cornstarch.train.config",
+    "config_difference": "cornstarch.train.source",
+    "dump_config": "cornstarch.train.source",
+    "load_config": "cornstarch.train.source",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,0 +1,338 @@
+"""The description of a run, and nothing but the description: plain data, no torch.
+
+The same names are used in YAML, on the command line (`optimizer.learning_rate=1e-4`) and in Python.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Precision = Literal["fp32", "bf16", "fp16"]
+TrainMode = Literal["full", "projector", "frozen", "lora"]
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A part of the description: unknown names are refused, values are checked, nothing changes afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, protected_namespaces=())
+
+
+# ------------------------------------------------------------------------------------------------ model
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (PEFT)."""
+
+    rank: Positive = 16
+    """The width of the adapters."""
+    alpha: AboveZero = 32.0
+    """Adapters are scaled by alpha / rank."""
+    dropout: Share = 0.0
+    """The share of an adapter's inputs that is dropped while training."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Names of the layers that get adapters, as PEFT takes them."""
+
+
+class PartConfig(Section):
+    """One Hugging Face model."""
+
+    path: str | None = None
+    """A local folder or a hub name."""
+    config: dict[str, Any] | None = None
+    """Instead of `path`: build from a config (`model_type` and sizes) with random weights."""
+    class_name: str | None = None
+    """The class, where transformers cannot tell: `transformers.CLIPVisionModel`."""
+    train: TrainMode = "full"
+    """full: all weights; lora: adapters; projector: the projector only (encoders); frozen: nothing."""
+    learning_rate: Rate | None = None
+    """Default: the optimizer's."""
+    weight_decay: Rate | None = None
+    """Default: the optimizer's."""
+    dtype: Precision | None = None
+    """The precision in which the weights are kept. Default: fp32 where trained, the run's precision where frozen."""
+    lora: LoraConfig = LoraConfig()
+    """For `train: lora`."""
+    trust_remote_code: bool = False
+    """Whether Python code in the model's folder may be run."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PartConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either `path` (a folder or a hub name) or `config` (sizes, random weights)")
+        return self
+
+
+class EncoderConfig(PartConfig):
+    """An encoder with its projector."""
+
+    train: TrainMode = "projector"
+    """projector: the projector only; full, lora: the encoder as well; frozen: neither."""
+    projector: Literal["linear", "mlp"] = "mlp"
+    """One linear layer, or two with an activation between them."""
+    activation: str = "gelu"
+    """The activation of an mlp projector, by its name in transformers."""
+    projector_learning_rate: Rate | None = None
+    """Default: the part's learning rate."""
+    token: str | None = None
+    """The placeholder in texts. Default: `<name>`."""
+    attention: Literal["causal", "item", "modality"] = "causal"
+    """How its tokens see each other: like text, within one item, or within the modality in both directions."""
+    processor: str | None = None
+    """Folder or hub name of the image processor or feature extractor. Default: `path`."""
+    processor_config: dict[str, Any] | None = None
+    """Instead of `processor`: `class_name` and arguments of an image processor or feature extractor."""
+
+
+class LanguageModelConfig(PartConfig):
+    """The language model."""
+
+    train: Literal["full", "frozen", "lora"] = "full"
+    """full: all weights; lora: adapters; frozen: nothing."""
+    tokenizer: str | None = None
+    """Folder or hub name. Default: `path`."""
+
+
+class WholeModelConfig(PartConfig):
+    """Any one model: a saved Cornstarch model, a Hugging Face multimodal model, a plain LLM, T5, BERT, …"""
+
+    train: Literal["full", "frozen", "lora"] = "full"
+    """full: all weights; lora: adapters; frozen: nothing."""
+    task: Literal[
+        "auto", "multimodal", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"
+    ] = "auto"
+    """What the model does; auto: what its config says."""
+    tokenizer: str | None = None
+    """Folder or hub name. Default: `path`."""
+
+
+class FactoryConfig(Section):
+    """A model made by a Python function: `my_package.models:build`; it returns a module, or (module, loss)."""
+
+    function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+    arguments: dict[str, Any] = {}
+    """Arguments of the function."""
+    loss: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """A function of (module, batch) that returns the loss, as `package.module:function`."""
+
+
+class ModelConfig(Section):
+    """What is trained: `language_model` with `encoders`, or one `whole` model, or a `factory`."""
+
+    language_model: LanguageModelConfig | None = None
+    """The language model that the encoders are composed with."""
+    encoders: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], EncoderConfig] = {}
+    """By modality name: vision, audio, or any other."""
+    whole: WholeModelConfig | None = None
+    """Or: one model as it is."""
+    factory: FactoryConfig | None = None
+    """Or: a Python function that makes the model."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> ModelConfig:
+        forms = [name for name in ("language_model", "whole", "factory") if getattr(self, name) is not None]
+        if len(forms) != 1:
+            raise ValueError(
+                "give exactly one of `language_model` (with `encoders`), `whole`, `factory`; "
+                f"found {', '.join(forms) or 'none'}"
+            )
+        if self.encoders and self.language_model is None:
+            raise ValueError("`encoders` are composed with a `language_model`; there is none")
+        return self
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+DataFormat = Literal["auto", "llava", "sharegpt", "text", "pairs", "webdataset", "callable"]
+
+
+class SourceConfig(Section):
+    """One source of samples."""
+
+    path: str
+    """A JSON or JSONL file, WebDataset tars (`data/{000..009}.tar`), or `package.module:function` that returns samples
+    (a Hugging Face dataset, say)."""
+    format: DataFormat = "auto"
+    """auto: told from the content."""
+    media: str | None = None
+    """The folder that images and sounds are relative to. Default: the folder of `path`."""
+    weight: AboveZero = 1.0
+    """How often each sample comes per epoch: 1 is once, 0.5 every other one (the others next time), 2 is twice."""
+    limit: Positive | None = None
+    """Use the first so many samples only."""
+    arguments: dict[str, Any] = {}
+    """For a callable, or columns of a dataset."""
+
+
+class DataConfig(Section):
+    """What it is trained on."""
+
+    train: list[SourceConfig] = Field(min_length=1)
+    evaluation: list[SourceConfig] = []
+    max_length: Positive = 2048
+    """The most tokens of a sample; images are never cut."""
+    too_long: Literal["skip", "cut", "error"] = "skip"
+    """What to do with a longer sample."""
+    packing: bool = False
+    """Put several samples in one row instead of padding."""
+    train_on: Literal["answers", "everything"] = "answers"
+    """Which tokens count: those of the assistant's messages, or all text."""
+    system: str | None = None
+    """A system message for samples that have none."""
+    chat_template: str | None = None
+    """A Jinja chat template. Default: the tokenizer's, else a plain one."""
+    shuffle: bool = True
+    """A new random order for every epoch."""
+    workers: NotNegative = 0
+    """Processes that read and decode."""
+    prefetch: Positive = 2
+    """Batches that each of them prepares ahead."""
+    skip_limit: Share = 0.05
+    """Stop when more than this share of the samples is broken."""
+    max_pixels: Positive = 89_478_485
+    """Images with more pixels are refused as decompression bombs."""
+
+    @field_validator("train", "evaluation", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        """Allow one path, one source, or a list of either."""
+        many = value if isinstance(value, list) else [value]
+        return [{"path": source} if isinstance(source, str) else source for source in many]
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+class OptimizerConfig(Section):
+    """How weights are changed."""
+
+    name: str = "adamw"
+    """`adamw`, `sgd`, or a class of torch.optim: `torch.optim.Adafactor`."""
+    learning_rate: AboveZero = 1e-4
+    """The highest of the schedule, for parts that do not say their own."""
+    weight_decay: Rate = 0.0
+    """For parts that do not say their own; biases and norms are never decayed."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """For `adamw`."""
+    eps: AboveZero = 1e-8
+    """For `adamw`."""
+    momentum: Share = 0.9
+    """For `sgd`."""
+    clip: AboveZero | None = 1.0
+    """The largest norm of all gradients together; null: no clipping."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of the optimizer's class."""
+
+
+class ScheduleConfig(Section):
+    """How the learning rate changes."""
+
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it falls after the warm-up."""
+    warmup: Rate = 0.03
+    """Below 1: a share of all steps; else a number of steps."""
+    final: Share = 0.0
+    """The last learning rate, as a share of the highest."""
+
+
+class EarlyStoppingConfig(Section):
+    """Stop when evaluation does not get better."""
+
+    patience: Positive = 3
+    """So many evaluations without improvement."""
+    least: Rate = 0.0
+    """What counts as improvement."""
+
+
+class LoopConfig(Section):
+    """How long, and in which portions."""
+
+    steps: Positive | None = None
+    """Steps of the optimizer."""
+    epochs: AboveZero | None = None
+    """Passes over the data. Default, if `steps` is not given either: 1."""
+    batch_size: Positive = 8
+    """Samples per step, packed or not."""
+    accumulation: Positive = 1
+    """Portions a batch is cut into, one after the other; the gradient is the same."""
+    evaluate_every: Positive | None = None
+    """Steps. Default: at the end only."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """Default: none."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the trained weights, used for evaluation and export."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+
+    @model_validator(mode="after")
+    def _portions(self) -> LoopConfig:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("give either `steps` or `epochs`")
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"`batch_size` = {self.batch_size} is no multiple of `accumulation` = {self.accumulation}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """What is kept."""
+
+    every: Positive | None = None
+    """Steps. Default: at the end, at the best evaluation and on SIGTERM."""
+    keep: Positive = 2
+    """The newest so many; the best one is kept beside them."""
+    best_by: Literal["loss", "accuracy"] = "loss"
+    """What the best evaluation is told by."""
+
+
+class LoggingConfig(Section):
+    """What is told while it runs."""
+
+    every: Positive = 10
+    """Steps between lines of metrics."""
+    to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = []
+    """Beside metrics.jsonl, which is always written."""
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    """auto: a bar in a terminal, else lines."""
+    samples: NotNegative = 8
+    """Samples of the evaluation data shown in the report with the model's answers."""
+
+
+class ParallelConfig(Section):
+    """How the run is spread over processes: one process, so far."""
+
+
+class RunConfig(Section):
+    """Everything that a run is."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
+    """The name of the run."""
+    output: Path | None = None
+    """The run's folder. Default: `runs/<name>`."""
+    seed: NotNegative = 0
+    """Of all random numbers."""
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    precision: Precision | Literal["auto"] = "auto"
+    """What is computed in. auto: bf16 on a GPU that has it, else fp32."""
+    model: ModelConfig
+    """What is trained."""
+    data: DataConfig
+    """What it is trained on."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    loop: LoopConfig = LoopConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.output if self.output is not None else Path("runs") / self.name

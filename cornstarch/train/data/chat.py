@@ -1,0 +1,118 @@
+"""A conversation into one text, and which of its characters are the model's to write. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cornstarch.train.data.sample import Content, Media, Message, Sample, SampleError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLAIN_TEMPLATE = (
+    "{{ bos_token or '' }}{% for message in messages %}{% if not loop.first %}{{ '\\n' }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}{% if message.role == 'assistant' %}{{ eos_token or '' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '\\nassistant:' }}{% endif %}"
+)
+"""For tokenizers without a chat template: `user: …`, `assistant: …`, and the end token after each answer."""
+
+# Two characters that Unicode sets apart for a program's own use; no text has them.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_ANSWER = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+
+Placeholder = Callable[[Media], str]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text, ready for the tokenizer."""
+
+    text: str
+    trained: tuple[tuple[int, int], ...]
+    """Spans of characters that the model learns to write."""
+    is_document: bool = False
+    """Plain text: the tokenizer adds what it puts around texts."""
+
+
+class ChatWriter:
+    """Writes samples as text with a chat template.
+
+    What is trained on is each answer and what ends it: the white space and the first special token after it. The
+    answers are found by marks set around them before the template is applied, so they are found however a template
+    writes turns; the text without the marks must be what the template makes of the unmarked conversation.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None, system: str | None, answers_only: bool
+    ):
+        self._tokenizer = tokenizer
+        self._template = template or tokenizer.chat_template or PLAIN_TEMPLATE
+        self._system, self._answers_only = system, answers_only
+        special = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
+        self._turn_end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, special))})?" if special else r"\s*")
+
+    def write(self, sample: Sample, placeholder: Placeholder) -> Rendered:
+        """Return the text of a sample; `placeholder` says what stands for a medium."""
+        if sample.document:
+            return self._document(_joined(sample.document, placeholder))
+        if not sample.messages:
+            raise SampleError("has no messages")
+        messages = list(sample.messages)
+        if self._system is not None and messages[0].role != "system":
+            messages.insert(0, Message("system", (self._system,)))
+        turns = [(message.role, _joined(message.content, placeholder)) for message in messages]
+        text = self._applied([{"role": role, "content": content} for role, content in turns])
+        if not self._answers_only:
+            return Rendered(text, ((0, len(text)),))
+        return Rendered(text, self._answers(text, turns))
+
+    def _document(self, text: str) -> Rendered:
+        eos = self._tokenizer.eos_token
+        if eos and self._tokenizer(text)["input_ids"][-1:] != [self._tokenizer.eos_token_id]:
+            text += eos
+        return Rendered(text, ((0, len(text)),), is_document=True)
+
+    def _applied(self, chat: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(turn) for turn in chat], chat_template=self._template, tokenize=False
+                )
+            )
+        except Exception as error:  # a template refuses conversations with whatever exception it likes
+            raise SampleError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
+
+    def _answers(self, text: str, turns: Sequence[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
+        marked = self._applied(
+            [{"role": role, "content": _marked(said) if role == "assistant" else said} for role, said in turns]
+        )
+        expected = sum(role == "assistant" and bool(said.strip()) for role, said in turns)
+        found = list(_ANSWER.finditer(marked))
+        if marked.replace(_OPEN, "").replace(_CLOSE, "") != text or len(found) != expected:
+            raise SampleError(
+                "the chat template rewrites the answers, so it is unknown which tokens they are; give another with "
+                "`data.chat_template`, or train on everything"
+            )
+        spans = []
+        for number, answer in enumerate(found):
+            start = answer.start() - 2 * number  # two marks have been before it
+            end = start + len(answer.group(1))
+            stop = self._turn_end.match(text, end)
+            spans.append((start, stop.end() if stop else end))
+        return tuple(spans)
+
+
+def _joined(content: Content, placeholder: Placeholder) -> str:
+    return "".join(part if isinstance(part, str) else placeholder(part) for part in content)
+
+
+def _marked(content: str) -> str:
+    """Return an answer with marks inside its white space, which templates trim."""
+    inner = content.strip()
+    if not inner:
+        return content
+    start = content.index(inner)
+    return f"{content[:start]}{_OPEN}{inner}{_CLOSE}{content[start + len(inner) :]}"

@@ -1,0 +1,261 @@
+"""A look at all data before a run: what is there, what is broken, and what the model will learn to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cornstarch.errors import ConfigError
+from cornstarch.train.config import DataConfig, SourceConfig
+from cornstarch.train.data.formats import open_source
+from cornstarch.train.data.media import load_audio, load_image
+from cornstarch.train.data.sample import BrokenSample, Media, Sample, SampleError
+
+if TYPE_CHECKING:
+    from cornstarch.models.multimodal_language_model import MultimodalProcessor
+    from cornstarch.train.data.collate import ChatCollator, PreparedSample
+
+PERCENTILES = (0, 50, 90, 99, 100)
+_SHOWN = 5
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample as the model meets it."""
+
+    id: str
+    pieces: tuple[tuple[str, bool], ...]
+    """Text, and whether it is trained on."""
+
+
+@dataclass
+class SourceReport:
+    """What one source holds."""
+
+    name: str
+    """`data.train.0`."""
+    description: str = ""
+    problem: str = ""
+    """Why it cannot be opened; the rest is empty then."""
+    samples: int = 0
+    checked: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """Of the good samples; tokens, or characters where there is no tokenizer."""
+    trained: list[int] = field(default_factory=list)
+    """How much of it is trained on."""
+    items: dict[str, int] = field(default_factory=dict)
+    """Images and sounds in the good samples."""
+    skipped: list[BrokenSample] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[BrokenSample]:
+        """Samples with something wrong."""
+        return [sample for sample in self.skipped if not sample.too_long]
+
+    @property
+    def too_long(self) -> list[BrokenSample]:
+        """Samples above the limit."""
+        return [sample for sample in self.skipped if sample.too_long]
+
+    def percentiles(self) -> list[int]:
+        """Return the lengths at PERCENTILES."""
+        return (
+            [int(value) for value in np.percentile(self.lengths, PERCENTILES, method="nearest")] if self.lengths else []
+        )
+
+
+@dataclass
+class DataReport:
+    """What all sources hold."""
+
+    unit: str
+    """What lengths are counted in: tokens or characters."""
+    skip_limit: float
+    sources: list[SourceReport] = field(default_factory=list)
+    shown: list[ShownSample] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why a run would stop: nothing if it would not."""
+        found = [source.problem for source in self.sources if source.problem]
+        for source in self.sources:
+            if source.checked and not source.lengths:
+                found.append(f"{source.name}: none of {source.checked} samples can be used.")
+            elif len(source.broken) > self.skip_limit * (source.checked - len(source.too_long)):
+                found.append(
+                    f"{source.name}: {len(source.broken)} of {source.checked} samples are broken, more than "
+                    f"`data.skip_limit` = {self.skip_limit:g} allows."
+                )
+        return found
+
+
+def check_data(data: DataConfig, processor: MultimodalProcessor | None = None, most: int | None = None) -> DataReport:
+    """Read, decode and, with a processor, tokenize all samples, and report.
+
+    Args:
+        data: The sources and limits.
+        processor: With it, lengths are tokens, label masks are shown, and each item's number of features is checked
+            against its placeholders. Without it only rows and media are checked, and torch is not needed.
+        most: Look at so many samples of each source, evenly spread, instead of all.
+    """
+    collator: ChatCollator | None = None
+    if processor is not None:
+        from cornstarch.train.data.collate import ChatCollator
+
+        collator = ChatCollator(processor, data)
+    report = DataReport("characters" if collator is None else "tokens", data.skip_limit)
+    for name, configs in (("train", data.train), ("evaluation", data.evaluation)):
+        for number, config in enumerate(configs):
+            report.sources.append(_check_source(f"data.{name}.{number}", config, data, collator, most, report.shown))
+    return report
+
+
+def _check_source(
+    name: str,
+    config: SourceConfig,
+    data: DataConfig,
+    collator: ChatCollator | None,
+    most: int | None,
+    shown: list[ShownSample],
+) -> SourceReport:
+    report = SourceReport(name)
+    try:
+        source = open_source(config)
+    except ConfigError as error:
+        report.problem = f"{name}: {error}"
+        return report
+    report.description, report.samples = source.description, len(source)
+    for index in _spread(len(source), most):
+        report.checked += 1
+        try:
+            seen = _look(source[index], data) if collator is None else _tokenized(source[index], collator)
+        except SampleError as error:
+            report.skipped.append(BrokenSample.of(source.name(index), error))
+            continue
+        except ConfigError as error:  # too long, where the run would stop at it
+            report.problem = report.problem or f"{name}: {error}"
+            report.skipped.append(BrokenSample(source.name(index), str(error), too_long=True))
+            continue
+        report.lengths.append(seen.length)
+        report.trained.append(seen.trained)
+        for kind, count in seen.items.items():
+            report.items[kind] = report.items.get(kind, 0) + count
+        if len(shown) < _SHOWN:
+            shown.append(ShownSample(source.name(index), seen.pieces))
+    return report
+
+
+def _spread(length: int, most: int | None) -> Sequence[int]:
+    if most is None or most >= length:
+        return range(length)
+    return np.linspace(0, length - 1, most).astype(int).tolist()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What there is to say about one good sample."""
+
+    length: int
+    trained: int
+    items: dict[str, int]
+    pieces: tuple[tuple[str, bool], ...]
+
+
+def _look(sample: Sample, data: DataConfig) -> _Seen:
+    """Decode a sample's media, and count characters."""
+    items: dict[str, int] = {}
+    for media in sample.media:
+        _decode(media, data)
+        items[media.kind] = items.get(media.kind, 0) + 1
+    pieces = tuple(_written(sample, data))
+    lengths = [(len(text), trained) for text, trained in pieces]
+    return _Seen(sum(n for n, _ in lengths), sum(n for n, trained in lengths if trained), items, pieces)
+
+
+def _decode(media: Media, data: DataConfig) -> Any:
+    return load_image(media, data.max_pixels) if media.kind == "image" else load_audio(media, None)
+
+
+def _written(sample: Sample, data: DataConfig) -> Iterator[tuple[str, bool]]:
+    everything = data.train_on == "everything"
+    for message in sample.messages:
+        yield f"{message.role}: ", everything
+        for part in message.content:
+            is_text = isinstance(part, str)
+            yield (
+                part if isinstance(part, str) else f"<{part.kind}>",
+                is_text and (everything or message.role == "assistant"),
+            )
+        yield "\n", everything
+    for part in sample.document:
+        yield part if isinstance(part, str) else f"<{part.kind}>", isinstance(part, str)
+
+
+def _tokenized(sample: Sample, collator: ChatCollator) -> _Seen:
+    """Prepare a sample as for training."""
+    prepared = collator.prepare(sample)
+    items = {name: len(values) for name, values in prepared.items.items()}
+    return _Seen(len(prepared.input_ids), prepared.trained_tokens, items, tuple(_decoded(prepared, collator)))
+
+
+def _decoded(prepared: PreparedSample, collator: ChatCollator) -> Iterator[tuple[str, bool]]:
+    """Return the tokens as text, in pieces that are trained on, or not, or are an item's."""
+    tokenizer = collator.processor.llm_tokenizer
+    tokens = {
+        token_id: collator.processor.modality_tokens[n] for n, token_id in collator.processor.modality_token_ids.items()
+    }
+    pairs = zip(prepared.input_ids.tolist(), (prepared.labels >= 0).tolist(), strict=True)
+    for (placeholder, trained), run in groupby(pairs, lambda pair: (tokens.get(pair[0]), pair[1])):
+        ids = [token for token, _ in run]
+        yield (str(tokenizer.decode(ids)) if placeholder is None else f"{placeholder}×{len(ids)}"), trained
+
+
+# ------------------------------------------------------------------------------------------------ on the screen
+
+
+def render(report: DataReport) -> Group:
+    """Return the report as something that rich prints."""
+    parts: list[Any] = [Text(f"{source.name}  {source.description}") for source in report.sources if source.description]
+    parts.append(_table(report))
+    for source in report.sources:
+        parts += [Text(line, style="red") for line in _listed(source)]
+    if report.shown:
+        parts.append(Text("\nSamples as the model meets them; what it learns to write is ⟦marked⟧.", style="bold"))
+    for sample in report.shown:
+        text = Text(f"{sample.id}\n", style="dim")
+        for piece, trained in sample.pieces:
+            text.append(f"⟦{piece}⟧" if trained else piece, style="not dim bold green" if trained else "not dim")
+        parts.append(text)
+    parts += [Text(problem, style="bold red") for problem in report.problems]
+    return Group(*parts)
+
+
+def _table(report: DataReport) -> Table:
+    heads = ["samples", "broken", "too long", "media", "trained", *(f"p{place}" for place in PERCENTILES)]
+    title = f"Lengths in {report.unit}; percentiles"
+    table = Table("source", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for source in report.sources:
+        some = "" if source.checked == source.samples else f"{source.checked:,} of "
+        media = "\n".join(f"{count:,} {kind}" for kind, count in source.items.items())
+        share = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.lengths else "–"
+        counts = [f"{some}{source.samples:,}", str(len(source.broken)), str(len(source.too_long)), media, share]
+        table.add_row(source.name.removeprefix("data."), *counts, *map(str, source.percentiles()))
+    return table
+
+
+def _listed(source: SourceReport) -> list[str]:
+    lines = [str(sample) for sample in source.skipped[:_LISTED]]
+    more = len(source.skipped) - len(lines)
+    return [*lines, f"… and {more:,} more of {source.name}"] if more else lines
+
+
+__all__ = ["DataReport", "ShownSample", "SourceReport", "check_data", "render"]

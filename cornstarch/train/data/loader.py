@@ -1,0 +1,253 @@
+"""The batches of a run, step by step, from any place on and with any number of worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from cornstarch.errors import ConfigError
+from cornstarch.train.config import DataConfig
+from cornstarch.train.data.collate import CollatedBatch
+from cornstarch.train.data.formats import SampleSource
+from cornstarch.train.data.order import EpochOrder
+from cornstarch.train.data.sample import BrokenSample, Sample, SampleError
+
+
+class Collator(Protocol):
+    """Makes batches of samples, as `ChatCollator` does; other tasks have their own."""
+
+    data: DataConfig
+
+    def prepare(self, sample: Sample) -> Any:
+        """Prepare one sample, or raise SampleError if it cannot be used."""
+        ...
+
+    def join(self, samples: Sequence[Any]) -> CollatedBatch:
+        """Return the batch of prepared samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one step trains on."""
+
+    portions: list[CollatedBatch]
+    """One forward and backward each; their gradients are added up."""
+    epoch: int
+    index: int
+    """Number of the batch within its epoch; training goes on after it at `(epoch, index + 1)`."""
+    skipped: list[BrokenSample]
+    """Samples that were left out here, and in whole batches that were passed over before it."""
+    samples: int = 0
+    """Samples in the portions."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Labels that count, in all portions."""
+        return sum(portion.trained_tokens for portion in self.portions)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One step, as the worker is told it."""
+
+    epoch: int
+    index: int
+    numbers: np.ndarray
+    """Samples, counted through all sources."""
+    ends_epoch: bool
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """What a worker sends back. A mistake travels as its text: an exception would come with the worker's traceback."""
+
+    place: _Place
+    batch: StepBatch | None
+    mistake: str = ""
+
+
+class SkipCounter:
+    """Counts samples that were left out, and stops the run when too many of an epoch are broken.
+
+    Args:
+        limit: The largest share of broken samples. Samples that are only too long do not count as broken.
+        at_least: So many samples of an epoch are looked at before the share is judged.
+    """
+
+    def __init__(self, limit: float, at_least: int = 20) -> None:
+        self.limit, self.at_least = limit, at_least
+        self.good = 0
+        self.broken = 0
+        self.too_long = 0
+        self._first: list[BrokenSample] = []
+        self.begin_epoch()
+
+    def begin_epoch(self, passed: int = 0) -> None:
+        """Judge anew; `passed` samples of the epoch have been trained on before the run was resumed."""
+        self._good, self._broken = passed, 0
+
+    def add(self, good: int, skipped: Sequence[BrokenSample]) -> None:
+        """Count, and raise ConfigError above the limit."""
+        broken = sum(not sample.too_long for sample in skipped)
+        self.good, self._good = self.good + good, self._good + good
+        self.broken, self._broken = self.broken + broken, self._broken + broken
+        self.too_long += len(skipped) - broken
+        self._first += list(skipped)[: 5 - len(self._first)]
+        if self._good + self._broken >= self.at_least:
+            self._judge()
+
+    def end_epoch(self) -> None:
+        """Judge what there was, however little."""
+        self._judge()
+        if not self._good:
+            raise ConfigError(f"Not one of {self.broken + self.too_long} samples can be used. {self._listed()}")
+        self.begin_epoch()
+
+    def _judge(self) -> None:
+        seen = self._good + self._broken
+        if self._broken > self.limit * seen:
+            raise ConfigError(
+                f"{self._broken} of {seen} samples are broken, more than `data.skip_limit` = {self.limit:g} allows. "
+                f"{self._listed()}\nRepair them (`cornstarch data check` lists all), or raise the limit."
+            )
+
+    def _listed(self) -> str:
+        return "The first of them:" + "".join(f"\n  {sample}" for sample in self._first)
+
+
+@dataclass
+class StepLoader:
+    """Yields the batches of a run.
+
+    Which samples a step has depends on the order and the sizes alone, and a batch is a function of its samples, so the
+    batches from a place on are the same as if the run had never stopped, whatever the number of workers.
+
+    A sample that cannot be used is left out of its batch and reported; a batch without any other is passed over.
+    """
+
+    source: SampleSource
+    order: EpochOrder
+    collator: Collator
+    batch_size: int
+    """Samples per step."""
+    accumulation: int = 1
+    """Portions that a step's samples are cut into."""
+    workers: int = 0
+    """Processes that prepare batches; 0: this one does."""
+    prefetch: int = 2
+    """Batches that each worker prepares ahead."""
+    start: tuple[int, int] = (0, 0)
+    """Epoch and number of the first batch."""
+    epochs: int | None = None
+    """The epoch before which it ends; None: never."""
+    skips: SkipCounter | None = None
+    """Default: made from the collator's `skip_limit`."""
+    _counter: SkipCounter = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.accumulation:
+            raise ConfigError(f"batch_size = {self.batch_size} is no multiple of accumulation = {self.accumulation}.")
+        if sum(self.order.lengths) != len(self.source):
+            raise ConfigError(f"The order is of {sum(self.order.lengths)} samples, the source has {len(self.source)}.")
+        self._counter = self.skips or SkipCounter(self.collator.data.skip_limit)
+
+    def __len__(self) -> int:
+        """Steps of the first epoch; with fractional weights others may have one more or less."""
+        return self.steps(0)
+
+    def steps(self, epoch: int) -> int:
+        """Steps of an epoch; the last may have fewer samples."""
+        return -(-self.order.count(epoch) // self.batch_size)
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        passed_over: list[BrokenSample] = []
+        self._counter.begin_epoch(min(self.start[1] * self.batch_size, self.order.count(self.start[0])))
+        for fetched in self._fetched():
+            if fetched.batch is None:
+                raise ConfigError(fetched.mistake)
+            batch = fetched.batch
+            self._counter.add(batch.samples, batch.skipped)
+            if fetched.place.ends_epoch:
+                self._counter.end_epoch()
+            if not batch.portions:
+                passed_over += batch.skipped
+                continue
+            skipped, passed_over = passed_over + batch.skipped, []
+            yield StepBatch(batch.portions, batch.epoch, batch.index, skipped, batch.samples)
+
+    def _fetched(self) -> Iterator[_Fetched]:
+        steps = _Steps(self.source, self.collator, self.batch_size // self.accumulation)
+        places = _Places(self.order, self.batch_size, self.start, self.epochs)
+        loader: DataLoader[_Fetched] = DataLoader(
+            steps,
+            batch_size=None,  # one item of `steps` is a whole step
+            sampler=places,
+            num_workers=self.workers,
+            prefetch_factor=self.prefetch if self.workers else None,
+            # Its own random numbers: taking one of the model's would make a resumed run's dropout another.
+            generator=torch.Generator(),
+        )
+        try:
+            yield from loader
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise ConfigError(
+                f"A process that prepares data has died: {error}. Most often memory ran out: use fewer `data.workers`, "
+                "or a smaller `data.prefetch`."
+            ) from error
+
+
+class _Places(Sampler[_Place]):
+    """All steps of a run, from one on."""
+
+    def __init__(self, order: EpochOrder, batch_size: int, start: tuple[int, int], epochs: int | None) -> None:
+        self._order, self._size, self._start, self._epochs = order, batch_size, start, epochs
+
+    def __iter__(self) -> Iterator[_Place]:
+        epoch, first = self._start
+        while self._epochs is None or epoch < self._epochs:
+            numbers = self._order.order(epoch)
+            for start in range(first * self._size, len(numbers), self._size):
+                end = start + self._size
+                yield _Place(epoch, start // self._size, numbers[start:end].copy(), end >= len(numbers))
+            epoch, first = epoch + 1, 0
+
+
+class _Steps(Dataset[_Fetched]):
+    """Makes the batch of a step; it lives in the workers."""
+
+    def __init__(self, source: SampleSource, collator: Collator, portion: int) -> None:
+        self._source, self._collator, self._portion = source, collator, portion
+
+    def __getitem__(self, place: _Place) -> _Fetched:
+        try:
+            return _Fetched(place, self._made(place))
+        except ConfigError as error:
+            return _Fetched(place, None, str(error))
+
+    def _made(self, place: _Place) -> StepBatch:
+        skipped: list[BrokenSample] = []
+        portions: list[CollatedBatch] = []
+        samples = 0
+        for start in range(0, len(place.numbers), self._portion):
+            good = self._prepared(place.numbers[start : start + self._portion], skipped)
+            samples += len(good)
+            if good:
+                portions.append(self._collator.join(good))
+        return StepBatch(portions, place.epoch, place.index, skipped, samples)
+
+    def _prepared(self, numbers: np.ndarray, skipped: list[BrokenSample]) -> list[Any]:
+        good = []
+        for number in numbers.tolist():
+            try:
+                good.append(self._collator.prepare(self._source[number]))
+            except SampleError as error:
+                skipped.append(BrokenSample.of(self._source.name(number), error))
+        return good
