@@ -6,6 +6,7 @@ import difflib
 import inspect
 import json
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,18 @@ def collect_processors(named: Mapping[str, Any] | None, image_processor: Any, fe
     return built
 
 
-def _parameters(processor: Any) -> list[str]:
-    calls = [processor] if inspect.isroutine(processor) else [processor.__call__]
-    calls += [processor.preprocess] if hasattr(processor, "preprocess") else []
+def _parameters(processor: Any) -> tuple[str, ...]:
+    kind: Any = processor if inspect.isroutine(processor) else type(processor)
+    return _parameters_of(kind)
+
+
+@lru_cache(maxsize=256)  # asked several times for every sample, and reading a signature is slow
+def _parameters_of(kind: Any) -> tuple[str, ...]:
+    calls = [kind.__call__] if isinstance(kind, type) else [kind]
+    calls += [kind.preprocess] if hasattr(kind, "preprocess") else []
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for call in calls for p in inspect.signature(call).parameters.values() if p.kind in named]
+    parameters = [p for call in calls for p in inspect.signature(call).parameters.values()]
+    return tuple(p.name for p in parameters if p.kind in named and p.name != "self")
 
 
 def keywords(processor: Any) -> set[str]:
