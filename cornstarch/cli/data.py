@@ -26,14 +26,21 @@ def check(
     config: Annotated[Path, typer.Argument(help="The run's config.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.path=value")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Look at so many samples of each source only.")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Rows and media only, without the model's tokenizer.")] = False,
 ) -> None:
-    """Read all rows and decode all media of a config's data; list what is broken and show five samples."""
+    """Read, decode and tokenize all of a config's data; list what is broken and show five samples with their labels."""
     from rich.console import Console
 
     from cornstarch.train.data.check import check_data, render
     from cornstarch.train.source import load_config
 
-    report = check_data(load_config(config, overrides or ()).data, most=samples)
+    run = load_config(config, overrides or ())
+    processor = None
+    if run.model.language_model is not None and not rows:
+        from cornstarch.train.build import build_model, build_processor
+
+        processor = build_processor(run.model, build_model(run.model, weights=False))
+    report = check_data(run.data, processor, most=samples)
     Console().print(render(report))
     if report.problems:
         raise typer.Exit(_WRONG_INPUT)  # the report has told them

@@ -33,7 +33,7 @@ class LoraConfig(Section):
 
     rank: Positive = 16
     """The width of the adapters."""
-    alpha: AboveZero = 32.0
+    alpha: Positive = 32
     """Adapters are scaled by alpha / rank."""
     dropout: Share = 0.0
     """The share of an adapter's inputs that is dropped while training."""

@@ -1,0 +1,153 @@
+"""A description becomes the model and the processor that it describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CLIPVisionModel, LlamaForCausalLM, SiglipVisionModel, WhisperConfig, WhisperModel
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.train.build import build_model, build_processor
+from cornstarch.train.config import ModelConfig
+from tests.documented.hub import make_hub
+from tests.models.local_processors import image
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_hub(tmp_path_factory.mktemp("hub"))
+
+
+def described(hub: dict[str, str], vision: dict[str, Any] | None = None, **llm: Any) -> ModelConfig:
+    encoder = {"path": hub["openai/clip-vit-base-patch32"], **(vision or {})}
+    text = {"path": hub["meta-llama/Llama-3.2-1B"], **llm}
+    return ModelConfig.model_validate({"language_model": text, "encoders": {"vision": encoder}})
+
+
+def trained(module: torch.nn.Module) -> set[bool]:
+    return {parameter.requires_grad for parameter in module.parameters()}
+
+
+def test_parts_are_loaded_with_their_weights(hub: dict[str, str]) -> None:
+    model = build_model(described(hub))
+    assert isinstance(model.language_model, LlamaForCausalLM)
+    assert isinstance(model.vision_encoder.module, CLIPVisionModel)
+    original = LlamaForCausalLM.from_pretrained(hub["meta-llama/Llama-3.2-1B"])
+    for name, parameter in original.named_parameters():
+        assert torch.equal(model.language_model.get_parameter(name), parameter), name
+    assert [type(m).__name__ for m in model.vision_encoder.projector.projection][::2] == ["Linear", "Linear"]  # mlp
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "expected"),
+    [
+        ("projector", "frozen", (False, True, False)),
+        ("full", "full", (True, True, True)),
+        ("frozen", "full", (False, False, True)),
+    ],
+)
+def test_what_is_trained(hub: dict[str, str], vision: str, llm: str, expected: tuple[bool, bool, bool]) -> None:
+    model = build_model(described(hub, {"train": vision}, train=llm))
+    parts = (model.vision_encoder.module, model.vision_encoder.projector, model.language_model)
+    assert tuple(trained(part) for part in parts) == tuple({one} for one in expected)
+
+
+def test_adapters_are_trained_and_their_base_is_not(hub: dict[str, str]) -> None:
+    lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
+    model = build_model(described(hub, {"train": "lora", "lora": lora}, train="lora", lora=lora))
+    for part in (model.vision_encoder.module, model.language_model):
+        flags = {name: p.requires_grad for name, p in part.named_parameters()}
+        assert any(flags.values()) and all(flag == ("lora_" in name) for name, flag in flags.items())
+    assert trained(model.vision_encoder.projector) == {True}
+
+
+def test_precision_per_part(hub: dict[str, str]) -> None:
+    model = build_model(described(hub, {"dtype": "bf16"}))
+    assert {p.dtype for p in model.vision_encoder.module.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.language_model.parameters()} == {torch.float32}
+
+
+def test_shapes_only_need_no_weights(hub: dict[str, str]) -> None:
+    config = described(hub)
+    model = build_model(config, weights=False)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    processor = build_processor(config, model)
+    batch = processor(text="Describe <vision> .", images=image(), return_tensors="pt")
+    assert int((batch["input_ids"] == processor.modality_token_ids["vision"]).sum()) == (32 // 16) ** 2 + 1
+
+
+def test_processor_and_model_fit(hub: dict[str, str]) -> None:
+    config = described(hub, {"token": "<image>"})
+    model = build_model(config)
+    processor = build_processor(config, model)
+    batch = processor(text="Describe <image> .", images=image(), return_tensors="pt")
+    assert model(**batch, labels=batch["input_ids"]).loss.isfinite()
+    assert model.modality_token_ids == processor.modality_token_ids
+
+
+def test_encoder_of_a_model_of_several(tmp_path: Path, hub: dict[str, str]) -> None:
+    """An encoder-decoder gives its encoder; a config with random weights works too."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "num_mel_bins": 8, "max_source_positions": 10, "vocab_size": 20,
+             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
+    WhisperModel(WhisperConfig(**sizes)).save_pretrained(tmp_path / "whisper")
+    siglip = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+    model = build_model(
+        ModelConfig.model_validate(
+            {
+                "language_model": {"path": hub["meta-llama/Llama-3.2-1B"]},
+                "encoders": {"audio": {"path": str(tmp_path / "whisper")}, "vision": {"config": siglip}},
+            }
+        )
+    )
+    assert isinstance(model.audio_encoder.module, WhisperEncoder)
+    assert isinstance(model.vision_encoder.module, SiglipVisionModel)
+    assert list(model.encoders) == ["audio", "vision"]
+
+
+def test_no_encoders_is_a_plain_language_model(hub: dict[str, str]) -> None:
+    text = {"path": hub["meta-llama/Llama-3.2-1B"], "train": "full"}
+    model = build_model(ModelConfig.model_validate({"language_model": text}))
+    assert isinstance(model, MultimodalModel) and not model.encoders and trained(model) == {True}
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "message"),
+    [
+        ({"path": "nowhere/at-all"}, {}, r"model.encoders.vision.path = nowhere/at-all"),
+        ({}, {"path": "./missing"}, r"model.language_model.path = ./missing"),
+        ({"path": None, "config": {"hidden_size": 3}}, {}, r"no `model_type`"),
+        ({"path": None, "config": {"model_type": "clop"}}, {}, r"model.encoders.vision.config"),
+        ({"class_name": "transformers.ClipVision"}, {}, r"no class of this name"),
+        ({}, {"train": "lora", "lora": {"targets": ["nonsense"]}}, r"model.language_model.lora.targets"),
+    ],
+)
+def test_what_cannot_be_built_says_where(
+    hub: dict[str, str], vision: dict[str, Any], llm: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(described(hub, vision, **llm))
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "message"),
+    [
+        ({"path": "google/vit-base"}, {}, r"no settings of an image processor"),
+        ({"processor_config": {"class_name": "NoProcessor"}}, {}, r"no processor 'NoProcessor'"),
+        ({}, {"tokenizer": "./missing"}, r"model.language_model.tokenizer = ./missing"),
+    ],
+)
+def test_processor_that_is_not_there_says_where(
+    hub: dict[str, str], vision: dict[str, Any], llm: dict[str, Any], message: str
+) -> None:
+    if "path" in vision:
+        vision = {**vision, "path": hub[vision["path"]]}
+    config = described(hub, vision, **llm)
+    with pytest.raises(ConfigError, match=message):
+        build_processor(config, build_model(config, weights=False))
