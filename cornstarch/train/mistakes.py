@@ -108,7 +108,7 @@ def _suggest(path: Path, tree: Node) -> tuple[str | None, str]:
     steps = tuple(name.split("."))
     if len(steps) > 1 and locate((*parent, *steps)) is not None:
         return None, f"{said}\nIn a file, nest it: one line for each of {', '.join(f'`{step}:`' for step in steps)}"
-    near = nearest(name, [known for known in names if known not in given]) or nearest(name, names)
+    near = nearest(name, names)
     if near is not None:
         return (near if near not in given else None), f"{said}\nDid you mean `{near}`?"
     elsewhere = _elsewhere(name)
