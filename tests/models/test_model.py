@@ -525,6 +525,23 @@ def test_packed_rows_equal_their_documents_alone() -> None:
     torch.testing.assert_close(found[len(first) :], alone.logits[0], rtol=1e-5, atol=1e-6)
 
 
+def test_no_label_is_predicted_from_another_document() -> None:
+    """The loss of a packed row is that of its documents, though its labels were not masked by hand."""
+    model = composed().eval()
+    texts = [torch.tensor([3, 4, 5, 6]), torch.tensor([7, 8, 9])]
+    row_ids, documents = torch.cat(texts)[None], torch.tensor([[1, 1, 1, 1, 2, 2, 2]])
+    packed = model(input_ids=row_ids, documents=documents, labels=row_ids).loss * 5
+    apart = [model(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) for text in texts]
+    torch.testing.assert_close(packed, sum(apart), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "labels"])
+def test_input_of_another_length_is_refused(name: str) -> None:
+    batch = ragged()
+    with pytest.raises(ConfigError, match=rf"{name} has shape \(4, 39\), the text \(4, 40\)"):
+        composed()(**{**batch, name: batch[name][:, :-1]})
+
+
 # ------------------------------------------------------------------------------------------------- use
 
 

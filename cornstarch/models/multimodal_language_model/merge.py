@@ -68,16 +68,26 @@ def _check_samples(modality: str, tokens: list[int], lengths: list[int]) -> None
         )
 
 
-def without_context_free(labels_BS: Tensor | None, attention_mask_BS: Tensor) -> Tensor | None:
-    """Return the labels without tokens that would be predicted from padding.
+def check_shapes(text: torch.Size, **inputs_BS: Tensor | None) -> None:
+    """Refuse inputs that have not one entry per token of the text [B, S]."""
+    for name, value in inputs_BS.items():
+        if value is not None and value.dim() == 2 and value.shape != text:
+            raise ConfigError(
+                f"{name} has shape {tuple(value.shape)}, the text {tuple(text)}; expected one entry per token."
+            )
 
-    The first token of a text is predicted from nothing; behind padding it would be predicted from that.
+
+def without_context_free(labels_BS: Tensor | None, documents_BS: Tensor) -> Tensor | None:
+    """Return the labels without tokens that would be predicted from padding or from another document.
+
+    The first token of a text is predicted from nothing; behind something else it would be predicted from that.
+    `documents_BS` may be an attention mask: one document per row.
     """
     if labels_BS is None:
         return None
-    from_padding = torch.zeros_like(attention_mask_BS, dtype=torch.bool)
-    from_padding[:, 1:] = attention_mask_BS[:, :-1] == 0
-    return labels_BS.masked_fill(from_padding, IGNORED)
+    foreign = torch.zeros_like(documents_BS, dtype=torch.bool)
+    foreign[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return labels_BS.masked_fill(foreign, IGNORED)
 
 
 def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features) -> Tensor:

@@ -21,6 +21,7 @@ from cornstarch.models.multimodal_language_model.merge import (
     IGNORED,
     TEXT,
     check_counts,
+    check_shapes,
     inject,
     mark_spans,
     mask_spec,
@@ -299,6 +300,8 @@ class MultimodalModel(nn.Module):
         **rest: Any,
     ) -> tuple[dict[str, Any], MaskSpec | None]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough."""
+        if input_ids is not None and rest.get("past_key_values") is None:
+            check_shapes(input_ids.shape, attention_mask=attention_mask, labels=labels)
         spans = None
         if input_ids is not None and self.encoder_names:
             masks = self._checked_placeholders(input_ids, features)
@@ -312,6 +315,7 @@ class MultimodalModel(nn.Module):
             reference = input_ids if input_ids is not None else inputs_embeds[..., 0]  # type: ignore[index]
             spec = mask_spec(reference, attention_mask, documents, spans)
             attention_mask = (spec.documents > 0).to(torch.long)
+            labels = labels if documents is None else without_context_free(labels, spec.documents)
             if position_ids is None and documents is not None:
                 position_ids = spec.positions()
         if attention_mask is not None and self._starts_with_padding(attention_mask, rest):
