@@ -1,0 +1,184 @@
+"""The whole page: one HTML file with its style, its script and its media inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cornstarch import __version__
+from cornstarch.report import figures, sections
+from cornstarch.report.charts import COLOURS, Chart, Line, draw
+from cornstarch.report.curves import LONG, smooth
+from cornstarch.report.looks import looks
+from cornstarch.report.markup import Markup, element, join
+from cornstarch.report.overview import cards, header, notes
+from cornstarch.report.reading import Curve, Run
+from cornstarch.report.script import SCRIPT
+from cornstarch.report.style import STYLE
+
+# Nothing is loaded from anywhere, even if a text of the run should slip through as HTML.
+_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; media-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+_ICON = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgBAMAAACBVGfHAAAAMFBMVEUFc2/S04USeG4QgXhbmXeTtH0Od24A//"
+    "+zxIEOdm785ooAAAAOdm7n3IcAbmwwhXEvniEdAAAAEHRSTlMV/+T///+vAf/+/wCS////N9sS7AAAAQlJREFUeNpl0iFIQ1EUxvHfu5sMwW"
+    "IwWh0YbLMsuCAYLBMRLMLAZFuwmQxGYdUgDKwKggzDHJi1iIhgFsRoGG5zEw1P9y76lXPPn+8ezrnnJm1rs3WpBgtD+dHGoV8VnortxPaiTM"
+    "c34eoxym3dJpMNUD1PSS9cp4fdpRqYCmnsd+5fwHtyBPYben2QB6vTTHbKEMAZ7MnADtxWx2CiCknmGFZgdJ5dacBUVOMaPmtjMIimCf4oQO"
+    "GfowK5Zgbq0M0cE3eQzzodvsFXVGMFSlGn63AQOVp1cuUUpG/8TC/dVa71Cg8vhdM5KIQK+JjZXAXdcNFMyU8oh+X5eLSTUnIZLZtiO/n7Hb"
+    "4BHhFD/lOhdf8AAAAASUVORK5CYII="
+)
+_MOST_MARKS = 20
+_MOST_EVALUATIONS = 200
+_SECTIONS = (
+    ("curves", "Curves"),
+    ("looks", "Does the model look?"),
+    ("samples", "Samples"),
+    ("model", "Model"),
+    ("data", "Data"),
+    ("events", "Events"),
+    ("config", "Config"),
+    ("versions", "Versions"),
+)
+
+
+def render(run: Run) -> str:
+    """Return the page of a run."""
+    contents = {
+        "curves": curves(run),
+        "looks": looks(run),
+        "samples": sections.samples(run),
+        "model": sections.model(run),
+        "data": sections.data(run),
+        "events": sections.events(run),
+        "config": sections.config(run),
+        "versions": sections.versions(run),
+    }
+    body = element(
+        "body",
+        element("a", "Skip to the content", href="#main", class_="skip"),
+        element("div", header(run), class_="page"),
+        _navigation(),
+        element(
+            "main",
+            notes(run),
+            cards(run),
+            [_section(id, title, contents[id]) for id, title in _SECTIONS],
+            id="main",
+            class_="page",
+        ),
+        element("footer", f"Written by Cornstarch {__version__} from {run.folder.name}", class_="page"),
+        element("script", Markup(SCRIPT)),
+    )
+    return "<!doctype html>\n" + element("html", _head(run), body, lang="en") + "\n"
+
+
+def _head(run: Run) -> Markup:
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", f"{run.name[:200]} · {run.status[:40]} · Cornstarch"),
+        element("link", rel="icon", href=_ICON),
+        element("style", Markup(STYLE)),
+    )
+
+
+def _navigation() -> Markup:
+    links = [element("a", title, href=f"#{id}") for id, title in (("overview", "Overview"), *_SECTIONS)]
+    return element("nav", element("div", links, class_="page"), aria_label="Sections")
+
+
+def _section(id: str, title: str, content: Markup) -> Markup:
+    return element("section", element("h2", title, id=f"{id}-title"), content, id=id, aria_labelledby=f"{id}-title")
+
+
+# ------------------------------------------------------------------------------------------------ curves
+
+
+def curves(run: Run) -> Markup:
+    """Return the curves of the run."""
+    train = run.metrics.train
+    items = [_line(index, name, curve) for index, (name, curve) in enumerate(run.metrics.items.items())]
+    small = [
+        _accuracy_chart(run),
+        Chart("Learning rate", [Line("scheduled", train.get("learning_rate", []), 3)]),
+        Chart("Tokens per second", _lines(train.get("tokens_per_second", []), 6), unit="count", from_zero=True),
+        Chart("Items per second", items, from_zero=True),
+        Chart("Gradient norm", _lines(train.get("grad_norm", []), 5), log=True),
+        Chart("Memory", [Line("in use", train.get("memory", []), 4)], unit="size", from_zero=True),
+    ]
+    loss = draw(_loss_chart(run))
+    return join(
+        loss or sections.missing("No loss is in metrics.jsonl, or none that is finite: there is nothing to draw."),
+        element("div", [draw(chart) for chart in small], class_="charts"),
+        _evaluations(run),
+    )
+
+
+def _loss_chart(run: Run) -> Chart:
+    lines = _lines(run.metrics.train.get("loss", []), 1, "training", "training, smoothed")
+    evaluated = _measure(run, "loss")
+    if evaluated:
+        lines.append(Line("evaluation", evaluated, 2, "dots"))
+    return Chart("Loss", lines, marks=_marks(run), log=True, tall=True)
+
+
+def _marks(run: Run) -> Sequence[tuple[float, str]]:
+    """Return where the run was stopped and resumed, and where its best checkpoint is."""
+    happened = [(event.step, event.name) for event in run.metrics.events if event.name in ("stopped", "resumed")]
+    if run.best_step is not None:
+        happened.append((run.best_step, "best"))
+    by_step: dict[int, list[str]] = {}
+    for step, name in happened:
+        by_step.setdefault(step, []).append(name)
+    return [(step, ", ".join(dict.fromkeys(names))) for step, names in sorted(by_step.items())][-_MOST_MARKS:]
+
+
+def _accuracy_chart(run: Run) -> Chart:
+    names = list(dict.fromkeys(name for evaluation in run.metrics.evaluations for name in evaluation.sources))
+    by_source = {name: _measure(run, "accuracy", name) for name in names[:COLOURS]}
+    found = {name: curve for name, curve in by_source.items() if curve} or {"all": _measure(run, "accuracy")}
+    lines = [Line(name[:60], curve, index % COLOURS + 1, "dots") for index, (name, curve) in enumerate(found.items())]
+    return Chart("Held-out accuracy", lines, unit="percent", range=(0.0, 1.0))
+
+
+def _measure(run: Run, measure: str, source: str | None = None) -> Curve:
+    found: list[tuple[float, float]] = []
+    for evaluation in run.metrics.evaluations:
+        measures = evaluation.measures if source is None else evaluation.sources.get(source, {})
+        if measure in measures:
+            found.append((evaluation.step, measures[measure]))
+    return found
+
+
+def _lines(curve: Curve, colour: int, name: str = "logged", smoothed: str = "smoothed") -> list[Line]:
+    """Return a curve, with a smooth one over it if it is long."""
+    if len(curve) <= LONG:
+        return [Line(name, curve, colour)]
+    return [Line(name, curve, colour, "raw"), Line(smoothed, smooth(curve), colour)]
+
+
+def _line(index: int, name: str, curve: Curve) -> Line:
+    return Line(name[:60], smooth(curve) if len(curve) > LONG else curve, index % COLOURS + 1)
+
+
+def _evaluations(run: Run) -> Markup | None:
+    """Return all evaluations as a table, for those who want the numbers."""
+    found = run.metrics.evaluations[-_MOST_EVALUATIONS:]
+    if not found:
+        return sections.missing("There is no evaluation in metrics.jsonl.")
+    names = list(dict.fromkeys(name for evaluation in found for name in evaluation.measures))
+    rows = [
+        [f"{evaluation.step:,}", *[_shown(name, evaluation.measures.get(name)) for name in names]]
+        for evaluation in reversed(found)
+    ]
+    columns = ["step", *[f"{name.replace('_', ' ')}#" for name in names]]
+    count = figures.several(len(run.metrics.evaluations), "evaluation")
+    return element("details", element("summary", f"{count}, as a table"), sections.table(columns, rows, "Evaluations"))
+
+
+def _shown(name: str, value: float | None) -> str:
+    return figures.percent(value) if name.endswith("accuracy") else figures.plain(value)
