@@ -21,21 +21,34 @@ from cornstarch.train.data.sample import Media, SampleError
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
 MAX_SECONDS = 3600
 """A longer sound is refused: a small compressed file can hold days of silence."""
+MAX_CHANNELS = 8
+"""An array of more columns is not taken for a wave: 7.1 surround has so many, features have more."""
+MAX_NUMBERS = 1 << 26
+"""More features of one sound are refused: an hour of 128 per frame has fewer."""
 _ZERO_CROSSINGS = 32  # of the sinc on either side: more is sharper and slower
 _AT_ONCE = 1 << 22  # numbers in the windows that are filtered at once
+
+_NPY = b"\x93NUMPY"
+_WANTS_WAVES = (
+    "The audio encoder's processor takes waves; features computed beforehand are for a PrecomputedFeatureExtractor"
+)
 
 _limit_lock = threading.Lock()
 
 
-def file_bytes(media: Media) -> bytes:
-    """Return what is in the file of a medium."""
+def file_bytes(media: Media, most: int | None = None) -> bytes:
+    """Return what is in the file of a medium; a file of more than `most` bytes is refused unread."""
     if isinstance(media.source, bytes | bytearray | memoryview):
         return bytes(media.source)
+    if not isinstance(media.source, str | os.PathLike):
+        raise SampleError(f"{media.kind} is a {type(media.source).__name__}, expected a path, bytes or an image")
     path = os.fspath(media.source)
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):  # reading a pipe would wait for ever
             raise SampleError(f"{media.kind} {path} is no file")
+        if most is not None and status.st_size > most:
+            raise SampleError(f"{media.kind} {path} has {status.st_size} bytes, more than {most}")
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
@@ -135,18 +148,29 @@ def _decoded(media: Media, rate: int | None) -> tuple[np.ndarray, int]:
         given = source.get("sampling_rate")
         if "array" not in source or not isinstance(given, int) or given <= 0:
             raise SampleError(f"audio has {sorted(source)}, expected `array` and `sampling_rate`")
-        return _as_float(np.asarray(source["array"])), given
+        return _as_float(_wave(np.asarray(source["array"]))), given
     if isinstance(source, np.ndarray | list):
-        return _as_float(np.asarray(source)), rate or 1
+        return _as_float(_wave(np.asarray(source))), rate or 1
     content = file_bytes(media)
     if not content:
         raise SampleError(f"{_where(media)} is an empty file")
+    if content.startswith(_NPY):
+        raise SampleError(f"{_where(media)} is an array, no sound file. {_WANTS_WAVES}")
     try:
         return _read_sound(content)
     except SampleError as error:
         raise SampleError(f"{_where(media)} {error}") from error
     except Exception as error:
         raise SampleError(f"{_where(media)} is no sound that can be read: {error}") from error
+
+
+def _wave(array: np.ndarray) -> np.ndarray:
+    if array.ndim == 2 and array.shape[1] > MAX_CHANNELS:
+        raise SampleError(
+            f"audio is an array {list(array.shape)}, expected a wave [samples] or [samples, channels], of which there "
+            f"are at most {MAX_CHANNELS}. {_WANTS_WAVES}"
+        )
+    return array
 
 
 def _as_float(array: np.ndarray) -> np.ndarray:
@@ -218,3 +242,69 @@ def _taps(distance: np.ndarray, cutoff: float, reach: int) -> np.ndarray:
     window = np.where(np.abs(distance) < reach, np.cos(np.pi * distance / (2 * reach)) ** 2, 0.0)
     taps = cutoff * np.sinc(cutoff * distance) * window
     return taps / taps.sum(axis=1, keepdims=True)  # a constant stays what it is, whatever the phase
+
+
+# ------------------------------------------------------------------------------------------------ features
+
+
+def load_features(media: Media, size: int) -> np.ndarray:
+    """Return the features of a sound, computed beforehand, as float32 [frames, size].
+
+    They come as an array, or as a `.npy` file of one; nothing in such a file is ever run.
+    """
+    features = _array(media)
+    expected = f"expected features computed beforehand, [frames, {size}]"
+    if features.dtype.kind != "f":
+        raise SampleError(f"{_where(media)} is an array of {features.dtype}; {expected} of floats")
+    if features.ndim != 2 or features.shape[1] != size:
+        wave = "a wave " if features.ndim == 1 or features.shape[-1] <= 2 else "an array "
+        raise SampleError(f"{_where(media)} is {wave}{list(features.shape)}; {expected}")
+    if not len(features):
+        raise SampleError(f"{_where(media)} has no frames: its length is zero")
+    if features.size > MAX_NUMBERS:
+        raise SampleError(f"{_where(media)} has {features.size} numbers, more than {MAX_NUMBERS}")
+    with np.errstate(over="ignore"):  # what is too large for float32 is told below
+        features = np.ascontiguousarray(features, dtype=np.float32)
+    if not np.isfinite(features).all():
+        raise SampleError(f"{_where(media)} has features that are not finite")
+    return features
+
+
+def _array(media: Media) -> np.ndarray:
+    source = media.source
+    if isinstance(source, np.ndarray):
+        return source
+    if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
+        kind = "a wave with its sampling rate" if isinstance(source, Mapping) else f"a {type(source).__name__}"
+        raise SampleError(
+            f"audio is {kind}, but the audio encoder's processor takes features computed beforehand: expected an array "
+            "[frames, features], or a .npy file of one"
+        )
+    content = file_bytes(media, most=8 * MAX_NUMBERS + 4096)
+    if not content:
+        raise SampleError(f"{_where(media)} is an empty file")
+    if not content.startswith(_NPY):
+        raise SampleError(
+            f"{_where(media)} is no .npy file, but the audio encoder's processor takes features computed beforehand "
+            "(numpy.save), not sounds"
+        )
+    try:
+        _check_header(content)
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # whatever numpy meets in a damaged file
+        raise SampleError(f"{_where(media)} is no array that can be read: {error}") from error
+
+
+def _check_header(content: bytes) -> None:
+    """Refuse a header that asks for more than the file has; numpy would make room for it first."""
+    stream = io.BytesIO(content)
+    version = np.lib.format.read_magic(stream)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:  # later ones are for tables with named columns
+        raise ValueError(f"version {version} of the format")
+    shape, _, dtype = readers[version](stream)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    there = len(content) - stream.tell()
+    if math.prod(shape) * dtype.itemsize != there:
+        raise ValueError(f"{list(shape)} of {dtype} are {math.prod(shape) * dtype.itemsize} bytes, it has {there}")

@@ -14,7 +14,10 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 
+# Processors that are not in transformers.
+_OWN: dict[str, type] = {kind.__name__: kind for kind in (PrecomputedFeatureExtractor,)}
 # What takes items of a kind may call its argument so; chats call a part of a message so.
 _NAMES: dict[str, tuple[str, ...]] = {
     "images": ("images", "image", "image_url"),
@@ -79,6 +82,9 @@ def item_kind(name: str) -> str | None:
 
 def item_dimensions(processor: Any) -> int:
     """Return the dimensions of one item that is given as an array."""
+    own = getattr(processor, "item_dimensions", None)
+    if isinstance(own, int):
+        return own
     return _DIMENSIONS.get(item_kind(item_argument(processor)) or "", 0)
 
 
@@ -100,9 +106,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # ---------------------------------------------------------------------------------------- in a folder
 
 
+def processor_class(name: str) -> Any:
+    """Return the class of a processor by its name, from transformers or our own; None if neither has it."""
+    return getattr(transformers, name, None) or _OWN.get(name)
+
+
 def load_processor(folder: Path, modality: str, class_name: str, classes: Mapping[str, type] | None) -> Any:
-    """Load a modality's processor; its class comes from transformers or from the user, never from the folder."""
-    found: Any = (classes or {}).get(modality) or getattr(transformers, class_name, None)
+    """Load a modality's processor; its class is one of transformers, ours or the user's, never from the folder."""
+    found: Any = (classes or {}).get(modality) or processor_class(class_name)
     if found is None:
         raise ConfigError(
             f"The {modality} processor is a {class_name}, which is not in transformers {transformers.__version__}. "
