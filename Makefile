@@ -12,14 +12,14 @@ TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 .PHONY: help demo test lint docs clean setup
 
 help:
-	@echo "make demo    train a small model that reads digits, on this machine's CPU, and write a report"
+	@echo "make demo    train a small model that sees, hears and reads, on this machine's CPU, and write a report"
 	@echo "make test    ruff, mypy and all tests"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove .venv and everything built"
 
 demo: setup
-	@$(PY) examples/demo.py
+	@$(VENV)/bin/cornstarch train --restart
 
 test: lint
 	@echo "==> Tests"

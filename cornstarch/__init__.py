@@ -13,7 +13,9 @@ if TYPE_CHECKING:
         MultimodalProcessor,
         MultimodalProjector,
         MultimodalProjectorConfig,
+        PrecomputedFeatureExtractor,
     )
+    from cornstarch.train import RunConfig, Trainer, load_config
 
 __version__ = "0.1.0"
 
@@ -26,7 +28,11 @@ __all__ = [
     "MultimodalProcessor",
     "MultimodalProjector",
     "MultimodalProjectorConfig",
+    "PrecomputedFeatureExtractor",
+    "RunConfig",
+    "Trainer",
     "__version__",
+    "load_config",
 ]
 
 # Importing torch takes seconds, so a name is looked up in its room when it is first asked for (PEP 562).
@@ -39,6 +45,10 @@ _ROOMS = {
     "MultimodalProcessor": "cornstarch.models.multimodal_language_model",
     "MultimodalProjector": "cornstarch.models.multimodal_language_model",
     "MultimodalProjectorConfig": "cornstarch.models.multimodal_language_model",
+    "PrecomputedFeatureExtractor": "cornstarch.models.multimodal_language_model",
+    "RunConfig": "cornstarch.train",
+    "Trainer": "cornstarch.train",
+    "load_config": "cornstarch.train",
 }
 
 

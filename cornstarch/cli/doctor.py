@@ -18,7 +18,7 @@ import typer
 
 # As in pyproject.toml, which an installed package does not carry along.
 SUPPORTED = {"torch": ((2, 11), (2, 16)), "transformers": ((5, 17), (6,))}
-CORE = ("safetensors", "numpy", "pillow", "rich", "pyyaml", "pydantic", "typer", "psutil")
+CORE = ("safetensors", "numpy", "pillow", "rich", "pyyaml", "pydantic", "typer", "psutil", "matplotlib")
 OPTIONAL = {
     "peft": "LoRA",
     "soundfile": "sound files other than WAV",
@@ -26,8 +26,7 @@ OPTIONAL = {
     "trackio": "logging.to: [trackio]",
     "wandb": "logging.to: [wandb]",
     "mlflow": "logging.to: [mlflow]",
-    "matplotlib": "pictures beside the report",
-    "scikit-learn": "the demo's images",
+    "datasets": "data of the format `datasets`",
 }
 # Their builds must match torch's; a broken one breaks transformers, an absent one does not.
 FRAGILE = ("torchvision", "torchaudio", "torchcodec")

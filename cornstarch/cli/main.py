@@ -13,7 +13,7 @@ from cornstarch.errors import ConfigError
 
 # In the order of the help. Each is a file of this folder with `register(app)`, and imports what it works with
 # inside its functions: all of them are imported for `cornstarch --help`.
-COMMANDS = ("init", "validate", "data", "schema", "doctor")
+COMMANDS = ("train", "init", "validate", "data", "generate", "export", "report", "schema", "doctor")
 
 WRONG_INPUT = 2
 INTERRUPTED = 130
@@ -21,6 +21,8 @@ INTERRUPTED = 130
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake ends in a message, never in a traceback."""
+    if "" not in sys.path:  # the current folder: functions that a config names may stand there
+        sys.path.append("")  # last, so that no file of the user's hides a library
     try:
         make_app()(args=arguments, prog_name="cornstarch")
     except ConfigError as error:

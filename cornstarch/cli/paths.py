@@ -47,6 +47,9 @@ def _model_problems(values: Node) -> Iterator[tuple[tree.Path, str]]:
             other = getattr(part, name, None)
             if other is not None and (problem := model_problem(other, trained=False)):
                 yield (*path, name), problem
+    start = tree.descend(values, ("model", "start_from"))
+    if start is not None and isinstance(start.value, str) and not os.path.isdir(start.value):
+        yield ("model", "start_from"), _not_there(start.value, "folder")
 
 
 def _parts(values: Node) -> Iterator[tuple[tree.Path, PartConfig]]:
@@ -120,6 +123,8 @@ def data_problem(source: SourceConfig) -> str:
     is_function = _FUNCTION.fullmatch(path) is not None
     if source.format == "callable" or (source.format == "auto" and is_function and not os.path.exists(path)):
         return "" if is_function else "Expected a function, as `package.module:function`."
+    if source.format == "datasets" and is_hub_name(path):
+        return ""
     try:
         names = [path] if os.path.exists(path) else [str(name) for name in expand_braces(path)]
     except ConfigError as error:

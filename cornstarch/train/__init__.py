@@ -6,12 +6,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cornstarch.train.config import RunConfig
     from cornstarch.train.source import config_difference, dump_config, load_config
+    from cornstarch.train.trainer import RunResult, StepResult, Trainer
+    from cornstarch.train.using import export_run, load_run
 
-__all__ = ["RunConfig", "config_difference", "dump_config", "load_config"]
+__all__ = [
+    "RunConfig", "RunResult", "StepResult", "Trainer", "config_difference", "dump_config", "export_run", "load_config",
+    "load_run",
+]  # fmt: skip
 
 # Looked up when first asked for (PEP 562): the command line reads configs and must not wait for torch.
 _MODULES = {
     "RunConfig": "cornstarch.train.config",
+    "RunResult": "cornstarch.train.trainer",
+    "StepResult": "cornstarch.train.trainer",
+    "Trainer": "cornstarch.train.trainer",
+    "export_run": "cornstarch.train.using",
+    "load_run": "cornstarch.train.using",
     "config_difference": "cornstarch.train.source",
     "dump_config": "cornstarch.train.source",
     "load_config": "cornstarch.train.source",

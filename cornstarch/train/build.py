@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProcessor
-from cornstarch.train.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig
+from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import processor_class
+from cornstarch.train.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, WholeModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,7 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ENCODER_CONFIGS = ("vision_config", "audio_config")
 # The files in which transformers keeps the settings of processors, and the keys for their class.
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-_PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type")
+_KEYS_BY_MODALITY = {"vision": "image_processor_type", "audio": "feature_extractor_type"}
+_PROCESSOR_KEYS = tuple(_KEYS_BY_MODALITY.values())
 
 
 def build_model(config: ModelConfig, *, weights: bool = True) -> MultimodalModel:
@@ -33,11 +37,11 @@ def build_model(config: ModelConfig, *, weights: bool = True) -> MultimodalModel
         weights: False makes the parts on the meta device from their configs, for what needs their shapes only.
     """
     text = language_model_of(config)
-    language_model = _adapted("model.language_model", text, _load("model.language_model", text, weights))
+    language_model = adapted("model.language_model", text, load_part("model.language_model", text, weights=weights))
     model: MultimodalModel | None = None
     for name, described in config.encoders.items():
         where = f"model.encoders.{name}"
-        module = _adapted(where, described, _load(where, described, weights))
+        module = adapted(where, described, load_part(where, described, weights=weights))
         encoder = ModalEncoderModule(module, attention=described.attention)
         kind = (described.projector, described.activation)
         if model is None:  # the constructor checks the language model, once
@@ -53,8 +57,8 @@ def build_model(config: ModelConfig, *, weights: bool = True) -> MultimodalModel
 def build_processor(config: ModelConfig, model: MultimodalModel) -> MultimodalProcessor:
     """Build the processor of a composed model, and tell the model its placeholder tokens."""
     return MultimodalProcessor(
-        encoder_processors={name: _item_processor(name, encoder) for name, encoder in config.encoders.items()},
-        llm_tokenizer=_tokenizer(language_model_of(config)),
+        encoder_processors={name: item_processor(f"model.encoders.{name}", e) for name, e in config.encoders.items()},
+        llm_tokenizer=tokenizer_of("model.language_model", language_model_of(config)),
         model=model,
         predefined_tokens={name: e.token for name, e in config.encoders.items() if e.token is not None},
     )
@@ -70,22 +74,64 @@ def language_model_of(config: ModelConfig) -> LanguageModelConfig:
 # ---------------------------------------------------------------------------------------------------- parts
 
 
-def _load(where: str, part: PartConfig, weights: bool) -> nn.Module:
-    """Return a part's model: loaded, or made from its config with random weights (on meta: without)."""
-    config = _config(where, part)
-    model_class = _model_class(where, part, config)
+def load_part(
+    where: str,
+    part: PartConfig,
+    *,
+    config: PreTrainedConfig | None = None,
+    auto_class: Any = None,
+    weights: bool = True,
+    new_head: bool = False,
+) -> Any:
+    """Return a part's model: loaded, or made from its config with random weights.
+
+    Args:
+        where: The part's place in the description, for messages.
+        part: The part.
+        config: Its config, where that is not simply the one it is stored with.
+        auto_class: The Auto class of transformers that makes it. Default: the language model's or encoder's.
+        weights: False makes it on the meta device.
+        new_head: Weights whose shape the config has changed are made anew.
+    """
+    stored_config = config or part_config(where, part)
+    model_class = _model_class(where, part, stored_config, auto_class)
     dtype = DTYPES[part.dtype] if part.dtype is not None else None
     try:
         if part.path is not None and weights:
-            options = {"trust_remote_code": part.trust_remote_code, "use_safetensors": True}
-            model = model_class.from_pretrained(part.path, dtype=dtype or "auto", **options)
+            model = _stored(model_class, part, config, new_head)
         else:
             with torch.device("cpu" if weights else "meta"):
-                model = _made(model_class, config, part)
+                model = _made(model_class, stored_config, part)
     except (OSError, ValueError, RuntimeError) as error:
+        if "Unrecognized configuration class" in str(error):  # followed by the names of all models there are
+            name = getattr(model_class, "__name__", model_class)
+            raise ConfigError(
+                f"{where}: {name} of transformers knows no {stored_config.model_type!r} model."
+            ) from error
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
-    model = model.get_encoder() if isinstance(part, EncoderConfig) and config.is_encoder_decoder else model
+    is_encoder = isinstance(part, EncoderConfig) and stored_config.is_encoder_decoder
+    model = model.get_encoder() if is_encoder else model
     return model if dtype is None else model.to(dtype)
+
+
+NEW_WEIGHTS = "cornstarch_new_weights"
+"""The attribute of a loaded model that names the weights that its folder did not have."""
+
+
+def _stored(model_class: Any, part: PartConfig, config: PreTrainedConfig | None, new_head: bool) -> Any:
+    """Return the model of a folder or of the hub."""
+    model, told = model_class.from_pretrained(
+        part.path,
+        dtype=DTYPES[part.dtype] if part.dtype is not None else "auto",
+        trust_remote_code=part.trust_remote_code,
+        use_safetensors=True,
+        ignore_mismatched_sizes=new_head,
+        output_loading_info=True,
+        **({} if config is None else {"config": config}),
+    )
+    mismatched = [entry if isinstance(entry, str) else entry[0] for entry in told["mismatched_keys"]]
+    setattr(model, NEW_WEIGHTS, frozenset([*told["missing_keys"], *mismatched]))
+    return model
 
 
 def _made(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Module:
@@ -94,7 +140,8 @@ def _made(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Mo
     return model_class(_encoder_config(config, model_class))
 
 
-def _config(where: str, part: PartConfig) -> PreTrainedConfig:
+def part_config(where: str, part: PartConfig) -> PreTrainedConfig:
+    """Return a part's config: the one it is stored with, or one of the sizes that are given."""
     if part.config is not None:
         sizes = dict(part.config)
         kind = sizes.pop("model_type", None)
@@ -113,13 +160,15 @@ def _config(where: str, part: PartConfig) -> PreTrainedConfig:
         raise ConfigError(f"{where}.path = {part.path}\n  {error}") from error
 
 
-def _model_class(where: str, part: PartConfig, config: PreTrainedConfig) -> Any:
+def _model_class(where: str, part: PartConfig, config: PreTrainedConfig, auto_class: Any) -> Any:
     if part.class_name is not None:
         name = part.class_name.removeprefix("transformers.")
         found = getattr(transformers, name, None)
         if found is None:
             raise ConfigError(f"{where}.class_name = {part.class_name}: transformers has no class of this name.")
         return found
+    if auto_class is not None:
+        return auto_class
     if isinstance(part, LanguageModelConfig):
         return AutoModelForCausalLM
     kind = type(_encoder_config(config))
@@ -139,47 +188,67 @@ def _encoder_config(config: PreTrainedConfig, model_class: Any = None) -> PreTra
     return inner[0] if len(inner) == 1 else config
 
 
-def _adapted(where: str, part: PartConfig, model: nn.Module) -> nn.Module:
-    """Return the model with adapters, if its description asks for them."""
+def adapted(where: str, part: PartConfig, model: nn.Module, trained_whole: Sequence[str] = ()) -> nn.Module:
+    """Return the model with adapters, if its description asks for them.
+
+    Weights that were not stored are trained themselves: there is nothing to adapt.
+
+    Args:
+        where: The part's place in the description, for messages.
+        part: The part.
+        model: Its model.
+        trained_whole: Names of further modules that are trained themselves.
+    """
     if part.train != "lora":
         return model
     try:
         import peft
     except ImportError as error:
         raise ConfigError(f"{where}.train = lora needs PEFT: pip install peft.") from error
+    own = {id(p) for name in trained_whole for p in model.get_submodule(name).parameters()}
+    new = {name: p for name, p in model.named_parameters() if id(p) in own or name in getattr(model, NEW_WEIGHTS, ())}
     lora, targets = part.lora, part.lora.targets
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        # Not `modules_to_save`: PEFT would keep the untrained weights beside the trained ones.
+        exclude_modules="|".join(sorted({re.escape(name.rpartition(".")[0]) for name in new})) or None,
     )
     try:
-        return peft.get_peft_model(model, settings)
+        wrapped = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"{where}.lora.targets = {targets}\n  {error}") from error
+    for parameter in new.values():
+        parameter.requires_grad_(True)
+    return wrapped
 
 
 # ------------------------------------------------------------------------------------------------ processors
 
 
-def _tokenizer(part: LanguageModelConfig) -> PreTrainedTokenizerBase:
+def tokenizer_of(where: str, part: LanguageModelConfig | WholeModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model."""
     name = part.tokenizer or part.path
     if name is None:
-        raise ConfigError("model.language_model has no `path`: say where its tokenizer is, `tokenizer: <folder>`.")
+        raise ConfigError(f"{where} has no `path`: say where its tokenizer is, `tokenizer: <folder>`.")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=part.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.language_model.tokenizer = {name}\n  {error}") from error
+        raise ConfigError(f"{where}.tokenizer = {name}\n  {error}") from error
 
 
-def _item_processor(name: str, encoder: EncoderConfig) -> Any:
-    """Return the image processor or feature extractor of an encoder."""
-    where = f"model.encoders.{name}"
-    if encoder.processor_config is not None:
-        settings = dict(encoder.processor_config)
-        return _processor_class(where, str(settings.pop("class_name", None)))(**settings)
-    source = encoder.processor or encoder.path
+def item_processor(where: str, part: EncoderConfig | WholeModelConfig) -> Any:
+    """Return the image processor or feature extractor of a model."""
+    if part.processor_config is not None:
+        settings = dict(part.processor_config)
+        kind = _processor_class(where, str(settings.pop("class_name", None)))
+        try:
+            return kind(**settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{where}.processor_config: {error}") from error
+    source = part.processor or part.path
     if source is None:
         raise ConfigError(f"{where} has no `path`: give `processor: <folder>` or a `processor_config`.")
     # AutoImageProcessor asks for torchvision in some versions; the class is named in the folder.
@@ -188,27 +257,51 @@ def _item_processor(name: str, encoder: EncoderConfig) -> Any:
 
 def _processor_class(where: str, name: str) -> Any:
     for candidate in (name, name.removesuffix("Fast")):
-        found = getattr(transformers, candidate, None)
+        found = processor_class(candidate)
         if found is not None:
             return found
-    raise ConfigError(f"{where}: transformers has no processor {name!r}; give `processor_config.class_name`.")
+    raise ConfigError(
+        f"{where}: transformers and Cornstarch have no processor {name!r}; give `processor_config.class_name`."
+    )
+
+
+def stored_processors(where: str, part: WholeModelConfig, modalities: Sequence[str]) -> dict[str, Any]:
+    """Return the processors that a whole multimodal model is stored with, by modality: vision, audio."""
+    source = part.processor or part.path
+    if source is None:
+        raise ConfigError(f"{where} has no `path`: give `processor: <folder>`, where its processors are.")
+    stored = _stored_classes(source)
+    missing = [name for name in modalities if _KEYS_BY_MODALITY.get(name) not in stored]
+    if missing:
+        raise ConfigError(
+            f"{where}: {source} has no settings of a processor for {', '.join(missing)} "
+            f"({', '.join(_PROCESSOR_FILES)}). Give `processor: <folder>`."
+        )
+    classes = {name: stored[_KEYS_BY_MODALITY[name]] for name in modalities}
+    return {name: _processor_class(where, found).from_pretrained(source) for name, found in classes.items()}
 
 
 def _stored_class(where: str, source: str) -> str:
+    stored = _stored_classes(source)
+    if not stored:
+        raise ConfigError(
+            f"{where}: {source} has no settings of an image processor or feature extractor "
+            f"({', '.join(_PROCESSOR_FILES)}). Give `processor: <folder>` or a `processor_config`."
+        )
+    return next(iter(stored.values()))
+
+
+def _stored_classes(source: str) -> dict[str, str]:
+    """Return the names of the processors' classes in a folder, by the key that names them."""
     from transformers.utils import cached_file
 
+    found: dict[str, str] = {}
     for file in _PROCESSOR_FILES:
         try:
             path = str(Path(source) / file) if Path(source).is_dir() else cached_file(source, file)
             content = json.loads(Path(str(path)).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        inner = [content, *(value for value in content.values() if isinstance(value, dict))]
-        for settings in inner:
-            for key in _PROCESSOR_KEYS:
-                if key in settings:
-                    return str(settings[key])
-    raise ConfigError(
-        f"{where}: {source} has no settings of an image processor or feature extractor "
-        f"({', '.join(_PROCESSOR_FILES)}). Give `processor: <folder>` or a `processor_config`."
-    )
+        for settings in [content, *(value for value in content.values() if isinstance(value, dict))]:
+            found = {**{key: str(settings[key]) for key in _PROCESSOR_KEYS if key in settings}, **found}
+    return found

@@ -108,9 +108,24 @@ class WholeModelConfig(PartConfig):
     task: Literal[
         "auto", "multimodal", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"
     ] = "auto"
-    """What the model does; auto: what its config says."""
+    """What the model does; auto: what its config says, and the data where a model can do several things."""
     tokenizer: str | None = None
     """Folder or hub name. Default: `path`."""
+    processor: str | None = None
+    """For images: folder or hub name of the image processor. Default: `path`."""
+    processor_config: dict[str, Any] | None = None
+    """Instead of `processor`: `class_name` and arguments of an image processor."""
+    labels: Annotated[list[str], Field(min_length=2)] | None = None
+    """For classification: all labels, in the order of their numbers. Default: the model's, else those in the training
+    data."""
+
+    @field_validator("labels")
+    @classmethod
+    def _different(cls, value: list[str] | None) -> list[str] | None:
+        twice = sorted({label for label in value or [] if (value or []).count(label) > 1})
+        if twice:
+            raise ValueError(f"labels has {', '.join(map(repr, twice))} more than once")
+        return value
 
 
 class FactoryConfig(Section):
@@ -121,6 +136,9 @@ class FactoryConfig(Section):
     """Arguments of the function."""
     loss: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
     """A function of (module, batch) that returns the loss, as `package.module:function`."""
+    collate: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """A function that makes a batch, a dict, of a list of rows, whose images and sounds are decoded. Default: numbers,
+    arrays and images are stacked, texts stay lists."""
 
 
 class ModelConfig(Section):
@@ -134,13 +152,17 @@ class ModelConfig(Section):
     """Or: one model as it is."""
     factory: FactoryConfig | None = None
     """Or: a Python function that makes the model."""
+    given: str | None = None
+    """Or: the name of a model that is handed to the Trainer in Python."""
+    start_from: str | None = None
+    """A run's folder, or a model exported from one: the weights to begin with (a second stage of training)."""
 
     @model_validator(mode="after")
     def _one_form(self) -> ModelConfig:
-        forms = [name for name in ("language_model", "whole", "factory") if getattr(self, name) is not None]
+        forms = [name for name in ("language_model", "whole", "factory", "given") if getattr(self, name) is not None]
         if len(forms) != 1:
             raise ValueError(
-                "give exactly one of `language_model` (with `encoders`), `whole`, `factory`; "
+                "give exactly one of `language_model` (with `encoders`), `whole`, `factory`, `given`; "
                 f"found {', '.join(forms) or 'none'}"
             )
         if self.encoders and self.language_model is None:
@@ -150,25 +172,31 @@ class ModelConfig(Section):
 
 # ------------------------------------------------------------------------------------------------ data
 
-DataFormat = Literal["auto", "llava", "sharegpt", "text", "pairs", "webdataset", "callable"]
+DataFormat = Literal[
+    "auto", "llava", "sharegpt", "text", "pairs", "rows", "webdataset", "datasets", "callable", "given"
+]  # fmt: skip
 
 
 class SourceConfig(Section):
     """One source of samples."""
 
     path: str
-    """A JSON or JSONL file, WebDataset tars (`data/{000..009}.tar`), or `package.module:function` that returns samples
-    (a Hugging Face dataset, say)."""
+    """A JSON or JSONL file, WebDataset tars (`data/{000..009}.tar`), a Hugging Face dataset (a folder written by
+    `save_to_disk`, parquet, arrow or csv files, or a hub name), or `package.module:function` that returns samples."""
     format: DataFormat = "auto"
-    """auto: told from the content."""
+    """auto: told from the content; datasets: a Hugging Face dataset; rows: any fields, for a model of your own; given:
+    handed over in Python."""
     media: str | None = None
     """The folder that images and sounds are relative to. Default: the folder of `path`."""
+    name: str | None = None
+    """What it is called in evaluations. Default: the end of `path`."""
     weight: AboveZero = 1.0
     """How often each sample comes per epoch: 1 is once, 0.5 every other one (the others next time), 2 is twice."""
     limit: Positive | None = None
     """Use the first so many samples only."""
     arguments: dict[str, Any] = {}
-    """For a callable, or columns of a dataset."""
+    """For a callable: its own. Else `columns`, {name of ours: name in the file}; for a Hugging Face dataset also
+    `split`, `name`, `revision`, and `labels`: names or numbers."""
 
 
 class DataConfig(Section):
@@ -264,6 +292,8 @@ class LoopConfig(Section):
     """Portions a batch is cut into, one after the other; the gradient is the same."""
     evaluate_every: Positive | None = None
     """Steps. Default: at the end only."""
+    exchange_check: bool = True
+    """At the end, evaluate once more with the images (or sounds) of samples exchanged: does the model look?"""
     early_stopping: EarlyStoppingConfig | None = None
     """Default: none."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -319,6 +349,8 @@ class RunConfig(Section):
     """Of all random numbers."""
     device: str = "auto"
     """auto: a GPU if there is one."""
+    threads: Positive | None = None
+    """Threads of the CPU that one process computes with. Default: torch's choice; small models are faster with 1."""
     precision: Precision | Literal["auto"] = "auto"
     """What is computed in. auto: bf16 on a GPU that has it, else fp32."""
     model: ModelConfig

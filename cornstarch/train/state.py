@@ -22,6 +22,7 @@ from cornstarch.errors import ConfigError
 
 __all__ = [
     "Restored", "capture", "named_parameters", "random_state", "restore", "restore_random_state", "restore_weights",
+    "seed_all",
 ]  # fmt: skip
 
 FORMAT = 1
@@ -387,6 +388,13 @@ def _scaler_differences(saved: Mapping[str, Any] | None, scaler: Stateful | None
 
 
 # ---------------------------------------------------------------------------------------------------- random numbers
+
+
+def seed_all(seed: int) -> None:
+    """Begin the random numbers of Python, NumPy and torch anew."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def random_state() -> dict[str, Any]:

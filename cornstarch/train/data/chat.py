@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cornstarch.train.data.rows import describe_formats
 from cornstarch.train.data.sample import Content, Media, Message, Sample, SampleError
 
 if TYPE_CHECKING:
@@ -58,16 +59,24 @@ class ChatWriter:
         """Return the text of a sample; `placeholder` says what stands for a medium."""
         if sample.document:
             return self._document(_joined(sample.document, placeholder))
-        if not sample.messages:
-            raise SampleError("has no messages")
-        messages = list(sample.messages)
-        if self._system is not None and messages[0].role != "system":
-            messages.insert(0, Message("system", (self._system,)))
-        turns = [(message.role, _joined(message.content, placeholder)) for message in messages]
-        text = self._applied([{"role": role, "content": content} for role, content in turns])
+        turns = self._turns(sample, placeholder)
+        text = self._applied(turns)
         if not self._answers_only:
             return Rendered(text, ((0, len(text)),))
         return Rendered(text, self._answers(text, turns))
+
+    def prompt(self, sample: Sample, placeholder: Placeholder) -> Rendered:
+        """Return the text of a conversation that the model is to continue."""
+        text = self._applied(self._turns(sample, placeholder), answer_follows=True)
+        return Rendered(text, ())
+
+    def _turns(self, sample: Sample, placeholder: Placeholder) -> list[dict[str, str]]:
+        if not sample.messages:
+            raise SampleError(f"has no messages, but {sorted(map(str, sample.fields))}; expected {describe_formats()}")
+        messages = list(sample.messages)
+        if self._system is not None and messages[0].role != "system":
+            messages.insert(0, Message("system", (self._system,)))
+        return [{"role": message.role, "content": _joined(message.content, placeholder)} for message in messages]
 
     def _document(self, text: str) -> Rendered:
         eos = self._tokenizer.eos_token
@@ -75,21 +84,25 @@ class ChatWriter:
             text += eos
         return Rendered(text, ((0, len(text)),), is_document=True)
 
-    def _applied(self, chat: Sequence[Mapping[str, str]]) -> str:
+    def _applied(self, turns: Sequence[Mapping[str, str]], answer_follows: bool = False) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [dict(turn) for turn in chat], chat_template=self._template, tokenize=False
+                    [dict(turn) for turn in turns],
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=answer_follows,
                 )
             )
         except Exception as error:  # a template refuses conversations with whatever exception it likes
             raise SampleError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
-    def _answers(self, text: str, turns: Sequence[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
+    def _answers(self, text: str, turns: Sequence[Mapping[str, str]]) -> tuple[tuple[int, int], ...]:
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         marked = self._applied(
-            [{"role": role, "content": _marked(said) if role == "assistant" else said} for role, said in turns]
+            [{**turn, "content": _marked(turn["content"])} if turn["role"] == "assistant" else turn for turn in turns]
         )
-        expected = sum(role == "assistant" and bool(said.strip()) for role, said in turns)
+        expected = sum(bool(said.strip()) for said in answers)
         found = list(_ANSWER.finditer(marked))
         if marked.replace(_OPEN, "").replace(_CLOSE, "") != text or len(found) != expected:
             raise SampleError(

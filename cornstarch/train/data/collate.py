@@ -15,11 +15,12 @@ from torch import Tensor
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalProcessor
 from cornstarch.models.multimodal_language_model.packing import IGNORED, pack
+from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import item_argument, item_kind, keywords
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.chat import ChatWriter, Rendered
-from cornstarch.train.data.media import load_audio, load_image
-from cornstarch.train.data.sample import Media, MediaKind, Sample, SampleError, SampleTooLongError
+from cornstarch.train.data.media import load_audio, load_features, load_image
+from cornstarch.train.data.sample import Media, MediaKind, Message, Sample, SampleError, SampleTooLongError
 
 _KINDS: dict[MediaKind, str] = {"image": "images", "audio": "audio"}  # ours, and the processor's
 
@@ -117,13 +118,33 @@ class ChatCollator:
             raise SampleError(f"has no token to train on ({self.data.train_on}, {len(prepared.input_ids)} tokens)")
         return prepared
 
+    def question(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return a batch of one conversation, for the model to continue."""
+        sample = Sample("the question", tuple(messages))
+        rendered = self._writer.prompt(sample, lambda media: self.processor.modality_tokens[self._modality(media)])
+        inputs = self._processed_or_broken(self._decoded(sample), rendered)
+        return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        turns = (Message("user", ("a",)), Message("assistant", ("a",)))
+        rendered = self._writer.write(Sample("an answer", turns), lambda media: "")
+        ids, trained = self._tokenized(rendered)
+        last = ids[trained][-1:].tolist()
+        tokenizer = self.processor.llm_tokenizer
+        special = [token for token in last if token in tokenizer.all_special_ids]
+        return sorted({*special, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
+
+    def media_kinds(self) -> dict[str, MediaKind]:
+        """Return the kind of media that each modality takes."""
+        kinds = {theirs: ours for ours, theirs in _KINDS.items()}
+        found = {name: item_kind(item_argument(p)) for name, p in self.processor.encoder_processors.items()}
+        return {name: kinds[kind] for name, kind in found.items() if kind in kinds}
+
     def _modality(self, media: Media) -> str:
         """Return the one modality that takes this kind of medium."""
-        names = [
-            name
-            for name, processor in self.processor.encoder_processors.items()
-            if item_kind(item_argument(processor)) == _KINDS[media.kind]
-        ]
+        names = [name for name, kind in self.media_kinds().items() if kind == media.kind]
         if len(names) != 1:
             raise SampleError(
                 f"has an {media.kind}, which fits {names or 'none'} of the modalities "
@@ -141,12 +162,21 @@ class ChatCollator:
     def _item(self, media: Media, processor: Any) -> Any:
         if media.kind == "image":
             return load_image(media, self.data.max_pixels)
+        if isinstance(processor, PrecomputedFeatureExtractor):
+            return self._features(media, processor)
         sound = load_audio(media, _sampling_rate(processor))
         most = getattr(processor, "n_samples", None)
         if most is not None and len(sound) > most and self.data.too_long != "cut":
             # The feature extractor would cut it without a word.
             raise SampleTooLongError(f"has a sound of {len(sound)} samples, its feature extractor takes {most}")
         return sound
+
+    def _features(self, media: Media, processor: PrecomputedFeatureExtractor) -> np.ndarray:
+        features = load_features(media, processor.feature_size)
+        most = processor.max_frames
+        if len(features) > most and self.data.too_long != "cut":
+            raise SampleTooLongError(f"has a sound of {len(features)} frames, its feature extractor takes {most}")
+        return features[:most]
 
     def _processed_or_broken(self, items: Mapping[str, list[Any]], rendered: Rendered) -> dict[str, Any]:
         try:

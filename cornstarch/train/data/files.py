@@ -171,7 +171,7 @@ class JsonList:
 # ------------------------------------------------------------------------------------------------ tars
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm")
-_SOUNDS = ("wav", "flac", "mp3", "ogg", "opus")
+_SOUNDS = ("wav", "flac", "mp3", "ogg", "opus", "npy")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_FILES = 100_000
 

@@ -1,4 +1,4 @@
-"""Where samples come from: files, tars, functions; what they are is seen from their first rows. No torch."""
+"""Where samples come from: files, tars, datasets, functions; what they are is seen from their first rows. No torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cornstarch.train.config import SourceConfig
 from cornstarch.train.data.files import Rows, Tars, expand_braces, open_json
 from cornstarch.train.data.rows import describe_formats, detect, sample_of
 from cornstarch.train.data.sample import Sample, SampleError
+from cornstarch.train.data.tables import ARGUMENTS, as_rows, is_table, open_table
 
 _LOOKED_AT = 20  # rows from which the format is told
 _FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -119,13 +120,16 @@ class JoinedSources:
         return source[place]
 
 
-def open_sources(configs: Sequence[SourceConfig]) -> JoinedSources:
-    """Open all sources; every one that cannot be opened is told, not only the first."""
+def open_sources(configs: Sequence[SourceConfig], given: Sequence[Any] | None = None) -> JoinedSources:
+    """Open all sources; every one that cannot be opened is told, not only the first.
+
+    `given` are the rows or samples of a source of the format `given`.
+    """
     opened: list[SampleSource] = []
     problems: list[str] = []
     for config in configs:
         try:
-            opened.append(open_source(config))
+            opened.append(open_source(config, given))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -133,30 +137,44 @@ def open_sources(configs: Sequence[SourceConfig]) -> JoinedSources:
     return JoinedSources(opened)
 
 
-def open_source(config: SourceConfig) -> SampleSource:
+def open_source(config: SourceConfig, given: Sequence[Any] | None = None) -> SampleSource:
     """Open one source, and tell its format from its rows unless it is given."""
     kind = _kind(config)
     source: SampleSource
-    if kind == "callable":
-        source = _open_function(config)
+    if kind == "given":
+        if given is None:
+            raise ConfigError(f"{config.path}: its format is `given`, but no data was handed to the Trainer.")
+        source = _given(config, given, "given in Python")
+    elif kind == "callable":
+        source = _given(config, _call(config), "function")
     else:
-        columns = _columns(config)
-        rows = _open_tars(config.path) if kind == "tar" else open_json(_existing(config.path))
-        named = config.format if config.format not in ("auto", "webdataset") else None
-        format = named or _detected(rows, columns, config.path)
-        media = Path(config.media) if config.media is not None else Path(config.path).parent
-        source = RowSource(rows, format, media, f"{config.path}: {_KINDS[kind]}", columns)
+        source = _open_rows(config, kind)
     return source if config.limit is None else LimitedSource(source, config.limit)
 
 
-_KINDS = {"tar": "WebDataset tars", "json": "JSON"}
+def _open_rows(config: SourceConfig, kind: str) -> SampleSource:
+    columns, folder = _columns(config, kind), Path(config.path).parent
+    rows: Rows
+    if kind == "table":
+        rows = table = open_table(config.path, config.arguments)
+        found, folder = table.found, table.folder
+    elif kind == "tar":
+        rows, found = _open_tars(config.path), "WebDataset tars"
+    else:
+        rows, found = open_json(_existing(config.path)), "JSON"
+    named = config.format if config.format not in ("auto", "webdataset", "datasets") else None
+    format = named or _detected(rows, columns, config.path)
+    media = Path(config.media) if config.media is not None else folder
+    return RowSource(rows, format, media, f"{config.path}: {found}", columns)
 
 
 def _kind(config: SourceConfig) -> str:
-    if config.format == "callable":
-        return "callable"
+    if config.format in ("callable", "given"):
+        return config.format
     if config.format == "webdataset" or (config.format == "auto" and config.path.endswith(".tar")):
         return "tar"
+    if config.format == "datasets" or is_table(config.path):
+        return "table"
     is_function = _FUNCTION.match(config.path) is not None and not Path(config.path).exists()
     return "callable" if config.format == "auto" and is_function else "json"
 
@@ -166,7 +184,10 @@ def _existing(path: str) -> Path:
     if not found.exists():
         raise ConfigError(f"{path} does not exist (looked in {Path.cwd()}).")
     if not found.is_file():
-        raise ConfigError(f"{path} is no file; expected a JSON list, JSONL, tars, or `package.module:function`.")
+        raise ConfigError(
+            f"{path} is no file; expected a JSON list, JSONL, tars, `package.module:function`, or a folder "
+            "of parquet files or written by `save_to_disk`."
+        )
     return found
 
 
@@ -184,13 +205,15 @@ def _globbed(name: str) -> list[Path]:
     return [_existing(one) for one in found]
 
 
-def _columns(config: SourceConfig) -> dict[str, str]:
-    unknown = sorted(set(config.arguments) - {"columns"})
+def _columns(config: SourceConfig, kind: str) -> dict[str, str]:
+    known = {*ARGUMENTS, "streaming"} if kind == "table" else set()
+    unknown = sorted(set(config.arguments) - {"columns"} - known)
     columns = config.arguments.get("columns", {})
     if unknown or not isinstance(columns, Mapping):
+        beside = f" and {', '.join(ARGUMENTS)}" if kind == "table" else ""
         raise ConfigError(
-            f"{config.path}: arguments has {unknown or columns!r}; for a file expected only "
-            "`columns: {name of ours: name in the file}`."
+            f"{config.path}: arguments has {unknown or columns!r}; for a {'dataset' if beside else 'file'} expected "
+            f"only `columns: {{name of ours: name in the file}}`{beside}."
         )
     return dict(columns)
 
@@ -255,17 +278,23 @@ class GivenSource(RowSource):
         row = self._rows[index]
         if isinstance(row, Sample):
             return row
-        return sample_of(row, self.format, self.name(index), self.media)
+        return sample_of(_named(row), self.format, self.name(index), self.media)
 
 
-def _open_function(config: SourceConfig) -> SampleSource:
-    given = _call(config)
-    rows = _GivenRows(given, config.path)
+def _named(row: Any) -> Any:
+    """Return a row with names; pairs are what torch's data sets are made of."""
+    return {"inputs": row[0], "labels": row[1]} if isinstance(row, tuple) and len(row) == 2 else row
+
+
+def _given(config: SourceConfig, given: Sequence[Any], origin: str) -> SampleSource:
+    rows: Rows = as_rows(given, config.path) or _GivenRows(given, config.path)
     if not len(rows):
         raise ConfigError(f"{config.path} returned nothing; expected samples or rows.")
     media = Path(config.media) if config.media is not None else Path()
-    format = "samples" if isinstance(_first(rows), Sample) else _detected(rows, {}, config.path)
-    return GivenSource(rows, format, media, f"{config.path}: function", {})
+    first = _first(rows)
+    # Rows of any fields are for the user's own model, which alone knows what they mean.
+    format = "samples" if isinstance(first, Sample) else detect(_named(first)) or "rows"
+    return GivenSource(rows, format, media, f"{config.path}: {origin}", {})
 
 
 def _first(rows: Rows) -> Any:
@@ -291,6 +320,7 @@ def _call(config: SourceConfig) -> Sequence[Any]:
         given = partial(function, **config.arguments)()
     except Exception as error:
         raise ConfigError(f"{config.path} failed: {type(error).__name__}: {error}.") from error
+    as_rows(given, config.path)  # refuses a stream, which would be read to its end here
     if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, Mapping):
         return given
     if isinstance(given, Iterable) and not isinstance(given, Mapping | str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,10 @@ from cornstarch.train.data.sample import BrokenSample, Sample, SampleError
 class Collator(Protocol):
     """Makes batches of samples, as `ChatCollator` does; other tasks have their own."""
 
-    data: DataConfig
+    @property
+    def data(self) -> DataConfig:
+        """What the run says about its data."""
+        ...
 
     def prepare(self, sample: Sample) -> Any:
         """Prepare one sample, or raise SampleError if it cannot be used."""
@@ -237,17 +240,18 @@ class _Steps(Dataset[_Fetched]):
         portions: list[CollatedBatch] = []
         samples = 0
         for start in range(0, len(place.numbers), self._portion):
-            good = self._prepared(place.numbers[start : start + self._portion], skipped)
+            good = self._prepared(place.numbers[start : start + self._portion], place.epoch, skipped)
             samples += len(good)
             if good:
                 portions.append(self._collator.join(good))
         return StepBatch(portions, place.epoch, place.index, skipped, samples)
 
-    def _prepared(self, numbers: np.ndarray, skipped: list[BrokenSample]) -> list[Any]:
+    def _prepared(self, numbers: np.ndarray, epoch: int, skipped: list[BrokenSample]) -> list[Any]:
         good = []
         for number in numbers.tolist():
             try:
-                good.append(self._collator.prepare(self._source[number]))
+                sample = self._source[number]
+                good.append(self._collator.prepare(replace(sample, epoch=epoch) if epoch else sample))
             except SampleError as error:
                 skipped.append(BrokenSample.of(self._source.name(number), error))
         return good

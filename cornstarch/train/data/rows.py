@@ -43,12 +43,12 @@ def detect(row: Any) -> str | None:
     """Return the name of the format that a row fits, or None."""
     if not isinstance(row, Mapping):
         return None
-    return next((name for name, layout in _LAYOUTS.items() if layout.fits(row)), None)
+    return next((name for name in GUESSED if _LAYOUTS[name].fits(row)), None)
 
 
 def describe_formats() -> str:
     """Say what a row may look like."""
-    return "; ".join(f"{name}: {layout.expected}" for name, layout in _LAYOUTS.items())
+    return "; ".join(f"{name}: {_LAYOUTS[name].expected}" for name in GUESSED)
 
 
 # ------------------------------------------------------------------------------------------------ media
@@ -238,4 +238,7 @@ _LAYOUTS: dict[str, _Layout] = {
         _read_pair,
     ),
     "text": _Layout("`text`", lambda row: isinstance(row.get("text"), str), _read_text),
+    # Whatever fields there are, for a model made by a Python function; never guessed.
+    "rows": _Layout("any fields", lambda row: True, lambda row, supply: ((), ())),
 }
+GUESSED = tuple(name for name in _LAYOUTS if name != "rows")

@@ -16,7 +16,8 @@ class Media:
 
     kind: MediaKind
     source: Any
-    """A path, the bytes of a file, or what is decoded already: a PIL image; an array, or {"array", "sampling_rate"}."""
+    """A path, the bytes of a file, or what is decoded already: a PIL image; an array, or {"array", "sampling_rate"};
+    features of a sound computed beforehand, [frames, features], as an array or a `.npy` file."""
 
 
 Content = tuple[str | Media, ...]
@@ -41,6 +42,8 @@ class Sample:
     """Text without roles, instead of messages; all of it is trained on."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The row itself, for tasks that are no conversation (text, label, source, target, …); media are `Media`."""
+    epoch: int = 0
+    """The pass over the data that it is read in, for what is drawn anew each time."""
 
     @property
     def media(self) -> list[Media]:

@@ -1,0 +1,77 @@
+"""`cornstarch train`: from a config to a trained model and a report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cornstarch.cli.main import INTERRUPTED
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("train")(train)
+
+
+def train(
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONFIG]", help="The run's config, a YAML file. Without one: the demo.", show_default=False
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file's.")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Set an earlier run aside and begin anew.")] = False,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Go on from a checkpoint although the config has changed.")
+    ] = False,
+) -> None:
+    """Train a model, from the newest checkpoint on if the run has one, and write a report.
+
+    Without a config a small model learns from real images, sounds and text that come with Cornstarch, in about a minute
+    on a laptop.
+    """
+    from cornstarch.cli.paths import path_mistakes
+    from cornstarch.demo import demo_config
+    from cornstarch.train.runs import RunFolder
+    from cornstarch.train.source import read_config
+    from cornstarch.train.tree import raise_mistakes
+
+    changes = list(overrides or ())
+    if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
+        changes, config = [config, *changes], None
+    if config is None:
+        run = demo_config(changes)
+    else:
+        reading = read_config(Path(config), changes)
+        raise_mistakes([*reading.mistakes, *path_mistakes(reading.values)])
+        assert reading.config is not None
+        run = reading.config
+    if restart:
+        aside = RunFolder(run.folder).set_aside()
+        if aside is not None:
+            print(f"{run.folder}: the earlier run is now {aside}")
+    quiet_libraries()
+    from cornstarch.train import Trainer
+
+    trainer = Trainer(run, allow_changes=allow_changes, command=shlex.join(["cornstarch", *sys.argv[1:]]))
+    result = trainer.fit()
+    if result.status == "stopped" and trainer.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' progress bars and hints out of ours."""
+    import os
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()

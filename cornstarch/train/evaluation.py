@@ -1,0 +1,106 @@
+"""How good a model is on data that it is not trained on, source by source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cornstarch.attention.verify import evaluating
+from cornstarch.errors import ConfigError
+from cornstarch.train.config import RunConfig, SourceConfig
+from cornstarch.train.data.exchange import ExchangedMedia
+from cornstarch.train.data.formats import SampleSource
+from cornstarch.train.data.loader import SkipCounter, StepLoader
+from cornstarch.train.data.order import EpochOrder
+from cornstarch.train.data.sample import MediaKind
+from cornstarch.train.precision import Placement
+from cornstarch.train.state import random_state, restore_random_state
+from cornstarch.train.tasks.task import Measures, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured on each source."""
+
+    sources: Mapping[str, Measures] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Samples."""
+
+    def means(self) -> dict[str, float]:
+        """Return the measures over all sources together."""
+        return sum(self.sources.values(), Measures({})).means()
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a line of metrics."""
+        sources = {name: {**sums.means(), "count": self.counts[name]} for name, sums in self.sources.items()}
+        return {**self.means(), "sources": sources}
+
+
+class Evaluator:
+    """Evaluates a task on sources; training goes on as if nothing had happened."""
+
+    def __init__(self, task: Task, config: RunConfig, sources: Mapping[str, SampleSource], placement: Placement):
+        self._task, self._config, self._sources, self._placement = task, config, dict(sources), placement
+
+    def __call__(self) -> Evaluation:
+        """Evaluate on all sources."""
+        return self._evaluated(lambda source: source)
+
+    def exchanged(self, kind: MediaKind) -> Evaluation:
+        """Evaluate with all images (or sounds) exchanged between samples."""
+        return self._evaluated(lambda source: ExchangedMedia(source, kind, self._config.seed))
+
+    def _evaluated(self, seen: Callable[[SampleSource], SampleSource]) -> Evaluation:
+        sources: dict[str, Measures] = {}
+        counts: dict[str, int] = {}
+        before = random_state()
+        try:
+            with evaluating(self._task.model):
+                for name, source in self._sources.items():
+                    looked_at = seen(source)
+                    if len(looked_at):
+                        sources[name], counts[name] = self._measured(looked_at)
+        finally:
+            restore_random_state(before)
+        return Evaluation(sources, counts)
+
+    def _measured(self, source: SampleSource) -> tuple[Measures, int]:
+        total, count = Measures({}), 0
+        for batch in self._batches(source):
+            count += batch.samples
+            for portion in batch.portions:
+                moved = replace(portion, inputs=self._placement.moved(portion.inputs))
+                with self._placement.computing():
+                    total = total + self._task.measure(moved)
+        return total, count
+
+    def _batches(self, source: SampleSource) -> Iterator[Any]:
+        loop, data = self._config.loop, self._config.data
+        order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
+        size = loop.batch_size // loop.accumulation
+        skips = SkipCounter(data.skip_limit)
+        return iter(
+            StepLoader(
+                source,
+                order,
+                self._task.collator,
+                size,
+                workers=min(data.workers, -(-len(source) // size)),
+                prefetch=data.prefetch,
+                epochs=1,
+                skips=skips,
+            )
+        )
+
+
+def source_names(configs: list[SourceConfig]) -> list[str]:
+    """Return a name for each source: its own, or what its path ends with, numbered where two are the same."""
+    names: list[str] = []
+    for config in configs:
+        name = config.name or config.path.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+        if name in names and config.name is not None:
+            raise ConfigError(f"Two sources of data.evaluation are named {name!r}; give each its own name.")
+        candidates = (name, *(f"{name} {number}" for number in range(2, len(names) + 2)))
+        names.append(next(one for one in candidates if one not in names))
+    return names

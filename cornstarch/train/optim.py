@@ -1,0 +1,179 @@
+"""Optimizers, learning rates and averaged weights."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from cornstarch.errors import ConfigError
+from cornstarch.train.config import OptimizerConfig, ScheduleConfig
+from cornstarch.train.parts import Part
+
+_SHORT_NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
+# What has a key of its own, because parts may differ in it.
+_SAID_ELSEWHERE = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
+_IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+def make_optimizer(config: OptimizerConfig, parts: Sequence[Part]) -> torch.optim.Optimizer:
+    """Return the optimizer of all parts: a group for each part, its biases and norms in one without weight decay."""
+    kind = _optimizer_class(config)
+    options = _options(config, kind)
+    decays = "weight_decay" in _arguments(kind)
+    if not decays and any(part.weight_decay for part in parts if part.trained):
+        raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
+    groups = [group for part in parts for group in _groups(part, decays)]
+    if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(parts):
+        options["fused"] = True
+    try:
+        return kind(groups, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer.name = {config.name}\n  {type(error).__name__}: {error}") from error
+
+
+def apply_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts: Sequence[Part]) -> None:
+    """Give an optimizer, restored from a checkpoint, what the config says now."""
+    fresh = make_optimizer(config, parts)
+    for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+        group.update({key: value for key, value in wanted.items() if key not in ("params", "foreach", "fused")})
+
+
+def _groups(part: Part, decays: bool) -> Iterator[dict[str, Any]]:
+    trained = list(part.trained.values())
+    if not decays:
+        kinds: list[tuple[list[nn.Parameter], dict[str, Any]]] = [(trained, {})]
+    else:
+        kinds = [
+            ([p for p in trained if p.dim() > 1], {"weight_decay": part.weight_decay}),
+            ([p for p in trained if p.dim() <= 1], {"weight_decay": 0.0}),
+        ]
+    for parameters, options in kinds:
+        if parameters:
+            yield {"params": parameters, "lr": part.learning_rate, **options}
+
+
+def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    path = _SHORT_NAMES.get(config.name.lower(), config.name)
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module or "torch.optim"), name)
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(
+            f"optimizer.name = {config.name}\n  {error}. Expected adamw, sgd, or a class such as torch.optim.Adafactor."
+        ) from error
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer.name = {config.name}\n  This is no class of optimizers.")
+    if found is torch.optim.SparseAdam:
+        raise ConfigError(f"optimizer.name = {config.name}\n  It takes sparse gradients only; expected adamw, say.")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer.name = {config.name}\n  It computes the loss several times per step, which this loop does not."
+        )
+    return found
+
+
+def _arguments(kind: type) -> Mapping[str, Any]:
+    return inspect.signature(kind).parameters
+
+
+def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
+    takes = _arguments(kind)
+    for name, key in _SAID_ELSEWHERE.items():
+        if name in config.arguments:
+            raise ConfigError(f"optimizer.arguments has {name!r}. Give it as {key}, or in a part of the model.")
+    unknown = sorted(set(config.arguments) - set(takes))
+    if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
+        known = sorted(set(takes) - {"params", "lr", "weight_decay"})
+        raise ConfigError(
+            f"optimizer.arguments has {unknown}, which {kind.__name__} does not take. It takes {', '.join(known)}."
+        )
+    options: dict[str, Any] = {}
+    if config.name.lower() == "adamw":
+        options = {"betas": config.betas, "eps": config.eps}
+    elif config.name.lower() == "sgd":
+        options = {"momentum": config.momentum}
+    return {**options, **config.arguments}
+
+
+def _can_fuse(parts: Sequence[Part]) -> bool:
+    trained = [parameter for part in parts for parameter in part.trained.values()]
+    devices = {parameter.device.type for parameter in trained}
+    return devices <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in trained)
+
+
+# ---------------------------------------------------------------------------------------------------- learning rates
+
+
+def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
+    """Return what the highest learning rate is multiplied by in a step, counted from 0.
+
+    The rate rises to its highest in the warm-up, whose steps all learn, and reaches `final` after the last step.
+    """
+    warmup = min(round(config.warmup * total) if config.warmup < 1 else int(config.warmup), total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.name == "constant":
+        return 1.0
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    left = 1 - done if config.name == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.final + (1 - config.final) * left
+
+
+class LearningRate:
+    """Sets the rates of an optimizer's groups before each step; it has no state of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, total: int) -> None:
+        self._optimizer, self._config, self._total = optimizer, config, total
+        self._highest = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def set(self, step: int) -> float:
+        """Set the rates of a step, counted from 0, and return the highest of them."""
+        factor = rate_factor(self._config, step, self._total)
+        for group, highest in zip(self._optimizer.param_groups, self._highest, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(highest * factor)
+            else:
+                group["lr"] = highest * factor
+        return max(self._highest) * factor
+
+
+# ---------------------------------------------------------------------------------------------------- averages
+
+
+class AveragedWeights:
+    """An exponential moving average of the weights that are trained, in float32."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._parameters = dict(parameters)
+        self._average = get_ema_multi_avg_fn(decay)
+        self.averages = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take one step's weights in."""
+        now = [parameter.detach().float() for parameter in self._parameters.values()]
+        self._average(list(self.averages.values()), now, None)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Run a block with the averages in place of the weights."""
+        trained = {name: parameter.data for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.data = self.averages[name].to(parameter.dtype)
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = trained[name]

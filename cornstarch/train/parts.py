@@ -1,0 +1,134 @@
+"""The parts of a model as a run sees them: which parameters, trained how, at which rate, in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.train.build import DTYPES
+from cornstarch.train.config import ModelConfig, OptimizerConfig, PartConfig, Precision
+from cornstarch.train.state import named_parameters
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a model's parameters, and what is said about them."""
+
+    name: str
+    kind: str
+    """The class."""
+    module_names: tuple[str, ...]
+    """Where it is in the model."""
+    mode: str
+    """What its description says."""
+    learning_rate: float
+    weight_decay: float
+    dtype: Precision | None
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def train(self) -> str:
+        """How it is trained: full, lora or frozen."""
+        return self.mode if self.trained else "frozen"
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that change."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def count(self) -> int:
+        """Parameters."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def trained_count(self) -> int:
+        """Parameters that change."""
+        return sum(parameter.numel() for parameter in self.trained.values())
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the parameters themselves."""
+        return sum(parameter.nbytes for parameter in self.parameters.values())
+
+
+def parts_of(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) -> list[Part]:
+    """Return the parts of a model; every parameter is in exactly one."""
+    parts = list(_described(model, config, optimizer))
+    for name, parameter in named_parameters(model).items():
+        longest = max((part for part in parts), key=lambda part: _match(name, part.module_names))
+        if _match(name, longest.module_names) < 0:
+            raise ConfigError(f"The parameter {name} belongs to no part of the model.")
+        longest.parameters[name] = parameter
+    parts = [part for part in parts if part.parameters]
+    if not any(part.trained for part in parts):
+        raise ConfigError(
+            "Nothing is trained: every part is frozen. Set `train` of one to full, lora or (encoders) projector."
+        )
+    return parts
+
+
+def _match(name: str, prefixes: tuple[str, ...]) -> int:
+    """Return the length of the longest prefix of a name, or -1."""
+    return max((len(p) for p in prefixes if not p or name == p or name.startswith(f"{p}.")), default=-1)
+
+
+def _described(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) -> Iterator[Part]:
+    if not isinstance(model, MultimodalModel):
+        yield _part("model", model, ("",), config.whole, optimizer)
+        return
+    for name, encoder in model.encoders.items():
+        said = config.encoders.get(name, config.whole)
+        rate = getattr(said, "projector_learning_rate", None)
+        where = f"{name}_encoder"
+        yield _part(f"{name} encoder", encoder.module, (f"{where}.module",), said, optimizer)
+        assert encoder.projector is not None
+        places = (f"{where}.projector", where)
+        yield replace(_part(f"{name} projector", encoder.projector, places, said, optimizer, rate), mode="full")
+    yield _part(
+        "language model", model.language_model, ("language_model", ""), config.language_model or config.whole, optimizer
+    )
+
+
+def _part(
+    name: str,
+    module: nn.Module,
+    places: tuple[str, ...],
+    said: PartConfig | None,
+    optimizer: OptimizerConfig,
+    rate: float | None = None,
+) -> Part:
+    own = said.learning_rate if said is not None else None
+    decay = said.weight_decay if said is not None else None
+    return Part(
+        name,
+        type(unwrap(module)).__name__,
+        places,
+        said.train if said is not None else "full",
+        next(value for value in (rate, own, optimizer.learning_rate) if value is not None),
+        optimizer.weight_decay if decay is None else decay,
+        said.dtype if said is not None else None,
+    )
+
+
+@torch.no_grad()
+def keep_in_precision(parts: list[Part], computed_in: torch.dtype) -> None:
+    """Bring each part's weights into the precision in which they are kept.
+
+    By default weights that change are kept in float32, because small changes would be lost in fewer bits, and those
+    that do not in what is computed in. Buffers stay as they are: positions and statistics need their precision.
+    """
+    for part in parts:
+        for parameter in part.parameters.values():
+            if not parameter.is_floating_point():
+                continue
+            default = torch.float32 if parameter.requires_grad else computed_in
+            wanted = DTYPES[part.dtype] if part.dtype is not None else default
+            if parameter.dtype != wanted:
+                parameter.data = parameter.data.to(wanted)

@@ -1,0 +1,39 @@
+"""Activation checkpointing: compute activations again in the backward pass instead of keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Switch it on: by the model's own means if it has them, else for each layer of its lists of layers."""
+    plain = unwrap(model)
+    if isinstance(model, MultimodalModel) or getattr(plain, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        return
+    layers = list(_layers(model))
+    if not layers:
+        raise ConfigError(
+            f"loop.activation_checkpointing: {type(plain).__name__} has no list of layers (nn.Sequential or "
+            "nn.ModuleList) whose activations could be computed again."
+        )
+    for layer in layers:
+        # On the instance and not by a wrapper module: the names of parameters stay.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of the outermost lists."""
+    if isinstance(module, nn.Sequential | nn.ModuleList):
+        yield from module
+    else:
+        for child in module.children():
+            yield from _layers(child)

@@ -1,0 +1,332 @@
+"""What a run tells while it runs, and what it leaves to read: progress, metrics, the summary, the report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from cornstarch import __version__
+from cornstarch.errors import ConfigError
+from cornstarch.report import write_report
+from cornstarch.train.answers import collect_answers
+from cornstarch.train.config import RunConfig
+from cornstarch.train.data.loader import StepBatch
+from cornstarch.train.data.sample import BrokenSample
+from cornstarch.train.flops import forward_flops
+from cornstarch.train.loggers import Logger, flatten, open_loggers
+from cornstarch.train.metrics import MetricsFile, Throughput
+from cornstarch.train.parts import Part
+from cornstarch.train.progress import Progress
+from cornstarch.train.runs import METRICS, RunFolder
+from cornstarch.train.source import as_data
+
+if TYPE_CHECKING:
+    from cornstarch.train.trainer import Position, StepResult, Trainer
+
+_SKIPPED_SHOWN = 5
+_COLUMNS = ("parameters", "trained", "memory", "train", "rate", "decay")
+_WIDE = 110
+
+
+class Teller:
+    """Tells one run."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, console: Console, command: str | None) -> None:
+        self._config, self._folder, self._console, self._command = config, folder, console, command
+        self._progress: Progress | None = None
+        self._metrics: MetricsFile | None = None
+        self._loggers: list[Logger] = []
+        self._throughput = Throughput()
+        self._skipped = 0
+        self._summary: dict[str, Any] = {}
+        self.last_evaluation: dict[str, Any] | None = None
+        self.last_evaluation_step: int | None = None
+
+    # ------------------------------------------------------------------ the beginning
+
+    def begun(self, trainer: Trainer, resumed_from: int | None) -> None:
+        """Open what is written to, and show what is trained on what."""
+        self._metrics = MetricsFile(self._folder / METRICS)
+        self._metrics.rewind(trainer.position.step)
+        self._loggers = open_loggers(
+            self._config.logging.to,
+            self._folder.path,
+            self._config.name,
+            as_data(self._config),
+            step=trainer.position.step,
+            warn=self.note,
+        )
+        self._summary = self._described(trainer)
+        self._folder.write_summary(self._summary)
+        self._console.print(part_table(trainer.parts, self._console.width), soft_wrap=False)
+        for kind, lines in self._summary["data"].items():
+            for line in lines:
+                self._console.print(f"{kind} data: {line}", markup=False, highlight=False)
+        self._console.print(
+            f"{self._config.folder}: {trainer.total_steps:,} steps of {self._config.loop.batch_size} samples on "
+            f"{trainer.placement.device} in {trainer.placement.precision}",
+            markup=False,
+            highlight=False,
+        )
+        if resumed_from is not None:
+            self._event(resumed_from, "resumed", f"goes on after step {resumed_from}")
+
+    def _described(self, trainer: Trainer) -> dict[str, Any]:
+        return {
+            "name": self._config.name,
+            "status": "running",
+            "started": time.time(),
+            "ended": None,
+            "seconds": trainer.position.seconds,
+            "step": trainer.position.step,
+            "total_steps": trainer.total_steps,
+            "device": _device_name(trainer.placement.device),
+            "precision": trainer.placement.precision,
+            "versions": versions(),
+            "task": trainer.task.name,
+            "command": self._command,
+            "parts": [_part_entry(part) for part in trainer.parts],
+            "data": {
+                "train": trainer.sources.description.splitlines(),
+                "evaluation": [source.description for source in trainer.evaluation_sources.values()],
+            },
+            "evaluation": None,
+            "shuffled": [],
+            "best": None,
+            "skipped": {"broken": 0, "too_long": 0},
+            "answers": [],
+        }
+
+    # ------------------------------------------------------------------ while it runs
+
+    @contextmanager
+    def telling(self, position: Position, total: int) -> Iterator[None]:
+        """Show progress while a block runs."""
+        with Progress(self._config.logging.progress, total, position.step, self._console) as progress:
+            self._progress = progress
+            self._throughput.start(position.seconds, position.tokens)
+            try:
+                yield
+            finally:
+                self._progress = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave a block out of the speed."""
+        with self._throughput.paused():
+            yield
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training, over all starts of the run."""
+        return self._throughput.seconds
+
+    def note(self, text: str) -> None:
+        """Say something."""
+        if self._progress is not None:
+            self._progress.note(text)
+        else:
+            self._console.print(text, markup=False, highlight=False)
+
+    def skipped(self, samples: Sequence[BrokenSample]) -> None:
+        """Say which samples were left out, the first few of them."""
+        for sample in samples:
+            self._skipped += 1
+            if self._skipped <= _SKIPPED_SHOWN:
+                self.note(f"left out: {sample}")
+            elif self._skipped == _SKIPPED_SHOWN + 1:
+                self.note("… and more; they are counted")
+
+    def stepped(self, result: StepResult, batch: StepBatch, trainer: Trainer) -> None:
+        """Count a step, and now and then write what there is to say."""
+        portions, trained = batch.portions, batch.trained_tokens
+        items: dict[str, int] = {}
+        for portion in portions:
+            for name, count in portion.items.items():
+                items[name] = items.get(name, 0) + count
+        tokens = sum(portion.tokens for portion in portions)
+        self._throughput.add(batch.samples, tokens, trained, result.loss * trained, items)
+        if self._progress is not None:
+            self._progress.step(result.step)
+        if result.step % self._config.logging.every == 0 or result.step in (1, trainer.total_steps):
+            self._log_training(result, trainer)
+
+    def _log_training(self, result: StepResult, trainer: Trainer) -> None:
+        record = {
+            "kind": "train",
+            "step": result.step,
+            "time": time.time(),
+            "epoch": self._epoch(trainer),
+            "learning_rate": result.learning_rate,
+            "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            **self._throughput.line(),
+            "memory": trainer.placement.memory(),
+            "skipped": trainer.position.broken + trainer.position.too_long,
+        }
+        self._write(record)
+        if self._progress is not None:
+            self._progress.metrics(record)
+
+    def _epoch(self, trainer: Trainer) -> float:
+        steps = max(trainer.steps_of_epoch(trainer.position.epoch), 1)
+        return round(trainer.position.epoch + min(trainer.position.batch / steps, 1.0), 4)
+
+    def evaluated(self, record: Mapping[str, Any], position: Position, improved: bool) -> None:
+        """Tell an evaluation."""
+        line = {"kind": "evaluation", "step": position.step, "time": time.time(), **record}
+        self.last_evaluation, self.last_evaluation_step = dict(record), position.step
+        self._summary["evaluation"] = line
+        self._summary["best"] = {
+            "step": position.best_step, "metric": position.best, "name": self._config.checkpoint.best_by,
+        }  # fmt: skip
+        self._write(line)
+        if improved:
+            name = self._config.checkpoint.best_by
+            self._event(position.step, "best", f"{name} {position.best:.4g}", aloud=False)
+        self.note(f"step {position.step}: {_evaluation_text(record)}{', the best so far' if improved else ''}")
+
+    def exchanged(self, modality: str, record: Mapping[str, Any], position: Position) -> None:
+        """Tell an evaluation with one modality's items exchanged between samples."""
+        line = {"kind": "shuffled", "step": position.step, "time": time.time(), "modality": modality, **record}
+        self._summary["shuffled"].append(line)
+        self._write(line)
+        self.note(f"with {modality} items exchanged between samples: {_evaluation_text(record)}")
+
+    def saved(self, path: Path, position: Position) -> None:
+        """Tell of a checkpoint."""
+        self._event(position.step, "saved", path.name, aloud=False)
+
+    def _event(self, step: int, event: str, text: str, aloud: bool = True) -> None:
+        self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text})
+        if aloud:
+            self.note(text)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.append(record)
+        values = flatten(record)
+        if values:
+            for logger in self._loggers:
+                logger.log(int(record["step"]), values)
+
+    # ------------------------------------------------------------------ the end
+
+    def stopped(self, position: Position) -> None:
+        """Tell that a signal has ended the run, and that nothing is lost."""
+        self._event(position.step, "stopped", f"stopped and saved at step {position.step}; the same command goes on")
+        self.ended("stopped", position)
+
+    def asked(self, trainer: Trainer) -> None:
+        """Ask the finished model about some samples, and count what its parts compute."""
+        count = self._config.logging.samples
+        if count and trainer.evaluation_sources:
+            self._summary["answers"] = collect_answers(
+                trainer.task, trainer.evaluation_sources, count, self._folder.path, self._config.data.max_pixels
+            )
+        batch = trainer.some_batch()
+        if batch is not None:
+            flops = forward_flops(trainer.task, trainer.parts, batch, trainer.placement)
+            for entry in self._summary["parts"]:
+                entry["flops"] = flops.get(entry["name"])
+
+    def ended(self, status: Literal["finished", "stopped", "failed"], position: Position) -> Path | None:
+        """Write the summary and the report; return where it is."""
+        if not self._summary:
+            return None  # it failed before it began
+        self._summary.update(
+            status=status,
+            ended=time.time(),
+            seconds=position.seconds,
+            step=position.step,
+            skipped={"broken": position.broken, "too_long": position.too_long},
+        )
+        self._folder.write_summary(self._summary)
+        for logger in self._loggers:
+            logger.close(status)
+        if status == "finished":
+            self._event(position.step, "finished", f"{position.step} steps", aloud=False)
+        try:
+            report = write_report(self._folder.path)
+        except ConfigError as error:  # a full disk, say: the model is saved, which is what counts
+            self.note(f"The report could not be written: {error}")
+            return None
+        self.note(f"report: {report}")
+        return report
+
+
+# ---------------------------------------------------------------------------------------------------- texts
+
+
+def part_table(parts: Sequence[Part], width: int) -> Table:
+    """Return a table of what is trained, and how; the less important columns only if there is room for them."""
+    wide = width >= _WIDE
+    table = Table(title="model", title_justify="left")
+    table.add_column("part", no_wrap=True)
+    columns = ("class", *_COLUMNS) if wide else _COLUMNS
+    for name in columns:
+        table.add_column(name, justify="left" if name == "class" else "right", no_wrap=True)
+    for part in parts:
+        trains = part.trained_count > 0
+        row = [f"{part.count:,}", f"{part.trained_count:,}", _megabytes(part.bytes), part.train]
+        row.append(f"{part.learning_rate:g}" if trains else "–")
+        row.append(f"{part.weight_decay:g}" if trains else "–")
+        table.add_row(part.name, *([part.kind] if wide else []), *row)
+    if len(parts) > 1:
+        total, trained = sum(part.count for part in parts), sum(part.trained_count for part in parts)
+        table.add_section()
+        row = [f"{total:,}", f"{trained:,}", _megabytes(sum(part.bytes for part in parts))]
+        table.add_row("all", *([""] if wide else []), *row)
+    return table
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def _part_entry(part: Part) -> dict[str, Any]:
+    trains = part.trained_count > 0
+    return {
+        "name": part.name,
+        "kind": part.kind,
+        "parameters": part.count,
+        "trainable": part.trained_count,
+        "bytes": part.bytes,
+        "train": part.train,
+        "learning_rate": part.learning_rate if trains else None,
+        "weight_decay": part.weight_decay if trains else None,
+        "flops": None,
+    }
+
+
+def _evaluation_text(record: Mapping[str, Any]) -> str:
+    sources = record.get("sources", {})
+    lines = {"": record, **sources} if len(sources) > 1 else {"": record}
+    texts = []
+    for name, measures in lines.items():
+        shown = [f"{'' if name else 'evaluation '}loss {measures['loss']:.4f}"] if "loss" in measures else []
+        shown += [f"accuracy {measures['accuracy']:.1%}"] if "accuracy" in measures else []
+        texts.append(f"{name} {', '.join(shown)}".strip())
+    return "; ".join(texts)
+
+
+def versions() -> dict[str, str]:
+    """Return what the run was made with."""
+    return {
+        "cornstarch": __version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

@@ -1,0 +1,536 @@
+"""The loop: from a description to a trained model, step by step."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
+from cornstarch.train.config import RunConfig
+from cornstarch.train.data.collate import CollatedBatch
+from cornstarch.train.data.formats import JoinedSources, SampleSource, open_sources
+from cornstarch.train.data.loader import SkipCounter, StepBatch, StepLoader
+from cornstarch.train.data.order import EpochOrder
+from cornstarch.train.data.sample import SampleError
+from cornstarch.train.evaluation import Evaluation, Evaluator, source_names
+from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
+from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer
+from cornstarch.train.parts import Part, keep_in_precision, parts_of
+from cornstarch.train.precision import choose_placement
+from cornstarch.train.recompute import recompute_activations
+from cornstarch.train.runs import CHECKPOINTS, RunFolder
+from cornstarch.train.source import load_config
+from cornstarch.train.state import capture, restore, seed_all
+from cornstarch.train.tasks import build_task
+from cornstarch.train.tasks.module import LossFunction, module_task
+from cornstarch.train.tasks.stacking import CollateFunction
+from cornstarch.train.tasks.task import Task
+from cornstarch.train.telling import Teller
+
+Status = Literal["finished", "stopped"]
+
+_LOOKED_AT = 4  # samples on which operations are counted
+
+
+@dataclass
+class Position:
+    """How far a run is; what a checkpoint says beside weights and states."""
+
+    step: int = 0
+    """Steps of the optimizer that are done."""
+    epoch: int = 0
+    batch: int = 0
+    """The next batch of the epoch."""
+    tokens: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    """Time spent training, over all starts."""
+    broken: int = 0
+    too_long: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    evaluations_without_improvement: int = 0
+    ended: bool = False
+    """Nothing is left to do."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did."""
+
+    step: int
+    """Its number, counted from 1."""
+    loss: Tensor
+    """The mean over all trained tokens of the step, on the device."""
+    learning_rate: float
+    grad_norm: Tensor | None
+    """Before clipping; None if nothing is clipped."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    status: Status
+    """finished, or stopped by a signal (the same call goes on)."""
+    step: int
+    evaluation: dict[str, Any] | None
+    """The measures of the last evaluation."""
+    exchanged: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By modality: the measures with its items exchanged between samples."""
+    folder: Path = Path()
+    report: Path | None = None
+
+
+class Trainer:
+    """Trains what a `RunConfig` describes.
+
+    `fit` does it all. For a loop of your own: `setup`, then `step` for each of `batches`, and `save` when you like.
+
+    Args:
+        config: The run.
+        task: What is trained, if it is made in Python and not described by `config.model`.
+        train_data: Rows or samples, if they are not described by `config.data`.
+        evaluation_data: The same for evaluation.
+        allow_changes: Go on from a checkpoint although the config has changed.
+        console: Where progress is told.
+        command: What the user typed, for the report.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task | None = None,
+        train_data: Sequence[Any] | None = None,
+        evaluation_data: Sequence[Any] | None = None,
+        allow_changes: bool = False,
+        console: Console | None = None,
+        command: str | None = None,
+    ) -> None:
+        self.config = config
+        self.position = Position()
+        self.folder = RunFolder(config.folder)
+        self._given = (task, train_data, evaluation_data)
+        self._allow_changes = allow_changes
+        self._teller = Teller(config, self.folder, console or Console(soft_wrap=True), command)
+        self._store = CheckpointStore(
+            self.folder / CHECKPOINTS,
+            config.checkpoint.keep,
+            "lower" if config.checkpoint.best_by == "loss" else "higher",
+        )
+        self._held = ExitStack()
+        self._ready = False
+        self._saved_at: int | None = None
+        self._signal: int | None = None
+
+    @classmethod
+    def from_objects(
+        cls,
+        model: nn.Module,
+        *,
+        train_data: Sequence[Any],
+        evaluation_data: Sequence[Any] | None = None,
+        loss: LossFunction | None = None,
+        collate: CollateFunction | None = None,
+        console: Console | None = None,
+        **config: Any,
+    ) -> Trainer:
+        """Return a trainer of a module and data that are there already.
+
+        Args:
+            model: What is trained.
+            train_data: Rows (dictionaries, or pairs of inputs and labels) by number: a list, a torch data set.
+            evaluation_data: The same, not trained on.
+            loss: A function of (module, batch) that returns the mean loss over the batch's samples, or a dictionary of
+                means with `loss` in it. Without one, `module(**batch)` must return something with a `loss`.
+            collate: A function that makes a batch, a dictionary, of a list of rows. Without one, numbers, arrays and
+                images are stacked.
+            console: Where progress is told.
+            config: Sections of a `RunConfig`: `loop={"steps": 100}`, `name="mine"`.
+        """
+        data = dict(config.pop("data", {}))
+        data["train"] = [{"path": "train_data", "format": "given"}]
+        if evaluation_data is not None:
+            data["evaluation"] = [{"path": "evaluation_data", "format": "given"}]
+        described = load_config(None, base={"model": {"given": type(model).__name__}, "data": data, **config})
+        task = module_task(model, loss, collate, described.data, described.seed)
+        return cls(described, task=task, train_data=train_data, evaluation_data=evaluation_data, console=console)
+
+    # ------------------------------------------------------------------ the three levels
+
+    def fit(self) -> RunResult:
+        """Train until the end, from the newest checkpoint on if there is one, and write a report."""
+        with self._held:
+            self.setup()
+            with self._teller.telling(self.position, self.total_steps), self._signals():
+                try:
+                    status = self._trained() if not self.position.ended else "finished"
+                    return self._closed(status)
+                except BaseException as error:
+                    self._teller.ended("failed", self.position)
+                    if is_out_of_memory(error):
+                        raise out_of_memory(error, self.model, self.parts, self.config, self.placement) from None
+                    raise
+
+    def setup(self) -> None:
+        """Make everything that a step needs, and go to where the newest checkpoint was made."""
+        if self._ready:
+            return
+        self._held.enter_context(self.folder.claimed())
+        checkpoint = self._checkpoint_to_resume()
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        seed_all(self.config.seed)
+        self.placement = choose_placement(self.config.device, self.config.precision)
+        self._open_data()
+        self._make_model()
+        self._make_optimizer()
+        self.evaluator = Evaluator(self.task, self.config, self.evaluation_sources, self.placement)
+        self.watch = LossWatch(self.config, self.placement)
+        self.folder.store_config(self.config)
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self._teller.begun(self, resumed_from=None if checkpoint is None else checkpoint.step)
+        self._ready = True
+
+    def batches(self) -> Iterator[StepBatch]:
+        """Yield what is left to train on."""
+        self.setup()
+        if self.position.step >= self.total_steps:
+            return
+        for batch in self._loader():
+            self._teller.skipped(batch.skipped)
+            self.position.broken += sum(not sample.too_long for sample in batch.skipped)
+            self.position.too_long += sum(sample.too_long for sample in batch.skipped)
+            yield batch
+            if self.position.step >= self.total_steps:
+                return
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """Do one step of the optimizer: forward and backward of every portion, then the weights.
+
+        The loss is the sum over all trained tokens of the step divided by their number, however it is cut in portions.
+        """
+        rate = self.rates.set(self.position.step)
+        total = batch.trained_tokens
+        losses: list[Tensor] = []
+        for portion in batch.portions:
+            inputs = self.placement.moved(portion.inputs)
+            with self.placement.computing():
+                loss = self.task.loss(inputs) * (portion.trained_tokens / total)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            losses.append(loss.detach())
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        norm = self._changed_weights(batch, loss)
+        position = self.position
+        position.step += 1
+        position.epoch, position.batch = batch.epoch, batch.index + 1
+        position.tokens += sum(portion.tokens for portion in batch.portions)
+        position.samples += batch.samples
+        return StepResult(position.step, loss, rate, norm)
+
+    def save(self, metric: float | None = None) -> Path:
+        """Write a checkpoint of this moment."""
+        self.watch.check()
+        tensors, data = capture(
+            self.model,
+            self.optimizer,
+            ema=None if self.averages is None else self.averages.averages,
+            scaler=self.scaler,
+        )
+        data = {**data, "position": asdict(self.position), "precision": self.placement.precision}
+        path = self._store.save(self.position.step, tensors, data, metric=metric)
+        self._saved_at = self.position.step
+        return path
+
+    def evaluate(self) -> Evaluation:
+        """Measure the model, with its averaged weights if there are any, on the evaluation data."""
+        with self._weights_in_use():
+            return self.evaluator()
+
+    # ------------------------------------------------------------------ setting up
+
+    def _checkpoint_to_resume(self) -> Checkpoint | None:
+        checkpoint = self._store.latest()
+        for problem in self._store.problems:
+            self._teller.note(f"A damaged checkpoint is passed over: {problem}")
+        if checkpoint is None:
+            return None
+        changes = self.folder.check_config(self.config)
+        if changes and not self._allow_changes:
+            raise ConfigError(
+                f"{self.folder.path} has a run at step {checkpoint.step} with another config:\n  "
+                + "\n  ".join(changes)
+                + "\nGo on with the changes: --allow-changes. Begin anew and set the old run aside: --restart. "
+                "Or choose another folder: output=<folder>."
+            )
+        for change in changes:
+            self._teller.note(f"Changed since the checkpoint: {change}")
+        return checkpoint
+
+    def _open_data(self) -> None:
+        _, train_rows, evaluation_rows = self._given
+        data = self.config.data
+        self.sources = open_sources(data.train, train_rows)
+        opened = open_sources(data.evaluation, evaluation_rows)
+        self.evaluation_sources: dict[str, SampleSource] = dict(
+            zip(source_names(data.evaluation), opened.sources, strict=True)
+        )
+
+    def _make_model(self) -> None:
+        given = self._given[0]
+        if (given is None) == (self.config.model.given is not None):
+            raise ConfigError(
+                f"model.given = {self.config.model.given}, and {'no' if given is None else 'a'} task was handed over. "
+                "A model made in Python goes through Trainer.from_objects, or Trainer(config, task=…)."
+            )
+        self.task: Task = given if given is not None else build_task(
+            self.config, self.sources, JoinedSources(list(self.evaluation_sources.values()))
+        )
+        self.model: nn.Module = self.task.model
+        self.parts: list[Part] = parts_of(self.model, self.config.model, self.config.optimizer)
+        keep_in_precision(self.parts, self.placement.dtype)
+        if self.config.loop.activation_checkpointing:
+            recompute_activations(self.model)
+        self.model.to(self.placement.device)
+
+    def _make_optimizer(self) -> None:
+        config = self.config
+        self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
+        self._clipped = list(self._trained_parameters.values())
+        self.optimizer = make_optimizer(config.optimizer, self.parts)
+        self.total_steps = self._total_steps()
+        self.rates = LearningRate(self.optimizer, config.schedule, self.total_steps)
+        self.scaler = self.placement.scaler()
+        if self.scaler is not None and any(p.dtype == torch.float16 for p in self._clipped):
+            raise ConfigError("precision = fp16 needs trained weights in fp32: leave `dtype` out, or set it to fp32.")
+        self.averages = AveragedWeights(self._trained_parameters, config.loop.ema) if config.loop.ema else None
+
+    def _total_steps(self) -> int:
+        loop = self.config.loop
+        if loop.steps is not None:
+            return loop.steps
+        epochs = loop.epochs or 1.0
+        whole = int(epochs)
+        last = math.ceil(self.steps_of_epoch(whole) * (epochs - whole))
+        return sum(map(self.steps_of_epoch, range(whole))) + last
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        """Return how many batches an epoch has."""
+        return -(-self._order().count(epoch) // self.config.loop.batch_size)
+
+    def some_batch(self) -> CollatedBatch | None:
+        """Return a batch of training data to look at, if one of the first samples can be used."""
+        prepared: list[Any] = []
+        for index in range(min(len(self.sources), _LOOKED_AT)):
+            with suppress(SampleError):
+                prepared.append(self.task.collator.prepare(self.sources[index]))
+        return self.task.collator.join(prepared) if prepared else None
+
+    def _order(self) -> EpochOrder:
+        data = self.config.data
+        return EpochOrder(
+            self.sources.lengths, [source.weight for source in data.train], self.config.seed, data.shuffle
+        )
+
+    def _loader(self) -> StepLoader:
+        config, position = self.config, self.position
+        epochs = None if config.loop.steps is not None else math.ceil(config.loop.epochs or 1.0)
+        return StepLoader(
+            self.sources,
+            self._order(),
+            self.task.collator,
+            config.loop.batch_size,
+            config.loop.accumulation,
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+            start=(position.epoch, position.batch),
+            epochs=epochs,
+            skips=SkipCounter(config.data.skip_limit),
+        )
+
+    def _resume(self, checkpoint: Checkpoint) -> None:
+        data = checkpoint.data()
+        with checkpoint.tensors() as tensors:
+            averages = None if self.averages is None else self.averages.averages
+            restore(tensors, data, self.model, self.optimizer, ema=averages, scaler=self.scaler)
+        # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
+        apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts)
+        known = Position()
+        self.position = Position(**{key: value for key, value in data["position"].items() if hasattr(known, key)})
+        if self.position.ended and self.position.step < self.total_steps and not self._stopped_early():
+            self.position.ended = False  # told to go on: more steps than before
+        self._saved_at = checkpoint.step
+
+    # ------------------------------------------------------------------ the loop
+
+    def _trained(self) -> Status:
+        config, position = self.config, self.position
+        for batch in self.batches():
+            self._teller.stepped(self.step(batch), batch, self)
+            position.seconds = self._teller.seconds
+            metric = None
+            if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
+                metric = self._evaluated()
+            if self._should_save(metric):
+                self._told_save(metric)
+            if self._signal is not None:
+                if self._saved_at != position.step:
+                    self._told_save(None)
+                return "stopped"
+            if self._stopped_early():
+                break
+        return "finished"
+
+    def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
+        """Clip the gradients, change the weights, and return the gradients' norm."""
+        norm = None
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.config.optimizer.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self._clipped, self.config.optimizer.clip)
+        # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
+        self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.averages is not None:
+            self.averages.update()
+        return norm
+
+    def _evaluated(self) -> float | None:
+        """Evaluate, remember what is best, and return what decides it."""
+        if not self.evaluation_sources:
+            return None
+        self.watch.check()
+        with self._teller.pause():
+            evaluation = self.evaluate()
+        record = evaluation.record()
+        name = self.config.checkpoint.best_by
+        metric = record.get(name)
+        if metric is None:
+            raise ConfigError(
+                f"checkpoint.best_by = {name}, but the evaluation has only {', '.join(evaluation.means())}."
+            )
+        improved = self._is_improvement(metric)
+        position = self.position
+        position.evaluations_without_improvement = 0 if improved else position.evaluations_without_improvement + 1
+        if improved:
+            position.best, position.best_step = metric, position.step
+        self._teller.evaluated(record, position, improved)
+        return float(metric)
+
+    def _is_improvement(self, metric: float) -> bool:
+        best, stopping = self.position.best, self.config.loop.early_stopping
+        if best is None:
+            return metric == metric
+        least = stopping.least if stopping is not None else 0.0
+        gain = best - metric if self.config.checkpoint.best_by == "loss" else metric - best
+        return gain > least
+
+    def _stopped_early(self) -> bool:
+        stopping = self.config.loop.early_stopping
+        return stopping is not None and self.position.evaluations_without_improvement >= stopping.patience
+
+    def _should_save(self, metric: float | None) -> bool:
+        every, step = self.config.checkpoint.every, self.position.step
+        is_best = metric is not None and self.position.best_step == step
+        return is_best or (every is not None and step % every == 0)
+
+    def _told_save(self, metric: float | None) -> None:
+        with self._teller.pause():
+            path = self.save(metric)
+        self._teller.saved(path, self.position)
+
+    # ------------------------------------------------------------------ the end
+
+    def _closed(self, status: Status) -> RunResult:
+        if status == "stopped":
+            self._teller.stopped(self.position)
+            return RunResult("stopped", self.position.step, None, folder=self.folder.path)
+        if not self.position.ended:
+            self._finish()
+        exchanged = self._exchanged()
+        with self._weights_in_use(), self.placement.computing():
+            self._teller.asked(self)
+        report = self._teller.ended("finished", self.position)
+        last = self._teller.last_evaluation
+        return RunResult("finished", self.position.step, last, exchanged, self.folder.path, report)
+
+    def _finish(self) -> None:
+        """Evaluate and save what the last step left, unless that was done."""
+        metric = None
+        if self._teller.last_evaluation_step != self.position.step:
+            metric = self._evaluated()
+        self.position.ended = True
+        self._told_save(metric if metric is not None else self._metric_of_last_evaluation())
+
+    def _metric_of_last_evaluation(self) -> float | None:
+        if self._teller.last_evaluation is None or self._teller.last_evaluation_step != self.position.step:
+            return None
+        return self._teller.last_evaluation.get(self.config.checkpoint.best_by)
+
+    def _exchanged(self) -> dict[str, dict[str, Any]]:
+        if not self.config.loop.exchange_check or not self.evaluation_sources:
+            return {}
+        found: dict[str, dict[str, Any]] = {}
+        for modality, kind in self.task.modalities().items():
+            with self._weights_in_use():
+                evaluation = self.evaluator.exchanged(kind)
+            if evaluation.sources:
+                found[modality] = evaluation.record()
+                self._teller.exchanged(modality, found[modality], self.position)
+        return found
+
+    @contextmanager
+    def _weights_in_use(self) -> Iterator[None]:
+        if self.averages is None:
+            yield
+        else:
+            with self.averages.in_use():
+                yield
+
+    # ------------------------------------------------------------------ signals
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """On SIGTERM, or the first Ctrl-C, end after the step that is running; a second Ctrl-C ends at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = number
+
+        before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the run."""
+        return self._signal == signal.SIGINT
+
+
+__all__ = ["Position", "RunResult", "StepResult", "Trainer"]
