@@ -62,6 +62,8 @@ def train(
 
     trainer = Trainer(run, allow_changes=allow_changes, command=shlex.join(["cornstarch", *sys.argv[1:]]))
     result = trainer.fit()
+    if result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm"):
+        print(f"talk to it: cornstarch generate {run.folder}")
     if result.status == "stopped" and trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
 

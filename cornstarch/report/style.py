@@ -226,7 +226,7 @@ section:has([value="wrong"]:checked) .sample:not(.wrong) { display: none; }
 .sample { display: flex; flex-direction: column; gap: 0.8rem; border-top-width: 3px; }
 .sample.right { border-top-color: var(--good); } .sample.wrong { border-top-color: var(--bad); }
 .sample header { display: flex; justify-content: space-between; align-items: flex-start; gap: 0.5rem; }
-.sample header h3 { min-width: 0; }
+.sample header h3 { min-width: 0; overflow-wrap: anywhere; } .sample header .pill { flex: none; }
 .sample header small { display: block; }
 .question { font-size: 0.95rem; white-space: pre-wrap; max-height: 26rem; overflow: auto; }
 .question img { display: block; max-width: 100%; height: auto; max-height: 15rem; object-fit: contain;

@@ -88,6 +88,14 @@ class RunFolder:
             raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
         sync(path.parent)
 
+    def stored_summary(self) -> dict[str, Any]:
+        """Return what run.json says; nothing if it is not there, or damaged."""
+        try:
+            summary = json.loads((self / SUMMARY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return summary if isinstance(summary, dict) else {}
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write run.json."""
         self.write(SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")

@@ -66,6 +66,8 @@ class Teller:
             warn=self.note,
         )
         self._summary = self._described(trainer)
+        if resumed_from is not None:
+            self._remember(self._folder.stored_summary())
         self._folder.write_summary(self._summary)
         self._console.print(part_table(trainer.parts, self._console.width), soft_wrap=False)
         for kind, lines in self._summary["data"].items():
@@ -77,8 +79,17 @@ class Teller:
             markup=False,
             highlight=False,
         )
-        if resumed_from is not None:
+        if resumed_from is not None and not trainer.position.ended:
             self._event(resumed_from, "resumed", f"goes on after step {resumed_from}")
+
+    def _remember(self, earlier: Mapping[str, Any]) -> None:
+        """Keep what an earlier start of the run has found out."""
+        kept = ("started", "evaluation", "best", "shuffled", "answers")
+        self._summary.update({key: earlier[key] for key in kept if earlier.get(key)})
+        evaluation = earlier.get("evaluation")
+        if evaluation:
+            self.last_evaluation_step = evaluation["step"]
+            self.last_evaluation = {key: evaluation[key] for key in evaluation if key not in ("kind", "step", "time")}
 
     def _described(self, trainer: Trainer) -> dict[str, Any]:
         return {
@@ -197,7 +208,8 @@ class Teller:
     def exchanged(self, modality: str, record: Mapping[str, Any], position: Position) -> None:
         """Tell an evaluation with one modality's items exchanged between samples."""
         line = {"kind": "shuffled", "step": position.step, "time": time.time(), "modality": modality, **record}
-        self._summary["shuffled"].append(line)
+        others = [one for one in self._summary["shuffled"] if one.get("modality") != modality]
+        self._summary["shuffled"] = [*others, line]
         self._write(line)
         self.note(f"with {modality} items exchanged between samples: {_evaluation_text(record)}")
 
@@ -238,7 +250,17 @@ class Teller:
             for entry in self._summary["parts"]:
                 entry["flops"] = flops.get(entry["name"])
 
-    def ended(self, status: Literal["finished", "stopped", "failed"], position: Position) -> Path | None:
+    def earlier_exchanges(self) -> dict[str, dict[str, Any]]:
+        """Return, by modality, the evaluations with exchanged items of an earlier start."""
+        told = ("kind", "step", "time", "modality")
+        return {
+            line["modality"]: {key: value for key, value in line.items() if key not in told}
+            for line in self._summary["shuffled"]
+        }
+
+    def ended(
+        self, status: Literal["finished", "stopped", "failed"], position: Position, aloud: bool = True
+    ) -> Path | None:
         """Write the summary and the report; return where it is."""
         if not self._summary:
             return None  # it failed before it began
@@ -252,7 +274,7 @@ class Teller:
         self._folder.write_summary(self._summary)
         for logger in self._loggers:
             logger.close(status)
-        if status == "finished":
+        if status == "finished" and aloud:
             self._event(position.step, "finished", f"{position.step} steps", aloud=False)
         try:
             report = write_report(self._folder.path)

@@ -41,7 +41,7 @@ from cornstarch.train.telling import Teller
 
 Status = Literal["finished", "stopped"]
 
-_LOOKED_AT = 4  # samples on which operations are counted
+_LOOKED_AT = 20  # samples of a source, to find one that can be used
 
 
 @dataclass
@@ -174,7 +174,10 @@ class Trainer:
     def fit(self) -> RunResult:
         """Train until the end, from the newest checkpoint on if there is one, and write a report."""
         with self._held:
+            was_finished = self.folder.stored_summary().get("status") == "finished"
             self.setup()
+            if was_finished and self.position.ended:
+                return self._as_it_was()
             with self._teller.telling(self.position, self.total_steps), self._signals():
                 try:
                     status = self._trained() if not self.position.ended else "finished"
@@ -333,11 +336,13 @@ class Trainer:
         return -(-self._order().count(epoch) // self.config.loop.batch_size)
 
     def some_batch(self) -> CollatedBatch | None:
-        """Return a batch of training data to look at, if one of the first samples can be used."""
+        """Return a batch of training data to look at, from the beginning of each source; None if none can be used."""
         prepared: list[Any] = []
-        for index in range(min(len(self.sources), _LOOKED_AT)):
-            with suppress(SampleError):
-                prepared.append(self.task.collator.prepare(self.sources[index]))
+        for source in self.sources.sources:
+            for index in range(min(len(source), _LOOKED_AT)):
+                with suppress(SampleError):
+                    prepared.append(self.task.collator.prepare(source[index]))
+                    break
         return self.task.collator.join(prepared) if prepared else None
 
     def _order(self) -> EpochOrder:
@@ -472,6 +477,18 @@ class Trainer:
         report = self._teller.ended("finished", self.position)
         last = self._teller.last_evaluation
         return RunResult("finished", self.position.step, last, exchanged, self.folder.path, report)
+
+    def _as_it_was(self) -> RunResult:
+        """Return the result of a run that had ended before."""
+        position = self.position
+        self._teller.note(
+            f"The run has ended already, after {position.step} steps. To train on, raise loop.steps or loop.epochs and "
+            "give --allow-changes; to begin anew: --restart."
+        )
+        exchanged = self._teller.earlier_exchanges()
+        report = self._teller.ended("finished", position, aloud=False)
+        last = self._teller.last_evaluation
+        return RunResult("finished", position.step, last, exchanged, self.folder.path, report)
 
     def _finish(self) -> None:
         """Evaluate and save what the last step left, unless that was done."""

@@ -178,12 +178,14 @@ def test_what_changes_no_result_may_change(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path)
-    trainer_of(config).fit()
-    before = losses(tmp_path / "run")
+    tiny_config(tmp_path)
+    config = tiny_config(tmp_path, **with_evaluation(tmp_path))
+    first = trainer_of(config).fit()
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
     again = trainer_of(config)
-    assert again.fit().status == "finished"
-    assert losses(tmp_path / "run") == before
+    assert again.fit() == first
+    assert "has ended already" in again._teller._console.file.getvalue()  # type: ignore[attr-defined]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
 def test_more_steps_go_on_when_told(tmp_path: Path) -> None:
