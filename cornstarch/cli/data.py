@@ -35,12 +35,14 @@ def check(
     from cornstarch.train.source import load_config
 
     run = load_config(config, overrides or ())
-    processor = None
-    if run.model.language_model is not None and not rows:
-        from cornstarch.train.build import build_model, build_processor
+    look = None
+    if not rows:
+        from cornstarch.cli.train import quiet_libraries
+        from cornstarch.train.tasks.looking import look_of
 
-        processor = build_processor(run.model, build_model(run.model, weights=False))
-    report = check_data(run.data, processor, most=samples)
+        quiet_libraries()
+        look = look_of(run)
+    report = check_data(run.data, look, most=samples)
     Console().print(render(report))
     if report.problems:
         raise typer.Exit(_WRONG_INPUT)  # the report has told them

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cornstarch.train.data.sample import Message, Sample
     from cornstarch.train.using import LoadedRun
 
+MAX_TOKENS = 128
 _HELP = "Ask; /image FILE and /audio FILE go with the next question, /new forgets what was said, Ctrl-D ends."
 
 
@@ -34,8 +35,11 @@ def generate(
     image: Annotated[list[Path] | None, typer.Option(help="An image; may be given several times.")] = None,
     audio: Annotated[list[Path] | None, typer.Option(help="A sound; may be given several times.")] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or the number of a step.")] = "best",
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = MAX_TOKENS,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest word.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="For answers at a temperature. Default: others each time.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
 ) -> None:
     """Ask the model of a run, once or in a chat."""
@@ -51,11 +55,21 @@ def generate(
 
     quiet_libraries()
     loaded = load_run(run, which, device)
+    _draw_anew(seed)
     say = _speaker(loaded, max_tokens, temperature)
+    if prompt is None and files and loaded.task.name == "image-classification":
+        prompt = ""  # an image asks for its label without a word
     if prompt is not None:
         print(say(_question(prompt, files), []))
         return
     _chat(say, files)
+
+
+def _draw_anew(seed: int | None) -> None:
+    """Begin random numbers with a seed, or somewhere else each time."""
+    import torch
+
+    torch.manual_seed(torch.seed() if seed is None else seed)
 
 
 def _chat(say: Callable[[Sample, list[Message]], str], files: list[tuple[str, Path]]) -> None:
@@ -79,6 +93,9 @@ def _chat(say: Callable[[Sample, list[Message]], str], files: list[tuple[str, Pa
                 answer = say(question, said)
             except ConfigError as error:
                 print(error)
+                if files:
+                    print("Give the files of the next question anew.")
+                files = []
                 continue
             print(answer)
             said = [*said, *question.messages, Message("assistant", (answer,))]
@@ -120,6 +137,10 @@ def _speaker(loaded: LoadedRun, most: int, temperature: float) -> Callable[[Samp
     from cornstarch.train.tasks.conversation import ConversationTask
 
     task = loaded.task
+    if not isinstance(task, ConversationTask) and (temperature > 0 or most != MAX_TOKENS):
+        raise ConfigError(
+            f"--max-tokens and --temperature are for conversations; a model trained for {task.name} answers in one way."
+        )
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
 
     def converse(question: Sample, said: list[Message]) -> str:

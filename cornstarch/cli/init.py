@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,9 @@ def init(
     raise_mistakes(path_mistakes(tree_of(given, COMMAND_LINE)))
     config = load_config(None, base=given)
     write(output, starter_text(config, output.name), force)
-    print(f"Wrote {output}. Look through it, then: cornstarch validate {output}")
+    print(f"Wrote {output}. Look through it, then:")
+    for command, _ in next_commands(str(output), str(config.folder)):
+        print(f"  {command}")
 
 
 def starter(language_model: str, encoders: dict[str, str], data: str) -> dict[str, Any]:
@@ -68,14 +71,26 @@ def write(path: Path, text: str, force: bool) -> None:
 # ------------------------------------------------------------------------------------------------ text
 
 
+def next_commands(config: str, folder: str) -> list[tuple[str, str]]:
+    """Return what to do with a config, in order, and what for."""
+    name, run = shlex.quote(config), shlex.quote(folder)
+    return [
+        (f"cornstarch validate {name}", "is it right, and is everything there?"),
+        (f"cornstarch data check {name}", "what is in the data?"),
+        (f"cornstarch train {name}", "train; after an interruption the same command goes on"),
+        (f"cornstarch generate {run}", "ask the trained model"),
+    ]
+
+
 def starter_text(config: Any, name: str) -> str:
     """Return a description as YAML in which every key is explained."""
     from cornstarch.train.source import as_data
 
+    steps = next_commands(name, str(config.folder))
+    longest = max(len(command) for command, _ in steps)
     head = [
         "# What is trained, on what, and how. Every key stands here with its value; those you do not change can go.",
-        f"#   cornstarch validate {name}      is it right, and is everything there?",
-        f"#   cornstarch data check {name}    what is in the data?",
+        *(f"#   {command:<{longest}}  {said}" for command, said in steps),
         "",
     ]
     return "\n".join([*head, *_section(as_data(config), (), "")]) + "\n"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cornstarch.cli.main import INTERRUPTED
+
+if TYPE_CHECKING:
+    from cornstarch.train.config import RunConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -31,6 +34,10 @@ def train(
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="Go on from a checkpoint although the config has changed.")
     ] = False,
+    nproc: Annotated[
+        str | None,
+        typer.Option(help="Processes to start here; auto: one for each GPU. Under torchrun leave it out."),
+    ] = None,
 ) -> None:
     """Train a model, from the newest checkpoint on if the run has one, and write a report.
 
@@ -39,8 +46,9 @@ def train(
     """
     from cornstarch.cli.paths import path_mistakes
     from cornstarch.demo import demo_config
+    from cornstarch.launch import agree, current_world, launch, process_count, start_process_group
     from cornstarch.train.runs import RunFolder
-    from cornstarch.train.source import read_config
+    from cornstarch.train.source import as_data, read_config
     from cornstarch.train.tree import raise_mistakes
 
     changes = list(overrides or ())
@@ -53,19 +61,41 @@ def train(
         raise_mistakes([*reading.mistakes, *path_mistakes(reading.values)])
         assert reading.config is not None
         run = reading.config
-    if restart:
+    world = current_world()
+    if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
             print(f"{run.folder}: the earlier run is now {aside}")
+    if nproc is not None and process_count(nproc) > 1:
+        own = ["--allow-changes"] if allow_changes else []
+        command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]
+        raise typer.Exit(launch(command, nproc, run.folder / "logs"))
+    if world.size == 1:
+        _fit(run, allow_changes)
+        return
+    device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
+    with start_process_group(world, device) as own_device:
+        agree(as_data(run))
+        _fit(run.model_copy(update={"device": str(own_device)}), allow_changes)
+
+
+def _fit(run: RunConfig, allow_changes: bool) -> None:
     quiet_libraries()
     from cornstarch.train import Trainer
 
     trainer = Trainer(run, allow_changes=allow_changes, command=shlex.join(["cornstarch", *sys.argv[1:]]))
     result = trainer.fit()
-    if result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm"):
+    says = result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
+    if says and trainer.rank == 0:
         print(f"talk to it: cornstarch generate {run.folder}")
     if result.status == "stopped" and trainer.interrupted:
         raise typer.Exit(INTERRUPTED)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def quiet_libraries() -> None:

@@ -23,12 +23,17 @@ _RATE = 16_000
 
 
 def collect_answers(
-    task: Task, sources: Mapping[str, SampleSource], count: int, folder: Path, max_pixels: int
+    task: Task, sources: Mapping[str, SampleSource], count: int, folder: Path | None, max_pixels: int
 ) -> list[dict[str, Any]]:
-    """Ask the model about some samples of each source, and keep their media in the run's folder."""
+    """Ask the model about some samples of each source, and keep their media in the run's folder.
+
+    Without a folder it is asked alone: of several processes, all have to ask, and one writes.
+    """
     chosen = list(_chosen(task, sources, count))
     with evaluating(task.model):
         said = task.answer([sample for _, sample in chosen])
+    if folder is None:
+        return []
     try:
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)
         (folder / SAMPLES).mkdir(exist_ok=True)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from cornstarch.plan.plan import Plan
+
 Precision = Literal["fp32", "bf16", "fp16"]
 TrainMode = Literal["full", "projector", "frozen", "lora"]
 Positive = Annotated[int, Field(gt=0)]
@@ -257,6 +259,8 @@ class OptimizerConfig(Section):
     """The largest norm of all gradients together; null: no clipping."""
     arguments: dict[str, Any] = {}
     """Further arguments of the optimizer's class."""
+    scale_rate: Literal["none", "linear", "sqrt"] = "none"
+    """Multiply learning rates by the number of processes, or its square root, if each process gets a whole batch."""
 
 
 class ScheduleConfig(Section):
@@ -334,8 +338,81 @@ class LoggingConfig(Section):
     """Samples of the evaluation data shown in the report with the model's answers."""
 
 
+class ModuleParallelConfig(Section):
+    """How one module is spread: an encoder with its projector, the language model, or a whole model."""
+
+    tp: Positive = 1
+    """Ranks that each matrix is cut over (tensor parallelism)."""
+    cp: Positive = 1
+    """Ranks that each sequence is cut over (context parallelism)."""
+    cp_mode: Literal["ring_attn", "all_to_all", "gather"] = "ring_attn"
+    """How attention sees the tokens of the other ranks."""
+    cp_distribution: Literal["uniform", "zigzag", "makespan_min", "auto"] = "auto"
+    """Which tokens each rank gets."""
+    stages: Positive = 1
+    """Pipeline stages that the layers are cut into."""
+    zero: Literal[0, 1, 2, 3] | None = None
+    """The ZeRO stage of this module alone. Default: what `data.kind` says."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    precision: Precision | None = None
+    """What the module is computed in. Default: the run's."""
+
+
+class DataParallelConfig(Section):
+    """Data parallelism: what every process keeps, and what they share."""
+
+    kind: Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
+    """ddp: everything whole in every process; zero1: optimizer states shared out; zero2: gradients too; zero3, fsdp1,
+    fsdp2: parameters too; hsdp: fsdp2 within each of several copies."""
+    replicate: Positive | None = None
+    """hsdp: the number of copies."""
+    param_dtype: Precision | None = None
+    """What sharded parameters are gathered and computed in. Default: what they are kept in."""
+    reduce_dtype: Precision | None = None
+    """What gradients are summed over processes in. Default: what they are computed in."""
+    buffer_dtype: Precision | None = None
+    """fsdp1: what buffers are cast to."""
+    bucket_mb: AboveZero | None = None
+    """ddp, zero1: megabytes of gradients that are summed together. Default: torch's."""
+    static_graph: bool = False
+    """ddp, zero1: every step uses the same parameters in the same order."""
+    gradient_as_bucket_view: bool = True
+    """ddp, zero1: gradients lie in the buckets, instead of being copied there."""
+    find_unused: bool = True
+    """ddp, zero1: look in every step for parameters without a gradient (a layer that no token reaches)."""
+    offload: bool = False
+    """Sharded parameters and the optimizer wait in the CPU's memory."""
+    reshard_after_forward: bool | int | None = None
+    """Whether gathered parameters are freed after forward and gathered again for backward; a number: over so many."""
+    prefetch: NotNegative = 0
+    """Units whose parameters are gathered ahead of the one that computes."""
+    wrap: Literal["auto", "none"] | list[str] = "auto"
+    """What is gathered together: auto: layers; none: the whole model; or names of classes."""
+    wrap_min_parameters: Positive | None = None
+    """Layers with fewer parameters are gathered with what is around them."""
+
+
 class ParallelConfig(Section):
-    """How the run is spread over processes: one process, so far."""
+    """How the run is spread over processes, of which there are as many as it is started with."""
+
+    modules: dict[str, ModuleParallelConfig] = {}
+    """By name: each encoder, and language_model; or model, for a model that is not taken apart."""
+    data: DataParallelConfig = DataParallelConfig()
+    ranks: Literal["auto", "shared", "own"] = "auto"
+    """shared: every rank holds all modules; own: each module has ranks of its own."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> ParallelConfig:
+        self.plan()
+        return self
+
+    def plan(self) -> Plan:
+        """Return what is meant as a plan."""
+        data = self.model_dump(mode="json")
+        if not self.modules:
+            del data["modules"]
+        return Plan.from_data(data)
 
 
 class RunConfig(Section):

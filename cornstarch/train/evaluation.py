@@ -8,6 +8,7 @@ from typing import Any
 
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
+from cornstarch.parallel import processes
 from cornstarch.train.config import RunConfig, SourceConfig
 from cornstarch.train.data.exchange import ExchangedMedia
 from cornstarch.train.data.formats import SampleSource
@@ -72,13 +73,15 @@ class Evaluator:
             for portion in batch.portions:
                 moved = replace(portion, inputs=self._placement.moved(portion.inputs))
                 with self._placement.computing():
-                    total = total + self._task.measure(moved)
-        return total, count
+                    measured = self._task.measure(moved)
+                if portion.sample_ids:  # else it is a stand-in, which counts nothing
+                    total = total + measured
+        return _over_processes(total, count)
 
     def _batches(self, source: SampleSource) -> Iterator[Any]:
         loop, data = self._config.loop, self._config.data
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
-        size = loop.batch_size // loop.accumulation
+        size = loop.batch_size // loop.accumulation // processes.size() * processes.size()
         skips = SkipCounter(data.skip_limit)
         return iter(
             StepLoader(
@@ -88,10 +91,19 @@ class Evaluator:
                 size,
                 workers=min(data.workers, -(-len(source) // size)),
                 prefetch=data.prefetch,
+                rank=processes.rank(),
+                ranks=processes.size(),
                 epochs=1,
                 skips=skips,
             )
         )
+
+
+def _over_processes(measures: Measures, count: int) -> tuple[Measures, int]:
+    """Return what all processes have measured together."""
+    said = processes.gather_data([count, {name: list(pair) for name, pair in measures.sums.items()}])
+    found = [Measures({name: (total, number) for name, (total, number) in sums.items()}) for _, sums in said]
+    return sum(found, Measures({})), sum(samples for samples, _ in said)
 
 
 def source_names(configs: list[SourceConfig]) -> list[str]:

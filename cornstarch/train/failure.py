@@ -124,14 +124,15 @@ def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[Part])
     names = {id(module): name for name, module in model.named_modules()}
     found, kind = None, "in the forward pass"
     for frame, _ in traceback.walk_tb(trace):
-        function = frame.f_code.co_name
+        function, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if function == "backward":
             kind = "in the backward pass"
-        elif isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        elif isinstance(owner, torch.optim.Optimizer):
             return "in the optimizer's step, when it made its states"
-        module = frame.f_locals.get("self")
-        if id(module) in names:
-            found = names[id(module)]
+        elif function == "_apply" and isinstance(owner, nn.Module):
+            return "when the model was moved to the device"
+        if id(owner) in names:
+            found = names[id(owner)]
     if found is None:
         return kind
     fitting = [(len(place), part.name) for part in parts for place in part.module_names if found.startswith(place)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.data import local_value
 from cornstarch.train.config import OptimizerConfig, ScheduleConfig
 from cornstarch.train.parts import Part
 
@@ -26,14 +27,22 @@ _IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
 # ---------------------------------------------------------------------------------------------------- optimizers
 
 
-def make_optimizer(config: OptimizerConfig, parts: Sequence[Part]) -> torch.optim.Optimizer:
-    """Return the optimizer of all parts: a group for each part, its biases and norms in one without weight decay."""
+def make_optimizer(
+    config: OptimizerConfig, parts: Sequence[Part], only: Collection[str] | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of all parts: a group for each part, its biases and norms in one without weight decay.
+
+    Args:
+        config: Which one, and its settings.
+        parts: What is trained.
+        only: The names of the parameters whose states this process holds. Default: all.
+    """
     kind = _optimizer_class(config)
     options = _options(config, kind)
     decays = "weight_decay" in _arguments(kind)
     if not decays and any(part.weight_decay for part in parts if part.trained):
         raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
-    groups = [group for part in parts for group in _groups(part, decays)]
+    groups = [group for part in parts for group in _groups(part, decays, only)]
     if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(parts):
         options["fused"] = True
     try:
@@ -42,15 +51,27 @@ def make_optimizer(config: OptimizerConfig, parts: Sequence[Part]) -> torch.opti
         raise ConfigError(f"optimizer.name = {config.name}\n  {type(error).__name__}: {error}") from error
 
 
-def apply_hyperparameters(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parts: Sequence[Part]) -> None:
+def apply_hyperparameters(
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    parts: Sequence[Part],
+    only: Collection[str] | None = None,
+) -> None:
     """Give an optimizer, restored from a checkpoint, what the config says now."""
-    fresh = make_optimizer(config, parts)
+    fresh = make_optimizer(config, parts, only)
     for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
         group.update({key: value for key, value in wanted.items() if key not in ("params", "foreach", "fused")})
 
 
-def _groups(part: Part, decays: bool) -> Iterator[dict[str, Any]]:
-    trained = list(part.trained.values())
+def scale_rates(optimizer: torch.optim.Optimizer, how: str, processes: int) -> None:
+    """Multiply the learning rates by the number of processes, or its square root."""
+    factor = {"none": 1.0, "linear": float(processes), "sqrt": math.sqrt(processes)}[how]
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
+
+
+def _groups(part: Part, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    trained = [parameter for name, parameter in part.trained.items() if only is None or name in only]
     if not decays:
         kinds: list[tuple[list[nn.Parameter], dict[str, Any]]] = [(trained, {})]
     else:
@@ -153,7 +174,7 @@ class LearningRate:
 
 
 class AveragedWeights:
-    """An exponential moving average of the weights that are trained, in float32."""
+    """An exponential moving average of the trained weights, in float32; each process averages what it holds."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._parameters = dict(parameters)
@@ -163,17 +184,21 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Take one step's weights in."""
-        now = [parameter.detach().float() for parameter in self._parameters.values()]
-        self._average(list(self.averages.values()), now, None)
+        now = [local_value(parameter.detach()).float() for parameter in self._parameters.values()]
+        self._average([local_value(average) for average in self.averages.values()], now, None)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Run a block with the averages in place of the weights."""
-        trained = {name: parameter.data for name, parameter in self._parameters.items()}
+        trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         try:
-            for name, parameter in self._parameters.items():
-                parameter.data = self.averages[name].to(parameter.dtype)
+            self._put(self.averages)
             yield
         finally:
-            for name, parameter in self._parameters.items():
-                parameter.data = trained[name]
+            self._put(trained)
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        # In place: a sharded parameter's memory belongs to what shards it.
+        for name, parameter in self._parameters.items():
+            local_value(parameter.detach()).copy_(local_value(values[name]))

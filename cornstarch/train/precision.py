@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,9 +50,14 @@ class Placement:
         """Return the most bytes used so far: of the GPU, or of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import psutil
+        return int(_process().memory_info().rss)
 
-        return int(psutil.Process().memory_info().rss)
+
+@cache
+def _process() -> Any:
+    import psutil
+
+    return psutil.Process()  # its start is looked up: once is enough
 
 
 def choose_placement(device: str, precision: str) -> Placement:

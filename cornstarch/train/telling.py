@@ -16,17 +16,17 @@ from rich.table import Table
 
 from cornstarch import __version__
 from cornstarch.errors import ConfigError
+from cornstarch.parallel import processes
 from cornstarch.report import write_report
 from cornstarch.train.answers import collect_answers
 from cornstarch.train.config import RunConfig
-from cornstarch.train.data.loader import StepBatch
 from cornstarch.train.data.sample import BrokenSample
 from cornstarch.train.flops import forward_flops
 from cornstarch.train.loggers import Logger, flatten, open_loggers
 from cornstarch.train.metrics import MetricsFile, Throughput
 from cornstarch.train.parts import Part
 from cornstarch.train.progress import Progress
-from cornstarch.train.runs import METRICS, RunFolder
+from cornstarch.train.runs import METRICS, REPORT, RunFolder
 from cornstarch.train.source import as_data
 
 if TYPE_CHECKING:
@@ -40,8 +40,13 @@ _WIDE = 110
 class Teller:
     """Tells one run."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, console: Console, command: str | None) -> None:
-        self._config, self._folder, self._console, self._command = config, folder, console, command
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, console: Console, command: str | None, speaks: bool = True
+    ) -> None:
+        self._config, self._folder, self._command = config, folder, command
+        # Of several processes one speaks and writes; the others do all that needs them, in silence.
+        self._speaks = speaks
+        self._console = console if speaks else Console(quiet=True)
         self._progress: Progress | None = None
         self._metrics: MetricsFile | None = None
         self._loggers: list[Logger] = []
@@ -55,6 +60,27 @@ class Teller:
 
     def begun(self, trainer: Trainer, resumed_from: int | None) -> None:
         """Open what is written to, and show what is trained on what."""
+        if self._speaks:
+            self._open(trainer)
+        self._summary = self._described(trainer)
+        if resumed_from is not None:
+            self._remember(self._folder.stored_summary(), trainer.position.step)
+        self._write_summary()
+        self._console.print(part_table(trainer.parts, self._console.width), soft_wrap=False)
+        for kind, lines in self._summary["data"].items():
+            for line in lines:
+                self._console.print(f"{kind} data: {line}", markup=False, highlight=False)
+        several = f" in {trainer.ranks} processes ({self._config.parallel.data.kind})" if trainer.ranks > 1 else ""
+        self._console.print(
+            f"{self._config.folder}: {trainer.total_steps:,} steps of {self._config.loop.batch_size} samples on "
+            f"{trainer.placement.device} in {trainer.placement.precision}{several}",
+            markup=False,
+            highlight=False,
+        )
+        if resumed_from is not None and not trainer.position.ended:
+            self._event(resumed_from, "resumed", f"goes on after step {resumed_from}")
+
+    def _open(self, trainer: Trainer) -> None:
         self._metrics = MetricsFile(self._folder / METRICS)
         self._metrics.rewind(trainer.position.step)
         self._loggers = open_loggers(
@@ -65,25 +91,15 @@ class Teller:
             step=trainer.position.step,
             warn=self.note,
         )
-        self._summary = self._described(trainer)
-        if resumed_from is not None:
-            self._remember(self._folder.stored_summary())
-        self._folder.write_summary(self._summary)
-        self._console.print(part_table(trainer.parts, self._console.width), soft_wrap=False)
-        for kind, lines in self._summary["data"].items():
-            for line in lines:
-                self._console.print(f"{kind} data: {line}", markup=False, highlight=False)
-        self._console.print(
-            f"{self._config.folder}: {trainer.total_steps:,} steps of {self._config.loop.batch_size} samples on "
-            f"{trainer.placement.device} in {trainer.placement.precision}",
-            markup=False,
-            highlight=False,
-        )
-        if resumed_from is not None and not trainer.position.ended:
-            self._event(resumed_from, "resumed", f"goes on after step {resumed_from}")
 
-    def _remember(self, earlier: Mapping[str, Any]) -> None:
-        """Keep what an earlier start of the run has found out."""
+    def _write_summary(self) -> None:
+        if self._speaks:
+            self._folder.write_summary(self._summary)
+
+    def _remember(self, earlier: Mapping[str, Any], step: int) -> None:
+        """Keep what an earlier start of the run has found out, unless that was after the checkpoint."""
+        if (earlier.get("evaluation") or {}).get("step", 0) > step:
+            earlier = {"started": earlier.get("started")}
         kept = ("started", "evaluation", "best", "shuffled", "answers")
         self._summary.update({key: earlier[key] for key in kept if earlier.get(key)})
         evaluation = earlier.get("evaluation")
@@ -157,21 +173,20 @@ class Teller:
             elif self._skipped == _SKIPPED_SHOWN + 1:
                 self.note("… and more; they are counted")
 
-    def stepped(self, result: StepResult, batch: StepBatch, trainer: Trainer) -> None:
+    def stepped(self, result: StepResult, trainer: Trainer) -> None:
         """Count a step, and now and then write what there is to say."""
-        portions, trained = batch.portions, batch.trained_tokens
-        items: dict[str, int] = {}
-        for portion in portions:
-            for name, count in portion.items.items():
-                items[name] = items.get(name, 0) + count
-        tokens = sum(portion.tokens for portion in portions)
-        self._throughput.add(batch.samples, tokens, trained, result.loss * trained, items)
+        totals = result.totals
+        # Everything but the loss is of all processes already; of the loss each has its share.
+        loss = result.loss * totals.trained_tokens
+        self._throughput.add(totals.samples, totals.tokens, totals.trained_tokens, loss, totals.items)
         if self._progress is not None:
             self._progress.step(result.step)
         if result.step % self._config.logging.every == 0 or result.step in (1, trainer.total_steps):
             self._log_training(result, trainer)
 
     def _log_training(self, result: StepResult, trainer: Trainer) -> None:
+        line = self._throughput.line()
+        line["loss"] = processes.sum_over_ranks([line["loss"]])[0]
         record = {
             "kind": "train",
             "step": result.step,
@@ -179,7 +194,7 @@ class Teller:
             "epoch": self._epoch(trainer),
             "learning_rate": result.learning_rate,
             "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
-            **self._throughput.line(),
+            **line,
             "memory": trainer.placement.memory(),
             "skipped": trainer.position.broken + trainer.position.too_long,
         }
@@ -225,7 +240,7 @@ class Teller:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:
             self._metrics.append(record)
-        values = flatten(record)
+        values = flatten(record) if self._loggers else {}
         if values:
             for logger in self._loggers:
                 logger.log(int(record["step"]), values)
@@ -242,7 +257,11 @@ class Teller:
         count = self._config.logging.samples
         if count and trainer.evaluation_sources:
             self._summary["answers"] = collect_answers(
-                trainer.task, trainer.evaluation_sources, count, self._folder.path, self._config.data.max_pixels
+                trainer.task,
+                trainer.evaluation_sources,
+                count,
+                self._folder.path if self._speaks else None,
+                self._config.data.max_pixels,
             )
         batch = trainer.some_batch()
         if batch is not None:
@@ -271,7 +290,9 @@ class Teller:
             step=position.step,
             skipped={"broken": position.broken, "too_long": position.too_long},
         )
-        self._folder.write_summary(self._summary)
+        if not self._speaks:
+            return self._folder / REPORT if status != "failed" else None
+        self._write_summary()
         for logger in self._loggers:
             logger.close(status)
         if status == "finished" and aloud:

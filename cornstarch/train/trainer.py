@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -17,6 +19,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, processes
+from cornstarch.parallel.data import check_data_plan, clip_gradients, gradients_kept_here, whole_model
+from cornstarch.plan import Layout
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.collate import CollatedBatch
@@ -26,14 +32,15 @@ from cornstarch.train.data.order import EpochOrder
 from cornstarch.train.data.sample import SampleError
 from cornstarch.train.evaluation import Evaluation, Evaluator, source_names
 from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
-from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer
+from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer, scale_rates
 from cornstarch.train.parts import Part, keep_in_precision, parts_of
 from cornstarch.train.precision import choose_placement
 from cornstarch.train.recompute import recompute_activations
-from cornstarch.train.runs import CHECKPOINTS, RunFolder
+from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder
 from cornstarch.train.source import load_config
 from cornstarch.train.state import capture, restore, seed_all
 from cornstarch.train.tasks import build_task
+from cornstarch.train.tasks.conversation import ConversationTask
 from cornstarch.train.tasks.module import LossFunction, module_task
 from cornstarch.train.tasks.stacking import CollateFunction
 from cornstarch.train.tasks.task import Task
@@ -67,16 +74,30 @@ class Position:
 
 
 @dataclass(frozen=True)
+class StepTotals:
+    """What a step has in all processes together."""
+
+    trained_tokens: int
+    tokens: int
+    samples: int
+    items: Mapping[str, int]
+    """By modality."""
+    stop: bool
+    """Whether a process was told to end."""
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What one step did."""
 
     step: int
     """Its number, counted from 1."""
     loss: Tensor
-    """The mean over all trained tokens of the step, on the device."""
+    """The mean over all trained tokens of the step, on the device; of several processes, this one's share of it."""
     learning_rate: float
     grad_norm: Tensor | None
     """Before clipping; None if nothing is clipped."""
+    totals: StepTotals
 
 
 @dataclass(frozen=True)
@@ -121,11 +142,12 @@ class Trainer:
         command: str | None = None,
     ) -> None:
         self.config = config
+        self.rank, self.ranks = processes.rank(), processes.size()
         self.position = Position()
         self.folder = RunFolder(config.folder)
         self._given = (task, train_data, evaluation_data)
         self._allow_changes = allow_changes
-        self._teller = Teller(config, self.folder, console or Console(soft_wrap=True), command)
+        self._teller = Teller(config, self.folder, console or Console(soft_wrap=True), command, self.rank == 0)
         self._store = CheckpointStore(
             self.folder / CHECKPOINTS,
             config.checkpoint.keep,
@@ -183,7 +205,8 @@ class Trainer:
                     status = self._trained() if not self.position.ended else "finished"
                     return self._closed(status)
                 except BaseException as error:
-                    self._teller.ended("failed", self.position)
+                    with suppress(ConfigError):  # a full disk must not hide what went wrong first
+                        self._teller.ended("failed", self.position)
                     if is_out_of_memory(error):
                         raise out_of_memory(error, self.model, self.parts, self.config, self.placement) from None
                     raise
@@ -192,7 +215,8 @@ class Trainer:
         """Make everything that a step needs, and go to where the newest checkpoint was made."""
         if self._ready:
             return
-        self._held.enter_context(self.folder.claimed())
+        if self.rank == 0:
+            self._held.enter_context(self.folder.claimed())
         checkpoint = self._checkpoint_to_resume()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
@@ -203,7 +227,8 @@ class Trainer:
         self._make_optimizer()
         self.evaluator = Evaluator(self.task, self.config, self.evaluation_sources, self.placement)
         self.watch = LossWatch(self.config, self.placement)
-        self.folder.store_config(self.config)
+        if self.rank == 0:
+            self.folder.store_config(self.config)
         if checkpoint is not None:
             self._resume(checkpoint)
         self._teller.begun(self, resumed_from=None if checkpoint is None else checkpoint.step)
@@ -222,28 +247,53 @@ class Trainer:
             if self.position.step >= self.total_steps:
                 return
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def totals(self, batch: StepBatch) -> StepTotals:
+        """Return what a step has in all processes together; all of them must call it."""
+        modalities = list(self.task.modalities())
+        items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
+        tokens = sum(portion.tokens for portion in batch.portions)
+        mine = [batch.trained_tokens, tokens, batch.samples, self._signal is not None, *items]
+        trained, tokens, samples, stop, *counts = (int(value) for value in processes.sum_over_ranks(mine))
+        return StepTotals(trained, tokens, samples, dict(zip(modalities, counts, strict=True)), stop > 0)
+
+    def step(self, batch: StepBatch, totals: StepTotals | None = None) -> StepResult:
         """Do one step of the optimizer: forward and backward of every portion, then the weights.
 
-        The loss is the sum over all trained tokens of the step divided by their number, however it is cut in portions.
+        The loss is the sum over all trained tokens of the step divided by their number, however they are cut in
+        portions and dealt out to processes.
         """
+        totals = totals or self.totals(batch)
         rate = self.rates.set(self.position.step)
-        total = batch.trained_tokens
         losses: list[Tensor] = []
-        for portion in batch.portions:
+        for number, portion in enumerate(batch.portions, start=1):
             inputs = self.placement.moved(portion.inputs)
-            with self.placement.computing():
-                loss = self.task.loss(inputs) * (portion.trained_tokens / total)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            with gradients_kept_here(self.task.wrapped, number < len(batch.portions)):
+                with self.placement.computing():
+                    loss = self.task.loss(inputs)
+                if portion.trained_tokens != totals.trained_tokens:  # else its mean is the step's
+                    loss = loss * (portion.trained_tokens / totals.trained_tokens)
+                # Gradients are averaged over processes, but each has only its share of the sum.
+                scaled = loss * self.ranks if self.ranks > 1 else loss
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             losses.append(loss.detach())
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        self._forget_unused(totals)
         norm = self._changed_weights(batch, loss)
         position = self.position
         position.step += 1
         position.epoch, position.batch = batch.epoch, batch.index + 1
-        position.tokens += sum(portion.tokens for portion in batch.portions)
-        position.samples += batch.samples
-        return StepResult(position.step, loss, rate, norm)
+        position.tokens += totals.tokens
+        position.samples += totals.samples
+        return StepResult(position.step, loss, rate, norm, totals)
+
+    def _forget_unused(self, totals: StepTotals) -> None:
+        """Drop the gradients of encoders that no process had an item for: they are those of stand-ins."""
+        if self.ranks == 1 or not isinstance(self.model, MultimodalModel):
+            return
+        for name, count in totals.items.items():
+            if not count:
+                for parameter in self.model.encoders[name].parameters():
+                    parameter.grad = None
 
     def save(self, metric: float | None = None) -> Path:
         """Write a checkpoint of this moment."""
@@ -271,6 +321,8 @@ class Trainer:
         for problem in self._store.problems:
             self._teller.note(f"A damaged checkpoint is passed over: {problem}")
         if checkpoint is None:
+            if (self.folder / METRICS).exists():
+                self._teller.note("The earlier start left no checkpoint: this one begins at the first step.")
             return None
         changes = self.folder.check_config(self.config)
         if changes and not self._allow_changes:
@@ -308,13 +360,42 @@ class Trainer:
         keep_in_precision(self.parts, self.placement.dtype)
         if self.config.loop.activation_checkpointing:
             recompute_activations(self.model)
-        self.model.to(self.placement.device)
+        try:
+            self.model.to(self.placement.device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise out_of_memory(error, self.model, self.parts, self.config, self.placement) from None
+        if self.ranks > 1:
+            self._spread()
+
+    def _spread(self) -> None:
+        """Let the processes train the model together."""
+        plan = self.config.parallel.plan()
+        layout = Layout.of(plan, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)))
+        for warning in layout.warnings:
+            self._teller.note(warning)
+        reasons = layout.unexecutable()
+        if reasons:
+            raise ConfigError("parallel: this plan cannot be run yet.\n  " + "\n  ".join(reasons))
+        check_data_plan(self.model, plan.data)
+        if isinstance(self.task, ConversationTask) and self.task.model.encoders:
+            self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
+        mesh = data_mesh(self.placement.device.type, layout.replicate if plan.data.kind == "hsdp" else None)
+        self.task.wrapped = apply_data_parallel(self.model, mesh, plan.data)
+        self.parts = parts_of(self.model, self.config.model, self.config.optimizer)  # sharded ones are new objects
+        seed_all(self.config.seed + self.rank)  # each process drops out other values
 
     def _make_optimizer(self) -> None:
         config = self.config
         self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
         self._clipped = list(self._trained_parameters.values())
-        self.optimizer = make_optimizer(config.optimizer, self.parts)
+        self.owned = None
+        if self.ranks > 1 and config.parallel.data.kind == "zero1":
+            self.owned = OwnedParameters(self._trained_parameters)
+        self._own_names = None if self.owned is None else self.owned.names
+        self.optimizer = make_optimizer(config.optimizer, self.parts, self._own_names)
+        scale_rates(self.optimizer, config.optimizer.scale_rate, self.ranks)
         self.total_steps = self._total_steps()
         self.rates = LearningRate(self.optimizer, config.schedule, self.total_steps)
         self.scaler = self.placement.scaler()
@@ -333,7 +414,7 @@ class Trainer:
 
     def steps_of_epoch(self, epoch: int) -> int:
         """Return how many batches an epoch has."""
-        return -(-self._order().count(epoch) // self.config.loop.batch_size)
+        return -(-self._order.count(epoch) // self.config.loop.batch_size)
 
     def some_batch(self) -> CollatedBatch | None:
         """Return a batch of training data to look at, from the beginning of each source; None if none can be used."""
@@ -345,6 +426,7 @@ class Trainer:
                     break
         return self.task.collator.join(prepared) if prepared else None
 
+    @cached_property
     def _order(self) -> EpochOrder:
         data = self.config.data
         return EpochOrder(
@@ -356,13 +438,15 @@ class Trainer:
         epochs = None if config.loop.steps is not None else math.ceil(config.loop.epochs or 1.0)
         return StepLoader(
             self.sources,
-            self._order(),
+            self._order,
             self.task.collator,
             config.loop.batch_size,
             config.loop.accumulation,
             workers=config.data.workers,
             prefetch=config.data.prefetch,
             start=(position.epoch, position.batch),
+            rank=self.rank,
+            ranks=self.ranks,
             epochs=epochs,
             skips=SkipCounter(config.data.skip_limit),
         )
@@ -373,7 +457,8 @@ class Trainer:
             averages = None if self.averages is None else self.averages.averages
             restore(tensors, data, self.model, self.optimizer, ema=averages, scaler=self.scaler)
         # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
-        apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts)
+        apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self._own_names)
+        scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.ranks)
         known = Position()
         self.position = Position(**{key: value for key, value in data["position"].items() if hasattr(known, key)})
         if self.position.ended and self.position.step < self.total_steps and not self._stopped_early():
@@ -385,17 +470,21 @@ class Trainer:
     def _trained(self) -> Status:
         config, position = self.config, self.position
         for batch in self.batches():
-            self._teller.stepped(self.step(batch), batch, self)
+            totals = self.totals(batch)
+            if totals.stop:  # the batch is left for the next start, and so are its broken samples
+                position.broken -= sum(not sample.too_long for sample in batch.skipped)
+                position.too_long -= sum(sample.too_long for sample in batch.skipped)
+                return "stopped"
+            if not totals.trained_tokens:  # whatever there was, is broken
+                position.epoch, position.batch = batch.epoch, batch.index + 1
+                continue
+            self._teller.stepped(self.step(batch, totals), self)
             position.seconds = self._teller.seconds
             metric = None
             if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
                 metric = self._evaluated()
             if self._should_save(metric):
                 self._told_save(metric)
-            if self._signal is not None:
-                if self._saved_at != position.step:
-                    self._told_save(None)
-                return "stopped"
             if self._stopped_early():
                 break
         return "finished"
@@ -406,7 +495,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.config.optimizer.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self._clipped, self.config.optimizer.clip)
+            norm = clip_gradients(self.task.wrapped, self._clipped, self.config.optimizer.clip)
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
         if self.scaler is None:
@@ -414,7 +503,9 @@ class Trainer:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.owned is not None:
+            self.owned.share()
+        self.model.zero_grad(set_to_none=True)
         if self.averages is not None:
             self.averages.update()
         return norm
@@ -467,12 +558,14 @@ class Trainer:
 
     def _closed(self, status: Status) -> RunResult:
         if status == "stopped":
+            if self._saved_at != self.position.step:
+                self._told_save(None)
             self._teller.stopped(self.position)
             return RunResult("stopped", self.position.step, None, folder=self.folder.path)
         if not self.position.ended:
             self._finish()
         exchanged = self._exchanged()
-        with self._weights_in_use(), self.placement.computing():
+        with self._weights_in_use(), self.placement.computing(), whole_model(self.task.wrapped):
             self._teller.asked(self)
         report = self._teller.ended("finished", self.position)
         last = self._teller.last_evaluation
@@ -492,6 +585,8 @@ class Trainer:
 
     def _finish(self) -> None:
         """Evaluate and save what the last step left, unless that was done."""
+        if self.evaluation_sources and self._saved_at != self.position.step:
+            self._told_save(None)  # before an evaluation that may fail
         metric = None
         if self._teller.last_evaluation_step != self.position.step:
             metric = self._evaluated()

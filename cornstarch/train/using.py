@@ -18,7 +18,7 @@ from cornstarch.train.data.sample import SampleError
 from cornstarch.train.parts import keep_in_precision, parts_of
 from cornstarch.train.precision import Placement, choose_placement
 from cornstarch.train.runs import open_run
-from cornstarch.train.state import restore_weights, seed_all
+from cornstarch.train.state import random_state, restore_random_state, restore_weights, seed_all
 from cornstarch.train.tasks import Task, build_task
 from cornstarch.train.weights import Which, checkpoint_of
 
@@ -50,8 +50,12 @@ def load_run(folder: Path, which: Which | int = "best", device: str = "auto") ->
     checkpoint = checkpoint_of(folder, which)
     data = checkpoint.data()
     placement = Placement(choose_placement(device, "fp32").device, data["precision"])
-    seed_all(config.seed)  # frozen parts without stored weights are made as the run made them
-    task = build_task(config)
+    before = random_state()
+    try:
+        seed_all(config.seed)  # frozen parts without stored weights are made as the run made them
+        task = build_task(config)
+    finally:
+        restore_random_state(before)
     keep_in_precision(parts_of(task.model, config.model, config.optimizer), DTYPES[placement.precision])
     with checkpoint.tensors() as tensors:
         restore_weights(tensors, data, task.model, averaged=config.loop.ema is not None)
@@ -69,7 +73,9 @@ def export_run(run: LoadedRun, folder: Path, *, compare: bool = True) -> float |
         run.task.save(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{folder} cannot be written: {reason}. Nothing is left there; the run is untouched.") from error
+        raise ConfigError(
+            f"{folder} cannot be written: {reason}. Nothing is left there; the run is untouched."
+        ) from error
     if batch is None:
         return None
     inputs = run.placement.moved(batch.inputs)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cornstarch.cli.main import main
 from tests.documented.hub import make_hub
 from tests.models.local_processors import image
+from tests.train.tasks.small_tasks import BERT, LLAMA, T5, VIT, VIT_PROCESSOR, tokenizer_folder
 
 
 @pytest.fixture
@@ -68,3 +72,95 @@ def test_problems_end_in_a_message(
 ) -> None:
     code, said = checked(capsys, str(run), *arguments)
     assert code == 2 and message in said and "Traceback" not in said
+
+
+# ------------------------------------------------------------------------------------------------ other models
+
+
+def write(name: str, *rows: dict[str, Any]) -> str:
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return name
+
+
+def described(model: dict[str, Any], rows: str, **data: Any) -> str:
+    Path("run.yaml").write_text(json.dumps({"model": model, "data": {"train": rows, "skip_limit": 0.5, **data}}))
+    return "run.yaml"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Work in an empty folder with a tokenizer, whose place is returned."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    for number, size in enumerate([20, 20, 24]):
+        image(size, size, number).save(f"{number}.png")
+    return tokenizer_folder(tmp_path)
+
+
+def test_a_source_and_its_target(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write("d.jsonl", {"source": "a cat is loud", "target": "cat"}, {"source": "a", "target": ""})
+    code, said = checked(capsys, described({"whole": {"config": T5, "tokenizer": here}}, rows))
+    assert code == 0 and "Lengths in tokens" in said
+    assert "<s> a cat is loud </s> → ⟦<s> cat </s>⟧" in said
+    assert "d.jsonl:2: `target` is empty" in said
+    assert " 33% " in said  # 3 of 9 tokens are trained on
+
+
+def test_hidden_words(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write("d.jsonl", {"text": "one two three four five six"})
+    code, said = checked(capsys, described({"whole": {"config": BERT, "tokenizer": here}}, rows))
+    assert code == 0
+    shown = next(line for line in said.splitlines() if "three" in line)
+    hidden = re.findall("⟦(.*?)⟧", shown)
+    assert hidden and set(" ".join(hidden).split()) <= {"one", "two", "three", "four", "five", "six"}
+    assert shown.replace("⟦", "").replace("⟧", "").split() == "<s> one two three four five six </s>".split()
+
+
+def test_labels_of_texts_and_images(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write("d.jsonl", {"text": "a cat", "label": "good"}, {"text": "it is loud", "label": "bad"}, {"text": "a"})
+    code, said = checked(capsys, described({"whole": {"config": BERT, "tokenizer": here}}, rows))
+    assert code == 0
+    assert "<s> a cat </s> → ⟦good⟧" in said and "<s> it is loud </s> → ⟦bad⟧" in said and "d.jsonl:3: has the" in said
+    images = write("i.jsonl", *({"image": f"{n}.png", "label": n % 2} for n in range(3)))
+    vit = {"whole": {"config": VIT, "processor_config": VIT_PROCESSOR}}
+    code, said = checked(capsys, described(vit, images))
+    assert code == 0 and "Lengths in images" in said and "3 image" in said and "<image> → ⟦1⟧" in said
+    vit = {"whole": {"config": VIT, "processor_config": {**VIT_PROCESSOR, "do_resize": False}}}
+    code, said = checked(capsys, described(vit, images))
+    assert code == 2 and "of i.jsonl:3 [3, 24, 24] once they are processed" in said  # a batch would stop the run
+
+
+def test_rows_of_a_model_of_ones_own(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    factory = {"factory": {"function": "tests.train.tasks.small_factory:convolution_with_loss"}}
+    images = write("i.jsonl", *({"image": f"{n}.png", "label": n, "note": "x" * 99} for n in range(3)))
+    code, said = checked(capsys, described(factory, images))
+    assert code == 2 and "[3, 20, 20] in i.jsonl:1 and [3, 24, 24] in i.jsonl:3: they cannot be stacked" in said
+    factory["factory"]["collate"] = "tests.train.tasks.small_factory:with_noise"
+    code, said = checked(capsys, described(factory, images))
+    assert code == 0 and "3 image" in said and "label: 2" in said and f"note: {'x' * 60}…" in said
+
+
+def test_a_saved_whole_model(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).save_pretrained("llama")
+    rows = write(
+        "d.jsonl", {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a cat"}]}
+    )
+    code, said = checked(capsys, described({"whole": {"path": "./llama", "tokenizer": here}}, rows))
+    assert code == 0 and "⟦a cat </s>⟧" in said.replace("cat</s>", "cat </s>")
+
+
+def test_all_that_is_too_long_is_told_where_a_run_would_stop(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write("d.jsonl", *({"text": "a cat " * n} for n in (1, 9, 2, 8)))
+    config = described({"whole": {"config": BERT, "tokenizer": here}}, rows, max_length=8, too_long="error")
+    code, said = checked(capsys, config)
+    assert code == 2
+    assert "d.jsonl:2: has 20 tokens, max_length is 8" in said and "d.jsonl:4: has 18 tokens" in said
+    assert "`data.too_long` = error stops the run there" in said
+    assert checked(capsys, config, "data.too_long=skip")[0] == 0
+
+
+def test_a_model_that_only_python_can_make(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = described({"given": "Net"}, write("d.jsonl", {"text": "a"}))
+    code, said = checked(capsys, config)
+    assert code == 2 and "--rows" in said
+    assert checked(capsys, config, "--rows")[0] == 0

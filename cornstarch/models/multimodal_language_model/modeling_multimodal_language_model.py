@@ -82,6 +82,7 @@ class MultimodalModel(nn.Module):
         self.trains_on_placeholders = False
         self.positions_from_mask = True
         self.origin: Any = None
+        self._stand_ins: dict[str, dict[str, Any]] = {}
         self.traits = check_language_model(language_model) if encoders else LanguageModelTraits()
         for name, encoder in (encoders or {}).items():
             self.add_encoder(name, encoder, init_projector_type, init_activation)
@@ -261,7 +262,7 @@ class MultimodalModel(nn.Module):
             The language model's output.
         """
         encoder_inputs, rest = self.split_batch(batch)
-        features = {name: self.encoders[name].features(inputs) for name, inputs in encoder_inputs.items()}
+        features, touched = self._encoded(encoder_inputs)
         llm_inputs, spec = self.merge(
             features,
             input_ids=input_ids,
@@ -273,10 +274,43 @@ class MultimodalModel(nn.Module):
             **rest,
         )
         if spec is None:
-            return self.language_model(**llm_inputs)
-        attend_through_masks(self.language_model)
-        with use_mask(spec):
-            return self.language_model(**llm_inputs)
+            output = self.language_model(**llm_inputs)
+        else:
+            attend_through_masks(self.language_model)
+            with use_mask(spec):
+                output = self.language_model(**llm_inputs)
+        if touched and getattr(output, "loss", None) is not None:
+            output.loss = output.loss + 0 * torch.stack([tokens.sum() for tokens in touched]).sum()
+        return output
+
+    def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let every encoder take part in every step, also if the batch has nothing for it.
+
+        Processes that train together must do the same, or they wait for one another for ever: one that has no image in
+        its batch runs the vision encoder on a stand-in, whose tokens go nowhere and whose gradient is zero.
+
+        Args:
+            stand_ins: By modality, some valid input of its encoder, as `MultimodalProcessor.stand_ins` makes it. Empty:
+                encoders run on what is there, as in one process.
+        """
+        for name in stand_ins:
+            self._check_encoder_name(name)
+        self._stand_ins = {name: dict(inputs) for name, inputs in stand_ins.items()}
+
+    def _encoded(self, encoder_inputs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Features], list[Tensor]]:
+        """Run the encoders, always in the same order; return their tokens, and those of stand-ins."""
+        features: dict[str, Features] = {}
+        touched: list[Tensor] = []
+        for name, encoder in self.encoders.items():
+            if name in encoder_inputs:
+                features[name] = encoder.features(encoder_inputs[name])
+            elif name in self._stand_ins:
+                inputs = {
+                    key: value.to(self.device) if isinstance(value, Tensor) else value
+                    for key, value in self._stand_ins[name].items()
+                }
+                touched.append(encoder.features(inputs).tokens)
+        return features, touched
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Return the inputs of each encoder that runs on this batch, and what is left for the language model."""
@@ -381,9 +415,7 @@ class MultimodalModel(nn.Module):
             labels = labels.masked_fill(mask, IGNORED)
         return labels
 
-    def _spans(
-        self, input_ids: Tensor, masks: dict[str, Tensor], features: dict[str, Features]
-    ) -> Tensor | None:
+    def _spans(self, input_ids: Tensor, masks: dict[str, Tensor], features: dict[str, Features]) -> Tensor | None:
         """Return which tokens see each other in both directions [B, S], or None if all attention is causal."""
         if all(encoder.attention == "causal" for encoder in self.encoders.values()):
             return None
@@ -440,4 +472,3 @@ class MultimodalModel(nn.Module):
         from cornstarch.models.multimodal_language_model.takeover.dismantle import dismantle
 
         return dismantle(model)
-

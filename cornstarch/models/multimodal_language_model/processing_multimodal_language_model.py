@@ -181,6 +181,10 @@ class MultimodalProcessor:
             batch.update(self._laid_out(name, outputs, return_tensors))
         return MultimodalBatch(batch)
 
+    def stand_ins(self) -> dict[str, dict[str, Any]]:
+        """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
+        return {name: self._run(name, subprocessors.noise_inputs(p), {}) for name, p in self.encoder_processors.items()}
+
     def _given_items(
         self, encoder_inputs: Mapping[str, Mapping[str, Any] | None] | None, short: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:

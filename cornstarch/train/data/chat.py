@@ -67,8 +67,12 @@ class ChatWriter:
 
     def prompt(self, sample: Sample, placeholder: Placeholder) -> Rendered:
         """Return the text of a conversation that the model is to continue."""
-        text = self._applied(self._turns(sample, placeholder), answer_follows=True)
-        return Rendered(text, ())
+        turns = self._turns(sample, placeholder)
+        text = self._applied(turns, answer_follows=True)
+        before, mark, _ = self._applied([*turns, {"role": "assistant", "content": _marked("a")}]).partition(_OPEN)
+        # What stands before an answer in training. Templates may put more or less into a prompt: an empty thought
+        # (Qwen3), no role. White space alone decides nothing: a space belongs to the answer's first token.
+        return Rendered(text if not mark or text.rstrip() == before.rstrip() else before.rstrip(" "), ())
 
     def _turns(self, sample: Sample, placeholder: Placeholder) -> list[dict[str, str]]:
         if not sample.messages:

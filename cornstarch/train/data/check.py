@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich import box
@@ -19,13 +18,35 @@ from cornstarch.train.data.formats import open_source
 from cornstarch.train.data.media import load_audio, load_image
 from cornstarch.train.data.sample import BrokenSample, Media, Sample, SampleError
 
-if TYPE_CHECKING:
-    from cornstarch.models.multimodal_language_model import MultimodalProcessor
-    from cornstarch.train.data.collate import ChatCollator, PreparedSample
-
 PERCENTILES = (0, 50, 90, 99, 100)
 _SHOWN = 5
 _LISTED = 20
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is to say about one good sample."""
+
+    length: int
+    trained: int | None
+    """How much of the length is trained on; None if that is something else, such as a label."""
+    items: Mapping[str, int]
+    """Images and sounds, by modality."""
+    pieces: tuple[tuple[str, bool], ...]
+    """It as text, and whether it is trained on."""
+
+
+class Look(Protocol):
+    """Looks at a sample: reads all of it, as a run would."""
+
+    @property
+    def unit(self) -> str:
+        """What lengths are counted in."""
+        ...
+
+    def __call__(self, sample: Sample) -> Seen:
+        """Say what it is; SampleError if a run would leave it out, ConfigError if a run would stop at it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +72,7 @@ class SourceReport:
     lengths: list[int] = field(default_factory=list)
     """Of the good samples; tokens, or characters where there is no tokenizer."""
     trained: list[int] = field(default_factory=list)
-    """How much of it is trained on."""
+    """How much of it is trained on, where that is a part of it."""
     items: dict[str, int] = field(default_factory=dict)
     """Images and sounds in the good samples."""
     skipped: list[BrokenSample] = field(default_factory=list)
@@ -80,6 +101,8 @@ class DataReport:
     unit: str
     """What lengths are counted in: tokens or characters."""
     skip_limit: float
+    stops_at_long: bool = False
+    """Whether a run stops at a sample that is too long."""
     sources: list[SourceReport] = field(default_factory=list)
     shown: list[ShownSample] = field(default_factory=list)
 
@@ -88,6 +111,11 @@ class DataReport:
         """Why a run would stop: nothing if it would not."""
         found = [source.problem for source in self.sources if source.problem]
         for source in self.sources:
+            if self.stops_at_long and source.too_long:
+                found.append(
+                    f"{source.name}: {source.too_long[0]}. `data.too_long` = error stops the run there; raise the "
+                    "limit, or set it to skip or cut."
+                )
             if source.checked and not source.lengths:
                 found.append(f"{source.name}: none of {source.checked} samples can be used.")
             elif len(source.broken) > self.skip_limit * (source.checked - len(source.too_long)):
@@ -98,34 +126,25 @@ class DataReport:
         return found
 
 
-def check_data(data: DataConfig, processor: MultimodalProcessor | None = None, most: int | None = None) -> DataReport:
-    """Read, decode and, with a processor, tokenize all samples, and report.
+def check_data(data: DataConfig, look: Look | None = None, most: int | None = None) -> DataReport:
+    """Read and decode all samples, tokenize them if `look` does, and report.
 
     Args:
         data: The sources and limits.
-        processor: With it, lengths are tokens, label masks are shown, and each item's number of features is checked
-            against its placeholders. Without it only rows and media are checked, and torch is not needed.
+        look: `look_of` of a run's config: lengths are tokens, label masks are shown, and each item's number of features
+            is checked against its placeholders. Without it only rows and media are checked, and torch is not needed.
         most: Look at so many samples of each source, evenly spread, instead of all.
     """
-    collator: ChatCollator | None = None
-    if processor is not None:
-        from cornstarch.train.data.collate import ChatCollator
-
-        collator = ChatCollator(processor, data)
-    report = DataReport("characters" if collator is None else "tokens", data.skip_limit)
+    look = look or RowLook(data)
+    report = DataReport(look.unit, data.skip_limit, data.too_long == "error")
     for name, configs in (("train", data.train), ("evaluation", data.evaluation)):
         for number, config in enumerate(configs):
-            report.sources.append(_check_source(f"data.{name}.{number}", config, data, collator, most, report.shown))
+            report.sources.append(_check_source(f"data.{name}.{number}", config, look, most, report.shown))
     return report
 
 
 def _check_source(
-    name: str,
-    config: SourceConfig,
-    data: DataConfig,
-    collator: ChatCollator | None,
-    most: int | None,
-    shown: list[ShownSample],
+    name: str, config: SourceConfig, look: Look, most: int | None, shown: list[ShownSample]
 ) -> SourceReport:
     report = SourceReport(name)
     try:
@@ -137,16 +156,16 @@ def _check_source(
     for index in _spread(len(source), most):
         report.checked += 1
         try:
-            seen = _look(source[index], data) if collator is None else _tokenized(source[index], collator)
+            seen = look(source[index])
         except SampleError as error:
             report.skipped.append(BrokenSample.of(source.name(index), error))
             continue
-        except ConfigError as error:  # too long, where the run would stop at it
+        except ConfigError as error:
             report.problem = report.problem or f"{name}: {error}"
-            report.skipped.append(BrokenSample(source.name(index), str(error), too_long=True))
+            report.skipped.append(BrokenSample(source.name(index), str(error)))
             continue
         report.lengths.append(seen.length)
-        report.trained.append(seen.trained)
+        report.trained += [] if seen.trained is None else [seen.trained]
         for kind, count in seen.items.items():
             report.items[kind] = report.items.get(kind, 0) + count
         if len(shown) < _SHOWN:
@@ -161,24 +180,21 @@ def _spread(length: int, most: int | None) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What there is to say about one good sample."""
+class RowLook:
+    """Looks at rows and media alone: decodes them, and counts characters."""
 
-    length: int
-    trained: int
-    items: dict[str, int]
-    pieces: tuple[tuple[str, bool], ...]
+    data: DataConfig
+    unit: str = "characters"
 
-
-def _look(sample: Sample, data: DataConfig) -> _Seen:
-    """Decode a sample's media, and count characters."""
-    items: dict[str, int] = {}
-    for media in sample.media:
-        _decode(media, data)
-        items[media.kind] = items.get(media.kind, 0) + 1
-    pieces = tuple(_written(sample, data))
-    lengths = [(len(text), trained) for text, trained in pieces]
-    return _Seen(sum(n for n, _ in lengths), sum(n for n, trained in lengths if trained), items, pieces)
+    def __call__(self, sample: Sample) -> Seen:
+        """Decode a sample's media, and count characters."""
+        items: dict[str, int] = {}
+        for media in sample.media:
+            _decode(media, self.data)
+            items[media.kind] = items.get(media.kind, 0) + 1
+        pieces = tuple(_written(sample, self.data))
+        lengths = [(len(text), trained) for text, trained in pieces]
+        return Seen(sum(n for n, _ in lengths), sum(n for n, trained in lengths if trained), items, pieces)
 
 
 def _decode(media: Media, data: DataConfig) -> Any:
@@ -198,25 +214,6 @@ def _written(sample: Sample, data: DataConfig) -> Iterator[tuple[str, bool]]:
         yield "\n", everything
     for part in sample.document:
         yield part if isinstance(part, str) else f"<{part.kind}>", isinstance(part, str)
-
-
-def _tokenized(sample: Sample, collator: ChatCollator) -> _Seen:
-    """Prepare a sample as for training."""
-    prepared = collator.prepare(sample)
-    items = {name: len(values) for name, values in prepared.items.items()}
-    return _Seen(len(prepared.input_ids), prepared.trained_tokens, items, tuple(_decoded(prepared, collator)))
-
-
-def _decoded(prepared: PreparedSample, collator: ChatCollator) -> Iterator[tuple[str, bool]]:
-    """Return the tokens as text, in pieces that are trained on, or not, or are an item's."""
-    tokenizer = collator.processor.llm_tokenizer
-    tokens = {
-        token_id: collator.processor.modality_tokens[n] for n, token_id in collator.processor.modality_token_ids.items()
-    }
-    pairs = zip(prepared.input_ids.tolist(), (prepared.labels >= 0).tolist(), strict=True)
-    for (placeholder, trained), run in groupby(pairs, lambda pair: (tokens.get(pair[0]), pair[1])):
-        ids = [token for token, _ in run]
-        yield (str(tokenizer.decode(ids)) if placeholder is None else f"{placeholder}×{len(ids)}"), trained
 
 
 # ------------------------------------------------------------------------------------------------ on the screen
@@ -246,7 +243,7 @@ def _table(report: DataReport) -> Table:
     for source in report.sources:
         some = "" if source.checked == source.samples else f"{source.checked:,} of "
         media = "\n".join(f"{count:,} {kind}" for kind, count in source.items.items())
-        share = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.lengths else "–"
+        share = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.trained and any(source.lengths) else "–"
         counts = [f"{some}{source.samples:,}", str(len(source.broken)), str(len(source.too_long)), media, share]
         table.add_row(source.name.removeprefix("data."), *counts, *map(str, source.percentiles()))
     return table
@@ -258,4 +255,4 @@ def _listed(source: SourceReport) -> list[str]:
     return [*lines, f"… and {more:,} more of {source.name}"] if more else lines
 
 
-__all__ = ["DataReport", "ShownSample", "SourceReport", "check_data", "render"]
+__all__ = ["DataReport", "Look", "RowLook", "Seen", "ShownSample", "SourceReport", "check_data", "render"]

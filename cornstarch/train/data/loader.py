@@ -147,6 +147,11 @@ class StepLoader:
     """Batches that each worker prepares ahead."""
     start: tuple[int, int] = (0, 0)
     """Epoch and number of the first batch."""
+    rank: int = 0
+    """This process among those that share the steps; it reads its own samples only."""
+    ranks: int = 1
+    """Processes. With several, every portion of every step is there on each of them: one that has no sample for it gets
+    a stand-in that counts nothing, because all have to do the same."""
     epochs: int | None = None
     """The epoch before which it ends; None: never."""
     skips: SkipCounter | None = None
@@ -154,8 +159,11 @@ class StepLoader:
     _counter: SkipCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.batch_size % self.accumulation:
-            raise ConfigError(f"batch_size = {self.batch_size} is no multiple of accumulation = {self.accumulation}.")
+        if self.batch_size % (self.accumulation * self.ranks):
+            processes = f" × processes = {self.ranks}" if self.ranks > 1 else ""
+            raise ConfigError(
+                f"batch_size = {self.batch_size} is no multiple of accumulation = {self.accumulation}{processes}."
+            )
         if sum(self.order.lengths) != len(self.source):
             raise ConfigError(f"The order is of {sum(self.order.lengths)} samples, the source has {len(self.source)}.")
         self._counter = self.skips or SkipCounter(self.collator.data.skip_limit)
@@ -170,7 +178,8 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         passed_over: list[BrokenSample] = []
-        self._counter.begin_epoch(min(self.start[1] * self.batch_size, self.order.count(self.start[0])))
+        passed = min(self.start[1] * self.batch_size, self.order.count(self.start[0]))
+        self._counter.begin_epoch(passed // self.ranks)
         for fetched in self._fetched():
             if fetched.batch is None:
                 raise ConfigError(fetched.mistake)
@@ -185,7 +194,7 @@ class StepLoader:
             yield StepBatch(batch.portions, batch.epoch, batch.index, skipped, batch.samples)
 
     def _fetched(self) -> Iterator[_Fetched]:
-        steps = _Steps(self.source, self.collator, self.batch_size // self.accumulation)
+        steps = _Steps(self.source, self.collator, self.batch_size // self.accumulation, self.rank, self.ranks)
         places = _Places(self.order, self.batch_size, self.start, self.epochs)
         loader: DataLoader[_Fetched] = DataLoader(
             steps,
@@ -226,8 +235,10 @@ class _Places(Sampler[_Place]):
 class _Steps(Dataset[_Fetched]):
     """Makes the batch of a step; it lives in the workers."""
 
-    def __init__(self, source: SampleSource, collator: Collator, portion: int) -> None:
+    def __init__(self, source: SampleSource, collator: Collator, portion: int, rank: int, ranks: int) -> None:
         self._source, self._collator, self._portion = source, collator, portion
+        self._rank, self._ranks = rank, ranks
+        self._stand_in: CollatedBatch | None = None
 
     def __getitem__(self, place: _Place) -> _Fetched:
         try:
@@ -240,11 +251,27 @@ class _Steps(Dataset[_Fetched]):
         portions: list[CollatedBatch] = []
         samples = 0
         for start in range(0, len(place.numbers), self._portion):
-            good = self._prepared(place.numbers[start : start + self._portion], place.epoch, skipped)
+            numbers = np.array_split(place.numbers[start : start + self._portion], self._ranks)[self._rank]
+            good = self._prepared(numbers, place.epoch, skipped)
             samples += len(good)
             if good:
                 portions.append(self._collator.join(good))
+            elif self._ranks > 1:
+                portions.append(self._nothing())
         return StepBatch(portions, place.epoch, place.index, skipped, samples)
+
+    def _nothing(self) -> CollatedBatch:
+        """Return a batch that can be computed and counts nothing."""
+        if self._stand_in is None:
+            for number in range(len(self._source)):
+                good = self._prepared(np.array([number]), 0, [])
+                if good:
+                    break
+            else:
+                raise ConfigError(f"Not one of {len(self._source)} samples can be used.")
+            joined = self._collator.join(good)
+            self._stand_in = replace(joined, sample_ids=[], tokens=0, trained_tokens=0, items={})
+        return self._stand_in
 
     def _prepared(self, numbers: np.ndarray, epoch: int, skipped: list[BrokenSample]) -> list[Any]:
         good = []

@@ -151,7 +151,7 @@ def _opened(library: ModuleType, path: str, split: str | None, arguments: Mappin
 
 
 def _expect(path: str, arguments: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    unknown = [name for name in ("split", "name", "revision") if name in arguments and name not in known]
+    unknown = [name for name in ("split", "name", "revision") if arguments.get(name) is not None and name not in known]
     if unknown:
         raise ConfigError(f"{path} is {what}: arguments has {', '.join(unknown)}, expected {known or 'none'} of them.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,21 @@ class ConversationTask:
     name: str
     model: MultimodalModel
     collator: ChatCollator
+    wrapped: nn.Module | None = field(default=None, init=False, repr=False)
+    """What is called instead of the model, where several processes train it together."""
 
     # ------------------------------------------------------------------ training
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the mean loss over the tokens that are trained on."""
-        return self.model(**inputs).loss
+        return (self.wrapped or self.model)(**inputs).loss
 
     def measure(self, batch: CollatedBatch) -> Measures:
         """Return the loss, the share of tokens, and the share of samples whose every token is right.
 
         The latter is what greedy decoding gets right: it follows the truth for as long as it is right.
         """
-        output = self.model(**batch.inputs)
+        output = (self.wrapped or self.model)(**batch.inputs)
         labels = batch.inputs["labels"][:, 1:]
         counted = labels != IGNORED
         wrong = counted & (output.logits[:, :-1].argmax(-1) != labels)

@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +167,12 @@ class WholeTask(ABC):
     collator: Collator
     companions: Sequence[Any]
     """The tokenizer or image processor, stored beside the model."""
+    wrapped: nn.Module | None = field(default=None, init=False, repr=False)
+    """What is called instead of the model, where several processes train it together."""
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the model's own loss: the mean over the batch's `trained_tokens`."""
-        return self.model(**inputs).loss
+        return (self.wrapped or self.model)(**inputs).loss
 
     @abstractmethod
     def measure(self, batch: CollatedBatch) -> Measures:

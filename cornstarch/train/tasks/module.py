@@ -140,10 +140,12 @@ class ModuleTask:
     loss_function: LossFunction | None = None
     factory: FactoryConfig | None = field(default=None, repr=False)
     name: str = NAME
+    wrapped: nn.Module | None = field(default=None, init=False, repr=False)
+    """What is called instead of the model, where several processes train it together."""
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the mean loss over the samples."""
-        loss: Tensor = self._means(self.model, inputs)["loss"]
+        loss: Tensor = self._means(self.wrapped or self.model, inputs)["loss"]
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError(
                 f"{self._loss_name} gave a loss that does not depend on any trained weight: was it detached, or is the "
@@ -186,7 +188,7 @@ class ModuleTask:
     def measure(self, batch: CollatedBatch) -> Measures:
         """Return the loss and whatever else the loss function measures."""
         count = batch.trained_tokens
-        means = self._means(self.model, batch.inputs)
+        means = self._means(self.wrapped or self.model, batch.inputs)
         try:
             return Measures({name: (float(value) * count, count) for name, value in means.items()})
         except (TypeError, ValueError, RuntimeError) as error:

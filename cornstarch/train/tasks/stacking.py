@@ -61,6 +61,8 @@ class RowCollator:
         return PreparedRow(sample.id, sample.epoch, fields, items)
 
     def _decoded(self, value: Any, items: dict[str, int]) -> Any:
+        if isinstance(value, Tensor):
+            return value
         if isinstance(value, list | tuple) and any(isinstance(one, Media) for one in value):
             return [self._decoded(one, items) for one in value]
         if isinstance(value, Image.Image):
@@ -84,7 +86,7 @@ class RowCollator:
 
     def _own(self, collate: CollateFunction, samples: Sequence[PreparedRow]) -> dict[str, Any]:
         name = str(getattr(collate, "name", getattr(collate, "__name__", "collate")))
-        place = [self.seed, samples[0].epoch, *(number for sample in samples for number in numbers_of(sample.id))]
+        place = "\0".join([str(self.seed), str(samples[0].epoch), *(sample.id for sample in samples)])
         try:
             with _random_numbers_of(place):
                 made = collate([dict(sample.fields) for sample in samples])
@@ -108,10 +110,10 @@ def _is_ready(media: Media) -> bool:
 
 
 @contextmanager
-def _random_numbers_of(place: Sequence[int]) -> Iterator[None]:
+def _random_numbers_of(place: str) -> Iterator[None]:
     """Give a block random numbers of its own; outside of it all go on as if it had not been."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    first, *words = np.random.SeedSequence(place).generate_state(4).tolist()
+    first, *words = numbers_of(place)
     try:
         random.seed(first)
         np.random.seed(words)
@@ -128,6 +130,8 @@ def _random_numbers_of(place: Sequence[int]) -> Iterator[None]:
 
 def _as_value(name: str, value: Any) -> Any:
     """Return a field as a tensor if it is numbers, an image or a sound; texts and the like as they are."""
+    if isinstance(value, Tensor):
+        return value.detach()
     if name in _LABELS and isinstance(value, str):
         raise ConfigError(
             f"`{name}` is {value!r}: a word has no number. Write numbers into the rows, or give a function `collate` "
@@ -137,8 +141,6 @@ def _as_value(name: str, value: Any) -> Any:
         raise SampleError(f"`{name}` is empty")
     if isinstance(value, Image.Image):
         return torch.from_numpy(np.array(value)).permute(2, 0, 1).float() / 255
-    if isinstance(value, Tensor):
-        return value.detach()
     if isinstance(value, np.ndarray | np.generic):
         return _from_array(name, np.asarray(value))
     if isinstance(value, int | float):
@@ -178,8 +180,8 @@ def stacked(samples: Sequence[PreparedRow]) -> dict[str, Any]:
     """Return tensors stacked along a new first dimension, all else as lists, field by field."""
     first = samples[0]
     for sample in samples:
-        missing = sorted(map(str, first.fields.keys() ^ sample.fields.keys()))
-        if missing:
+        if first.fields.keys() != sample.fields.keys():
+            missing = sorted(map(str, first.fields.keys() ^ sample.fields.keys()))
             raise ConfigError(f"Only one of {first.id} and {sample.id} has {missing}; expected the same in all rows.")
     batch: dict[str, Any] = {}
     for name in first.fields:
@@ -187,13 +189,23 @@ def stacked(samples: Sequence[PreparedRow]) -> dict[str, Any]:
         if not any(isinstance(value, Tensor) for value in values):
             batch[name] = values
             continue
-        for sample in samples:
-            _check_alike(name, first, sample)
-        batch[name] = torch.stack(values)
+        try:
+            batch[name] = torch.stack(values)
+        except (TypeError, RuntimeError):
+            _check_alike(name, samples)
+            raise
+        if any(value.dtype != batch[name].dtype for value in values):  # torch has made one kind of several
+            _check_alike(name, samples)
     return batch
 
 
-def _check_alike(name: str, first: PreparedRow, other: PreparedRow) -> None:
+def _check_alike(name: str, samples: Sequence[PreparedRow]) -> None:
+    """Say which two rows cannot be stacked, if it is that."""
+    for other in samples[1:]:
+        _check_pair(name, samples[0], other)
+
+
+def _check_pair(name: str, first: PreparedRow, other: PreparedRow) -> None:
     a, b = first.fields[name], other.fields[name]
     advice = "Give a function `collate` that makes them alike."
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):

@@ -48,6 +48,9 @@ class Task(Protocol):
         """What is trained."""
         ...
 
+    wrapped: nn.Module | None
+    """What is called instead of the model, where several processes train it together."""
+
     @property
     def collator(self) -> Collator:
         """What makes batches of samples."""

@@ -13,7 +13,13 @@ from typer.testing import CliRunner
 
 from cornstarch.cli.data import register
 from cornstarch.train.data.check import check_data, render
+from cornstarch.train.data.collate import ChatCollator
+from cornstarch.train.tasks.looking import ChatLook
 from tests.train.data.small_data import data_config, mixed_rows, processor_for, write_rows
+
+
+def look(processor: Any, data: Any) -> ChatLook:
+    return ChatLook(ChatCollator(processor, data))
 
 
 def printed(report: Any) -> str:
@@ -43,7 +49,7 @@ def test_without_a_processor(path: Path) -> None:
 
 def test_with_a_processor(path: Path) -> None:
     processor, _ = processor_for(vision="clip", audio="whisper")
-    report = check_data(data_config(path), processor)
+    report = check_data(data_config(path), look(processor, data_config(path)))
     (source,) = report.sources
     assert source.items == {"vision": 6, "audio": 2} and report.unit == "tokens"
     # BOS, "user:", 5 of the image, 2 words, "assistant:", the 2 of the answer, EOS
@@ -59,8 +65,9 @@ def test_all_that_is_wrong(tmp_path: Path, path: Path) -> None:
     data = data.model_copy(
         update={"evaluation": [data.train[0].model_copy(update={"path": str(tmp_path / "no.json")})]}
     )
-    report = check_data(data, processor_for(vision="clip", audio="whisper")[0])
-    assert "max_length is 12" in report.problems[0] and "no.json does not exist" in report.problems[1]
+    patient = data.model_copy(update={"too_long": "skip"})
+    report = check_data(data, look(processor_for(vision="clip", audio="whisper")[0], patient))
+    assert "no.json does not exist" in report.problems[0] and "max_length is 12" in report.problems[1]
     assert report.sources[0].too_long and "no.json" in printed(report)
     gone = write_rows(tmp_path / "gone.jsonl", [{"image": "gone.png", "text": "x"}] * 30)
     report = check_data(data_config(gone))
@@ -79,8 +86,8 @@ def test_the_command(tmp_path: Path, path: Path) -> None:
     register(app)
     config = tmp_path / "run.yaml"
     config.write_text(f"model: {{whole: {{path: x}}}}\ndata: {{train: {path}, skip_limit: 0.2}}\n")
-    ran = CliRunner().invoke(app, ["data", "check", str(config)])
+    ran = CliRunner().invoke(app, ["data", "check", str(config), "--rows"])
     assert ran.exit_code == 0, ran.output
     assert "d.jsonl:9" in ran.output and "sharegpt" in ran.output
-    ran = CliRunner().invoke(app, ["data", "check", str(config), "data.skip_limit=0", "--samples", "3"])
+    ran = CliRunner().invoke(app, ["data", "check", str(config), "data.skip_limit=0", "--samples", "3", "--rows"])
     assert ran.exit_code == 2 and "1 of 3 samples are broken" in ran.output

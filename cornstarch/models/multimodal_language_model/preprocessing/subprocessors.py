@@ -10,7 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
+from PIL import Image
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
@@ -86,6 +88,29 @@ def item_dimensions(processor: Any) -> int:
     if isinstance(own, int):
         return own
     return _DIMENSIONS.get(item_kind(item_argument(processor)) or "", 0)
+
+
+def noise_item(processor: Any) -> Any:
+    """Return an item that a processor takes and that shows nothing: a small image, or a second of sound."""
+    random = np.random.default_rng(0)
+    kind = item_kind(item_argument(processor))
+    if kind == "images":
+        return Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    if kind == "audio" and item_dimensions(processor) == 2:
+        return random.standard_normal((2, processor.feature_size)).astype(np.float32)
+    if kind == "audio":
+        return random.standard_normal(_rate(processor) or 16_000).astype(np.float32)
+    raise ConfigError(f"{type(processor).__name__} takes {item_argument(processor)!r}; expected images or sounds.")
+
+
+def noise_inputs(processor: Any) -> dict[str, Any]:
+    """Return the arguments with which a processor processes one item of noise."""
+    rate = {"sampling_rate": _rate(processor)} if "sampling_rate" in keywords(processor) else {}
+    return {item_argument(processor): [noise_item(processor)], **rate}
+
+
+def _rate(processor: Any) -> int | None:
+    return getattr(getattr(processor, "feature_extractor", processor), "sampling_rate", None)
 
 
 def name_items(processor: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,480 @@
+"""What the Trainer costs: a step of it against a loop written by hand, `transformers.Trainer` and Lightning.
+
+All train the same Llama from the same weights on the same rows with the same fused AdamW, schedule and clipping, and
+say a loss every so many steps; that all losses are equal, step by step, is checked. Ours runs as it does for a user: it
+writes metrics.jsonl and a line of progress, while the others are set to say as little as they can.
+
+Each contender has a thread of its own, but only one runs at a time: from one forward pass of its model to the next,
+which is one whole step with its logging and the next batch. Then another has its turn, in a random order, so that
+whatever else the machine does hits all of them. A round is so many steps of each, a line of metrics among them.
+Reported: the median over rounds of the ratio to the loop by hand, in wall time and in CPU time of this process, and the
+difference. The loop by hand runs twice, to show how far two equal things differ here.
+
+    python benchmarks/trainer_overhead.py         # prints tables; with --output FILE.json also writes them
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import logging
+import math
+import platform
+import random
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cornstarch.train import Trainer
+
+RATE, DECAY, CLIP, WARMUP = 1e-3, 0.01, 1.0, 5
+OURS, BY_HAND, AGAIN, HUGGING_FACE, LIGHTNING = "Cornstarch", "by hand", "by hand, again", "transformers", "Lightning"
+LIMIT = 1.02  # of the loop by hand
+Rows = list[dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How much there is to compute in a step."""
+
+    name: str
+    hidden: int
+    layers: int
+    vocabulary: int
+    length: int
+    batch: int
+
+    def model(self) -> LlamaForCausalLM:
+        """Return the model, always with the same weights."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=8 * self.hidden // 3,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 32,
+            max_position_embeddings=self.length,
+            use_cache=False,
+        )
+        return LlamaForCausalLM(config).train()
+
+    def rows(self, steps: int) -> Rows:
+        """Return tokens for so many steps."""
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, self.vocabulary, (steps * self.batch, self.length), generator=generator)
+        tokens[:, 1::2] = (tokens[:, ::2] + 1) % self.vocabulary  # there is something to learn
+        labels = tokens.clone()
+        labels[:, 0] = -100  # never predicted: said, so that nobody counts it
+        return [{"input_ids": one, "labels": label} for one, label in zip(tokens, labels, strict=True)]
+
+
+CASES = [
+    Case("tiny", hidden=64, layers=2, vocabulary=256, length=32, batch=8),  # shows what does not grow with the model
+    Case("small", hidden=128, layers=4, vocabulary=2048, length=64, batch=8),
+    Case("larger", hidden=256, layers=4, vocabulary=4096, length=128, batch=8),
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a contender does."""
+
+    model: LlamaForCausalLM
+    rows: Rows
+    batch: int
+    steps: int
+    every: int
+    """Steps between two lines of the log."""
+    folder: Path
+
+    def loader(self) -> DataLoader[Any]:
+        """Return what hands out batches, in order, for those who bring no loader of their own."""
+        return DataLoader(self.rows, batch_size=self.batch)  # type: ignore[arg-type]
+
+    def optimizer(self) -> torch.optim.AdamW:
+        """Return AdamW with two groups: biases and norms are not decayed."""
+        parameters = list(self.model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=RATE, fused=True)
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> LambdaLR:
+        """Return warm-up and cosine, by the step."""
+
+        def factor(step: int) -> float:
+            if step < WARMUP:
+                return (step + 1) / (WARMUP + 1)
+            return (1 + math.cos(math.pi * min((step - WARMUP) / (self.steps - WARMUP), 1))) / 2
+
+        return LambdaLR(optimizer, factor)
+
+
+# ---------------------------------------------------------------------------------------------------- contenders
+
+
+def train_by_hand(job: Job) -> None:
+    """Train as one would write it down."""
+    model, optimizer = job.model, job.optimizer()
+    schedule = job.schedule(optimizer)
+    parameters = list(model.parameters())
+    total = torch.zeros(())
+    with open(job.folder / "log.jsonl", "w", buffering=1) as log:
+        for step, batch in enumerate(job.loader(), start=1):
+            loss = model(**batch).loss
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            total += loss.detach()
+            if step % job.every == 0:
+                line = {"step": step, "loss": total.item() / job.every, "grad_norm": norm.item()}
+                log.write(json.dumps({**line, "learning_rate": schedule.get_last_lr()[0]}) + "\n")
+                total.zero_()
+
+
+def train_ours(job: Job) -> None:
+    """Train with our Trainer, as it is by default when it does not run in a terminal."""
+    Trainer.from_objects(
+        job.model,
+        train_data=job.rows,
+        console=Console(file=io.StringIO(), width=120),
+        output=str(job.folder / "run"),
+        device="cpu",
+        precision="fp32",
+        data={"shuffle": False},
+        optimizer={"learning_rate": RATE, "weight_decay": DECAY, "clip": CLIP},
+        schedule={"name": "cosine", "warmup": WARMUP},
+        loop={"steps": job.steps, "batch_size": job.batch},
+        logging={"every": job.every, "progress": "lines"},
+    ).fit()
+
+
+def train_with_transformers(job: Job) -> None:
+    """Train with `transformers.Trainer`, without its bar and its printing."""
+    optimizer = job.optimizer()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(job.folder),
+        max_steps=job.steps,
+        per_device_train_batch_size=job.batch,
+        train_sampling_strategy="sequential",
+        max_grad_norm=CLIP,
+        logging_steps=job.every,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = transformers.Trainer(
+        job.model, arguments, train_dataset=job.rows, optimizers=(optimizer, job.schedule(optimizer))
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+
+def train_with_lightning(job: Job) -> None:
+    """Train with Lightning, its metrics in a CSV file, without its bar and its checkpoints."""
+    import lightning
+    from lightning.pytorch.loggers import CSVLogger
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model
+
+        def training_step(self, batch: dict[str, Tensor], number: int) -> Tensor:
+            loss = self.model(**batch).loss
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = job.optimizer()
+            return [optimizer], [{"scheduler": job.schedule(optimizer), "interval": "step"}]
+
+    trainer = lightning.Trainer(
+        max_steps=job.steps,
+        accelerator="cpu",
+        devices=1,
+        gradient_clip_val=CLIP,
+        logger=CSVLogger(job.folder),
+        log_every_n_steps=job.every,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Module(), job.loader())
+
+
+CONTENDERS: dict[str, Callable[[Job], None]] = {
+    OURS: train_ours,
+    BY_HAND: train_by_hand,
+    AGAIN: train_by_hand,
+    HUGGING_FACE: train_with_transformers,
+    LIGHTNING: train_with_lightning,
+}
+
+
+# ---------------------------------------------------------------------------------------------------- taking turns
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one step took."""
+
+    wall: float
+    cpu: float  # of this process: what others do on the machine does not count
+
+
+class Seat:
+    """A contender in a thread of its own, which waits before each forward pass until it has its turn."""
+
+    def __init__(self, train: Callable[[Job], None], job: Job) -> None:
+        self.seconds: list[Seconds] = []
+        self.losses: list[Tensor] = []
+        self._train, self._job = train, job
+        self._mine, self._others = threading.Semaphore(0), threading.Semaphore(0)
+        self._began: tuple[float, float] | None = None
+        self._free = False
+        self._error: BaseException | None = None
+        job.model.register_forward_pre_hook(self._wait)
+        job.model.register_forward_hook(self._note)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def turn(self) -> None:
+        """Let it run until its next forward pass; the first time, until its first."""
+        self._mine.release()
+        self._others.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Let it run to its end."""
+        self._free = True
+        self.turn()
+
+    def _run(self) -> None:
+        self._mine.acquire()
+        try:
+            self._train(self._job)
+            if not self._free:
+                raise RuntimeError(f"{self._train.__name__} ended after {len(self.losses)} steps")
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._others.release()
+
+    def _wait(self, *_: object) -> None:
+        if self._free:
+            return
+        wall, cpu = time.perf_counter(), time.process_time()
+        if self._began is not None:
+            self.seconds.append(Seconds(wall - self._began[0], cpu - self._began[1]))
+        self._others.release()
+        self._mine.acquire()
+        self._began = time.perf_counter(), time.process_time()
+
+    def _note(self, module: object, arguments: object, output: Any) -> None:
+        if not self._free:
+            self.losses.append(output.loss.detach())
+
+
+def take_turns(case: Case, names: list[str], rounds: int, steps: int, folder: Path) -> dict[str, list[list[Seconds]]]:
+    """Return what the steps of each contender took, round by round."""
+    count = (rounds + 1) * steps  # the first round warms up
+    rows = case.rows(count + 1)
+    seats: dict[str, Seat] = {}
+    for number, name in enumerate(names):
+        own = folder / f"{case.name}-{number}"
+        own.mkdir()
+        # One step more: the last that is timed ends with the next forward pass.
+        seats[name] = Seat(CONTENDERS[name], Job(case.model(), rows, case.batch, count + 1, steps, own))
+    for seat in seats.values():
+        seat.turn()  # until the first forward pass
+    gc.collect()
+    gc.freeze()  # what four trainers have made is not looked through in the step of one of them
+    order, chance = list(seats.values()), random.Random(0)
+    for _ in range(count):
+        chance.shuffle(order)
+        for seat in order:
+            seat.turn()
+    check_losses({name: seat.losses for name, seat in seats.items()}, count)
+    for seat in seats.values():
+        seat.end()
+    gc.unfreeze()
+    return {
+        name: [seat.seconds[start : start + steps] for start in range(steps, count, steps)]
+        for name, seat in seats.items()
+    }
+
+
+def check_losses(losses: dict[str, list[Tensor]], count: int) -> None:
+    """Make sure that all have done the same."""
+    wanted = torch.stack(losses[BY_HAND])
+    if len(wanted) != count or not wanted[-1] < wanted[0]:
+        raise RuntimeError(f"{len(wanted)} losses, the last {wanted[-1]:.4f}; expected {count} that fall")
+    for name, found in losses.items():
+        try:
+            torch.testing.assert_close(torch.stack(found), wanted, rtol=1e-4, atol=0)
+        except AssertionError as error:
+            raise RuntimeError(f"{name} does not do what the loop by hand does. {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------- what it says
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender against another."""
+
+    milliseconds: float
+    """Of a step."""
+    ratio: float
+    interval: tuple[float, float]
+    """In which the median is by 95 %."""
+    ratio_cpu: float
+    more_us: float
+    """Microseconds of a step beyond those of the other."""
+    more_us_cpu: float
+
+
+def compared(found: list[list[Seconds]], base: list[list[Seconds]]) -> Result:
+    """Compare round by round."""
+    wall, base_wall = ([sum(s.wall for s in one) / len(one) for one in side] for side in (found, base))
+    cpu, base_cpu = ([sum(s.cpu for s in one) / len(one) for one in side] for side in (found, base))
+    ratios = [a / b for a, b in zip(wall, base_wall, strict=True)]
+    return Result(
+        1e3 * statistics.median(wall),
+        statistics.median(ratios),
+        median_interval(ratios),
+        statistics.median(a / b for a, b in zip(cpu, base_cpu, strict=True)),
+        1e6 * statistics.median(a - b for a, b in zip(wall, base_wall, strict=True)),
+        1e6 * statistics.median(a - b for a, b in zip(cpu, base_cpu, strict=True)),
+    )
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Return between which two of the values the median lies by 95 %, whatever their distribution; all, if few."""
+    ordered, count = sorted(values), len(values)
+    low = 0
+    while sum(math.comb(count, k) for k in range(low + 2)) <= 0.025 * 2**count:
+        low += 1
+    return ordered[low], ordered[-1 - low]
+
+
+def against(name: str, ours: Result) -> str:
+    """Return how ours stands to another."""
+    low, high = ours.interval
+    return f"to {name} it is {ours.ratio:.3f} ({low:.3f} – {high:.3f}), CPU {ours.ratio_cpu:.3f}"
+
+
+def table(results: dict[str, Result]) -> str:
+    """Return the results of a case as a table in Markdown."""
+    lines = [
+        "| | ms per step | ratio, wall (95 %) | ratio, CPU | µs more, wall | µs more, CPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, r in results.items():
+        ratio = f"{r.ratio:.3f} ({r.interval[0]:.3f} – {r.interval[1]:.3f})"
+        row = [name, f"{r.milliseconds:.2f}", ratio, f"{r.ratio_cpu:.3f}", f"{r.more_us:.0f}", f"{r.more_us_cpu:.0f}"]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    """Return what is installed of what is compared."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "accelerate", "lightning"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def be_quiet() -> None:
+    """Leave out what the others say beside their work."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    with suppress(ImportError):
+        import lightning  # noqa: F401  it sets its level when it is imported
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def measure(case: Case, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
+    """Measure one case, print its table, and return its numbers."""
+    with TemporaryDirectory() as folder:
+        taken = take_turns(case, names, rounds, steps, Path(folder))
+    results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
+    others = {name: compared(taken[OURS], taken[name]) for name in names if name in (HUGGING_FACE, LIGHTNING)}
+    parameters = sum(p.numel() for p in case.model().parameters())
+    print(f"\n{case.name}: {parameters / 1e6:.1f} M parameters, {case.batch} rows of {case.length} tokens a step")
+    print(table(results))
+    verdict = "within" if results[OURS].ratio <= LIMIT else "above"
+    print(f"{OURS} is {verdict} {LIMIT} of the loop by hand; " + "; ".join(map(against, others, others.values())))
+    sys.stdout.flush()
+    return {
+        **asdict(case),
+        "parameters": parameters,
+        "results": {name: asdict(result) for name, result in results.items()},
+        "ours_to": {name: asdict(result) for name, result in others.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10, help="of a round, and between two lines of metrics")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    be_quiet()
+    found = versions()
+    machine = f"{platform.machine()} CPU, threads: {given.threads}"
+    names = [name for name in CONTENDERS if name != LIGHTNING or found["lightning"] != "not installed"]
+    print(", ".join(f"{name} {text}" for name, text in found.items()))
+    print(f"{machine}, {given.rounds} rounds of {given.steps} steps")
+    if LIGHTNING not in names:
+        print("Lightning is left out: it is not installed (pip install lightning).")
+    chosen = [case for case in CASES if case.name in given.cases]
+    cases = {case.name: measure(case, names, given.rounds, given.steps) for case in chosen}
+    if given.output is not None:
+        result = {
+            "command": f"python benchmarks/trainer_overhead.py --rounds {given.rounds} --steps {given.steps} "
+            f"--threads {given.threads} --cases {' '.join(given.cases)}",
+            "date": date.today().isoformat(),
+            "versions": found,
+            "machine": machine,
+            "cases": cases,
+        }
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

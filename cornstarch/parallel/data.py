@@ -1,0 +1,196 @@
+"""Data parallelism: DDP, FSDP 1 and 2, ZeRO 1 to 3 and HSDP behind one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from cornstarch.errors import ConfigError
+from cornstarch.parallel.units import wrapping_units
+from cornstarch.plan.plan import DataPlan
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
+    """Return what to call instead of the model, whose parameters are now kept as the plan says.
+
+    Make the optimizer afterwards, from the model's parameters. Losses are averaged over processes: a process that has a
+    share of the tokens gives the sum over its tokens, divided by the tokens of all, times the number of processes.
+    """
+    match plan.kind:
+        case "ddp" | "zero1":
+            return _replicated(model, mesh, plan)
+        case "fsdp1":
+            return _fully_sharded_1(model, mesh, plan)
+        case _:
+            return _fully_sharded_2(model, mesh, plan)
+
+
+# ---------------------------------------------------------------------------------------------------- the kinds
+
+
+def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
+    options: dict[str, Any] = {} if plan.bucket_mb is None else {"bucket_cap_mb": plan.bucket_mb}
+    return DistributedDataParallel(
+        model,
+        device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
+        process_group=mesh.get_group(),
+        static_graph=plan.static_graph,
+        gradient_as_bucket_view=plan.gradient_as_bucket_view,
+        find_unused_parameters=plan.find_unused and not plan.static_graph,
+        **options,
+    )
+
+
+def _fully_sharded_2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
+    reshard = plan.kind != "zero2" if plan.reshard_after_forward is None else plan.reshard_after_forward
+    policy = MixedPrecisionPolicy(
+        param_dtype=_DTYPES[plan.param_dtype], reduce_dtype=_DTYPES[plan.reduce_dtype], cast_forward_inputs=False
+    )
+    # Pages of a CPU are pinned for a GPU to read them; without one there is nothing to pin for.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
+    units = _units(model, plan)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    # The model itself is in use from the first layer to the last: freeing it in between would only cost time.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    if plan.prefetch:
+        _prefetch(units, plan.prefetch)
+    return model
+
+
+def _prefetch(units: list[nn.Module], ahead: int) -> None:
+    """Let each unit's gathering begin while units before it compute."""
+    ordered: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for index, unit in enumerate(ordered):
+        unit.set_modules_to_forward_prefetch(ordered[index + 1 : index + 1 + ahead])
+        unit.set_modules_to_backward_prefetch(ordered[max(index - ahead, 0) : index][::-1])
+
+
+def _fully_sharded_1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
+    units = {id(unit) for unit in [*_units(model, plan), *_frozen_children(model)]}
+    precision = None
+    if plan.param_dtype or plan.reduce_dtype or plan.buffer_dtype:
+        precision = MixedPrecision(
+            param_dtype=_DTYPES[plan.param_dtype],
+            reduce_dtype=_DTYPES[plan.reduce_dtype],
+            buffer_dtype=_DTYPES[plan.buffer_dtype],
+            cast_forward_inputs=False,
+        )
+    keep = plan.reshard_after_forward is False
+    return FullyShardedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+        mixed_precision=precision,
+        cpu_offload=CPUOffload(offload_params=True) if plan.offload else None,
+        device_id=torch.cuda.current_device() if mesh.device_type == "cuda" else torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+def _units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
+    if plan.wrap == "none":
+        return []
+    classes = None if plan.wrap == "auto" else list(plan.wrap)
+    return wrapping_units(model, classes, plan.wrap_min_parameters or 0)
+
+
+def _frozen_children(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are frozen as a whole: FSDP 1 would make zero gradients for them."""
+    for child in model.children():
+        parameters = list(child.parameters())
+        if not parameters:
+            continue
+        if not any(parameter.requires_grad for parameter in parameters):
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                yield child
+        else:
+            yield from _frozen_children(child)
+
+
+# ---------------------------------------------------------------------------------------------------- while training
+
+
+@contextmanager
+def gradients_kept_here(wrapped: nn.Module | None, kept: bool) -> Iterator[None]:
+    """Run a block whose gradients need not reach the other processes yet: more portions of the step follow.
+
+    Only replicated models save by it. Sharded ones would have to hold all gradients; theirs are reduced at once, and
+    add up to the same.
+    """
+    if kept and isinstance(wrapped, DistributedDataParallel):
+        with wrapped.no_sync():
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def whole_model(wrapped: nn.Module | None) -> Iterator[None]:
+    """Run a block in which the model itself may be called, and not only what wraps it: to generate, say.
+
+    All processes must run it, and call the model equally often.
+    """
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            yield
+    elif isinstance(wrapped, FSDPModule):
+        # Layers gather themselves; what is around them is gathered when the model is called, which it is not.
+        wrapped.unshard()
+        try:
+            yield
+        finally:
+            wrapped.reshard()
+    else:
+        yield
+
+
+@torch.no_grad()
+def clip_gradients(wrapped: nn.Module | None, parameters: list[nn.Parameter], most: float) -> Tensor:
+    """Scale gradients so that their norm, over all parameters on all processes, is at most `most`; return the norm."""
+    if isinstance(wrapped, FullyShardedDataParallel):
+        return wrapped.clip_grad_norm_(most)
+    return full_value(torch.nn.utils.clip_grad_norm_(parameters, most))
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """Return a tensor whole, on every process."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_value(tensor: Tensor) -> Tensor:
+    """Return what of a tensor is in this process."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_data_plan(model: nn.Module, plan: DataPlan) -> None:
+    """Refuse what a model and a plan cannot do together."""
+    if plan.kind == "fsdp1" and any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"parallel.data.kind = fsdp1\n  It flattens parameters together, which must have one type; the model "
+                f"has {' and '.join(kinds)}. Give all parts the same `dtype`, or use fsdp2."
+            )

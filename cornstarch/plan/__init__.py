@@ -1,0 +1,38 @@
+"""What is intended: plans and layouts, as plain data that is made before any process starts."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cornstarch.plan.layout import AXES, Axis, Layout, Place, unexecutable
+    from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan, read_plan
+
+__all__ = [
+    "AXES", "Axis", "DataKind", "DataPlan", "Layout", "ModulePlan", "Place", "Plan", "read_plan", "unexecutable",
+]  # fmt: skip
+
+# Looked up when first asked for (PEP 562): who only reads a plan must not wait for NumPy.
+_MODULES = {
+    "AXES": "cornstarch.plan.layout",
+    "Axis": "cornstarch.plan.layout",
+    "DataKind": "cornstarch.plan.plan",
+    "DataPlan": "cornstarch.plan.plan",
+    "Layout": "cornstarch.plan.layout",
+    "ModulePlan": "cornstarch.plan.plan",
+    "Place": "cornstarch.plan.layout",
+    "Plan": "cornstarch.plan.plan",
+    "read_plan": "cornstarch.plan.plan",
+    "unexecutable": "cornstarch.plan.layout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

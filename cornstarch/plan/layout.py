@@ -1,0 +1,371 @@
+"""Who holds what: a plan and a number of ranks become places and groups; pure arithmetic, no process group, no torch.
+
+layout = Layout.of(plan, world=54)
+layout.place(40)                           # Place(modules=('language_model',), stage=2, dp=1, cp=0, tp=0)
+layout.groups("tp", "language_model")      # every group at once: an array of shape (groups, ranks of a group)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import gcd
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from cornstarch.errors import ConfigError
+from cornstarch.plan.mistakes import nearest, shown
+from cornstarch.plan.placement import Placement, Ranks, Span, group_starts, nodes_of, place_spans
+from cornstarch.plan.plan import Plan
+
+MOST_RANKS = 10_000_000
+
+Axis = Literal["tp", "cp", "pp", "dp", "data", "replicate", "shard"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+
+
+class Place(NamedTuple):
+    """What one rank holds."""
+
+    modules: tuple[str, ...]
+    """One module, or all of them where they share their ranks."""
+    stage: int
+    """The pipeline stage of the module."""
+    dp: int
+    """The replica."""
+    cp: int
+    """Which share of each sequence."""
+    tp: int
+    """Which share of each matrix."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan spread over a number of ranks. Make one with `Layout.of`."""
+
+    plan: Plan
+    world: int
+    """All ranks."""
+    ranks_per_node: int
+    """Ranks on each node, which follow one another: rank 9 is on node 1 if there are 8."""
+    replicate: int | None
+    """hsdp: copies of the model, each of them sharded; None for every other kind."""
+    placement: Placement
+    """The order of the ranks."""
+
+    @classmethod
+    def of(cls, plan: Plan, world: int, ranks_per_node: int = 8) -> Layout:
+        """Return the layout for `world` ranks; the number of replicas (dp) is what fits into them."""
+        for name, number, most in (("world", world, MOST_RANKS), ("ranks_per_node", ranks_per_node, 2**31)):
+            if type(number) is not int or not 1 <= number <= most:
+                raise ConfigError(f"{name} = {shown(number)}: expected a whole number from 1 to {most:,}.")
+        dp = _infer_dp(plan, world)
+        placement = place_spans(_spans(plan), dp, ranks_per_node)
+        layout = cls(plan, world, ranks_per_node, _infer_replicate(plan, dp, ranks_per_node), placement)
+        layout._check_resharding()
+        return layout
+
+    # ---------------------------------------------------------------------------------------- sizes
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas of the model."""
+        return self.placement.dp
+
+    @property
+    def nodes(self) -> int:
+        """Nodes; the last one may have fewer ranks."""
+        return -(-self.world // self.ranks_per_node)
+
+    def span(self, module: str) -> Span:
+        """Return the sizes of a module."""
+        spans = {name: span for span in self.placement.spans for name in span.modules}
+        if module not in spans:
+            meant = nearest(str(module), list(spans))
+            advice = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(spans)}."
+            raise ConfigError(f"The plan has no module {shown(module)!r}; {advice}")
+        return spans[module]
+
+    def data_shape(self, module: str) -> tuple[int, int]:
+        """Return (copies, shards): how often, and over how many ranks, the data parallelism of a module spreads it.
+
+        Together they are dp × cp: context-parallel ranks hold the same parameters, as replicas do. What is sharded
+        under zero1 is only the optimizer's state.
+        """
+        ranks = self.dp * self.span(module).cp
+        if self.plan.kind(module) == "ddp":
+            return ranks, 1
+        copies = self.replicate or 1
+        return copies, ranks // copies
+
+    # ---------------------------------------------------------------------------------------- places
+
+    def place(self, rank: int) -> Place:
+        """Return what a rank holds."""
+        self._check_index("rank", rank, self.world)
+        span, dp, offset = self.placement.locate(rank)
+        stage, within = divmod(offset, span.stage_ranks)
+        return Place(span.modules, stage, dp, *divmod(within, span.tp))
+
+    def rank(self, module: str, stage: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Return the rank that holds a place."""
+        span = self.span(module)
+        sizes = {"stage": span.stages, "dp": self.dp, "cp": span.cp, "tp": span.tp}
+        for (name, size), index in zip(sizes.items(), (stage, dp, cp, tp), strict=True):
+            self._check_index(f"{name} of {module}", index, size)
+        return self.placement.start(span, dp) + (stage * span.cp + cp) * span.tp + tp
+
+    def node(self, rank: int) -> int:
+        """Return the node of a rank."""
+        self._check_index("rank", rank, self.world)
+        return rank // self.ranks_per_node
+
+    @staticmethod
+    def _check_index(name: str, index: int, size: int) -> None:
+        if not 0 <= index < size:
+            raise ConfigError(f"{name} = {index}: expected 0" + (f" to {size - 1:,}." if size > 1 else "."))
+
+    # ---------------------------------------------------------------------------------------- groups
+
+    def mesh(self, module: str) -> Ranks:
+        """Return the ranks of a module as an array with the axes (pp, dp, cp, tp)."""
+        span = self.span(module)
+        inside = np.arange(span.ranks, dtype=np.int64).reshape(span.stages, 1, span.cp, span.tp)
+        return inside + self.placement.starts(span)[None, :, None, None]
+
+    def ranks(self, module: str) -> Ranks:
+        """Return all ranks that hold a part of a module, in ascending order."""
+        return np.sort(self.mesh(module), axis=None)
+
+    def groups(self, axis: Axis, module: str) -> Ranks:
+        """Return every group of a module along an axis, as an array of shape (groups, ranks of a group).
+
+        tp, cp, pp, dp: ranks that differ in this coordinate only.
+        data: ranks that hold the same parameters, dp × cp of them; dp counts slowest.
+        shard, replicate: the data groups cut into copies, as `data_shape` says: a shard group holds one copy together,
+        and the ranks of a replicate group hold the same shard.
+        """
+        return _groups(self.mesh(module), axis, self.data_shape(module))
+
+    def group(self, axis: Axis, module: str, rank: int) -> Ranks:
+        """Return the one group along an axis that a rank belongs to, without building the others."""
+        place = self.place(rank)
+        if module not in place.modules:
+            self.span(module)  # a module that there is not is another mistake
+            raise ConfigError(f"Rank {rank} holds {' and '.join(place.modules)}, no part of {module}.")
+        mesh = self._mesh_around(module, place, axis)
+        if axis not in ("shard", "replicate"):
+            return _groups(mesh, axis, (1, 1))[0]
+        data = _groups(mesh, "data", (1, 1))[0]
+        shards = self.data_shape(module)[1]
+        index = place.dp * self.span(module).cp + place.cp
+        return data[index // shards * shards :][:shards] if axis == "shard" else data[index % shards :: shards]
+
+    def _mesh_around(self, module: str, place: Place, axis: Axis) -> Ranks:
+        """Return the part of a module's mesh that holds the group of a place, and nothing else."""
+        span = self.span(module)
+        free = {"pp": (0,), "dp": (1,), "cp": (2,), "tp": (3,)}.get(axis, (1, 2))
+        sizes = (span.stages, self.dp, span.cp, span.tp)
+        here = (place.stage, place.dp, place.cp, place.tp)
+        index = [
+            np.arange(n) if i in free else np.array([at]) for i, (n, at) in enumerate(zip(sizes, here, strict=True))
+        ]
+        stage, _, cp, tp = np.ix_(*index)
+        starts = self.placement.starts(span) if 1 in free else np.array([self.placement.start(span, place.dp)])
+        return starts.reshape(1, -1, 1, 1) + (stage * span.cp + cp) * span.tp + tp
+
+    def every_group(self) -> dict[tuple[str, Axis], Ranks]:
+        """Return all groups by (module, axis); modules that share their ranks have the same arrays."""
+        found: dict[tuple[str, Axis], Ranks] = {}
+        for span in self.placement.spans:
+            mesh = self.mesh(span.modules[0])
+            for axis in AXES:
+                shapes: dict[tuple[int, int], Ranks] = {}
+                for module in span.modules:
+                    shape = self.data_shape(module)
+                    if shape not in shapes:
+                        shapes[shape] = _groups(mesh, axis, shape)
+                    found[module, axis] = shapes[shape]
+        return found
+
+    # ---------------------------------------------------------------------------------------- what to know
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """What slows the run down: groups that cross nodes, one line for the innermost axis of each module."""
+        return tuple(warning for span in self.placement.spans if (warning := self._crossing(span)) is not None)
+
+    def _crossing(self, span: Span) -> str | None:
+        node, name = self.ranks_per_node, " and ".join(span.modules)
+        starts = self.placement.starts(span)
+        nested = [
+            ("tp", f"tp {span.tp}", span.tp, group_starts(starts, span.stages * span.cp, span.tp)),
+            ("cp", f"cp {span.cp} × tp {span.tp} = {span.stage_ranks}", span.stage_ranks,
+             group_starts(starts, span.stages, span.stage_ranks)),
+            ("pp", f"{span.stages} stages × cp {span.cp} × tp {span.tp} = {span.ranks}", span.ranks, starts),
+        ]  # fmt: skip
+        for axis, sizes, ranks, groups in nested:
+            nodes = nodes_of(groups, ranks, node)
+            crossing = int((nodes > 1).sum())
+            if not crossing or (axis == "pp" and ranks > node):  # pipelines are made for crossing nodes
+                continue
+            what = {"tp": "tensor-parallel groups", "cp": "context-parallel groups", "pp": "pipelines"}[axis]
+            if ranks > node:
+                why = f"a node has {node} ranks"
+                advice = f"Use tp of at most {node}." if axis == "tp" else f"Use cp × tp of at most {node}."
+            else:
+                why = f"nodes of {node} ranks are not filled evenly"
+                advice = "Use sizes that divide one another and the ranks of a node."
+            many = "all" if crossing == len(groups) else f"{crossing:,} of {len(groups):,}"
+            return f"{name}: {many} {what} ({sizes}) lie on up to {int(nodes.max())} nodes: {why}. {advice}"
+        return None
+
+    def unexecutable(self) -> list[str]:
+        """Return why this layout can be planned but not run yet; nothing if it can be run."""
+        return unexecutable(self.plan)
+
+    def describe(self) -> str:
+        """Return the sizes as a few lines of text."""
+        replicas = "1 replica" if self.dp == 1 else f"{self.dp:,} replicas"
+        ranks = "1 rank" if self.world == 1 else f"{self.world:,} ranks"
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes:,} nodes"
+        head = f"{ranks} on {nodes} of {self.ranks_per_node}: {replicas} of {self.plan.replica:,}"
+        rows: list[tuple[str, ...]] = [("module", "ranks", "pp", "dp", "cp", "tp", "data parallelism")]
+        for name in self.plan.modules:
+            span = self.span(name)
+            sizes = (self.dp * span.ranks, span.stages, self.dp, span.cp, span.tp)
+            rows.append((name, *(f"{size:,}" for size in sizes), self._data_words(name)))
+        return "\n".join([head, "", *columns(rows, right=range(1, 6))])
+
+    def _data_words(self, module: str) -> str:
+        kind, (copies, shards) = self.plan.kind(module), self.data_shape(module)
+        return f"{kind}, {copies:,} × {shards:,}" if kind == "hsdp" else f"{kind} over {copies * shards:,}"
+
+    def _check_resharding(self) -> None:
+        """Refuse to shard again after forward over a number of ranks that the shards cannot be joined to."""
+        size = self.plan.data.reshard_after_forward
+        if size is None or isinstance(size, bool):
+            return
+        for module in self.plan.modules:
+            shards = self.data_shape(module)[1]
+            if shards % size or size >= shards:
+                fitting = [str(n) for n in islice((n for n in range(2, shards) if shards % n == 0), 8)]
+                advice = f"Use {', '.join(fitting)}, true or false." if fitting else "Use true or false."
+                raise ConfigError(
+                    f"data.reshard_after_forward = {size}: {module} is sharded over {shards:,} ranks; the number must "
+                    f"divide that and be smaller. {advice}"
+                )
+
+
+# ------------------------------------------------------------------------------------------------ from plan to sizes
+
+
+def unexecutable(plan: Plan) -> list[str]:
+    """Return why a plan can be laid out but not run yet; nothing if it can be run."""
+    axes = (("tp", "tensor parallelism"), ("cp", "context parallelism"), ("stages", "pipeline parallelism"))
+    reasons = [
+        f"modules.{name}.{option} = {size}: {what} cannot be run yet. Use {option}: 1."
+        for name, module in plan.modules.items()
+        for option, what in axes
+        if (size := getattr(module, option)) > 1
+    ]
+    for name, module in plan.modules.items():
+        for option in ("activation_checkpointing", "precision"):
+            if getattr(module, option):
+                where = "loop.activation_checkpointing" if option == "activation_checkpointing" else "precision"
+                reasons.append(
+                    f"modules.{name}.{option}: it cannot be set for one module yet. Set it for the whole run: {where}."
+                )
+        if (kind := plan.kind(name)) != plan.data.kind:
+            reasons.append(
+                f"modules.{name}.zero = {plan.modules[name].zero}: {kind} for one module, where the others have "
+                f"{plan.data.kind}, cannot be run yet. Use data.kind alone."
+            )
+    if not plan.shared:
+        reasons.append(
+            "Modules on ranks of their own (modality parallelism) cannot be run yet. "
+            "Use ranks: shared, with one stage and the same tp and cp for every module."
+        )
+    return reasons
+
+
+def _spans(plan: Plan) -> list[Span]:
+    """Return the sizes of what stands on ranks of its own, in the plan's order."""
+    sizes = {name: (module.stages, module.cp, module.tp) for name, module in plan.modules.items()}
+    if plan.shared:
+        return [Span(tuple(sizes), *next(iter(sizes.values())))]
+    return [Span((name,), *size) for name, size in sizes.items()]
+
+
+def _infer_dp(plan: Plan, world: int) -> int:
+    """Return the number of replicas; ConfigError that names sizes that work, if the ranks do not fit."""
+    step = plan.replica * (plan.data.replicate or 1)
+    if world % step == 0:
+        return world // plan.replica
+    below = world // step * step
+    works = [str(size) for size in (below, below + step) if size]
+    works = works if below else [*works, str(2 * step)]
+    copies = f" and the plan wants {plan.data.replicate} copies (hsdp)" if plan.data.replicate not in (None, 1) else ""
+    short = "are too few" if world < step else "do not divide evenly"
+    raise ConfigError(
+        f"{world:,} ranks {short}: a replica takes {plan.replica:,}{_sum(plan)}{copies}.\n"
+        f"Sizes that work are multiples of {step:,}: {' or '.join(works)}."
+    )
+
+
+def _sum(plan: Plan) -> str:
+    """Return how the ranks of a replica add up: ` (vision 2 + language_model 3 × 2 × 4 = 24)`."""
+    words = []
+    for name, module in plan.modules.items():
+        sizes = [("stages", module.stages), ("cp", module.cp), ("tp", module.tp)]
+        factors = [f"{size} stages" if axis == "stages" else f"{axis} {size}" for axis, size in sizes if size > 1]
+        words.append(f"{name} {' × '.join(factors) + ' = ' if len(factors) > 1 else ''}{module.ranks:,}")
+        if plan.shared:
+            words[-1] = words[-1].removeprefix(f"{name} ")
+            break
+    return f" ({' + '.join(words)})" if plan.replica > 1 and (len(words) > 1 or "=" in words[0]) else ""
+
+
+def _infer_replicate(plan: Plan, dp: int, ranks_per_node: int) -> int | None:
+    """Return the number of copies under hsdp: the plan's, or as many as make the shards of a copy lie in a node."""
+    if plan.data.kind != "hsdp" or plan.data.replicate is not None:
+        return plan.data.replicate
+    shards = gcd(dp, max(1, ranks_per_node // plan.replica))
+    if shards == 1 and dp > 1:
+        raise ConfigError(
+            f"data.kind = hsdp: {dp:,} replicas of {plan.replica:,} ranks cannot be cut into copies that each lie in a "
+            f"node of {ranks_per_node} ranks. Say how many copies there are: data.replicate, a divisor of {dp:,}."
+        )
+    return dp // shards
+
+
+def _groups(mesh: Ranks, axis: Axis, data_shape: tuple[int, int]) -> Ranks:
+    """Return the groups of a mesh with the axes (pp, dp, cp, tp)."""
+    if axis not in AXES:
+        raise ConfigError(f"There is no axis {axis!r}; expected one of {', '.join(AXES)}.")
+    stages, dp, cp, tp = mesh.shape
+    if axis == "tp":
+        return mesh.reshape(-1, tp)
+    if axis == "cp":
+        return mesh.swapaxes(2, 3).reshape(-1, cp)
+    if axis == "pp":
+        return np.moveaxis(mesh, 0, -1).reshape(-1, stages)
+    if axis == "dp":
+        return np.moveaxis(mesh, 1, -1).reshape(-1, dp)
+    data = mesh.transpose(0, 3, 1, 2).reshape(-1, dp * cp)
+    if axis == "data":
+        return data
+    copies, shards = data_shape
+    if axis == "shard":
+        return data.reshape(-1, shards)
+    return data.reshape(-1, copies, shards).swapaxes(1, 2).reshape(-1, copies)
+
+
+def columns(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> list[str]:
+    """Return rows as lines of aligned columns; those in `right` end at the same place."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)) for row in rows]
+    return [line.rstrip() for line in lines]

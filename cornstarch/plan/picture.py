@@ -1,0 +1,274 @@
+"""Pictures of a layout: a table of text for a terminal, and a self-contained SVG; no torch.
+
+Worlds too large to read are shown by their first replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from itertools import chain
+from textwrap import wrap
+
+from cornstarch.plan.layout import Layout, columns
+from cornstarch.plan.placement import Span
+
+MOST_ROWS = 64
+MOST_NODES = 48
+CELLS_IN_A_LINE = 8
+LETTERS_IN_A_LINE = 112
+
+Range = tuple[int, int]
+"""First and last."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks that follow one another and hold the same module."""
+
+    ranks: Range
+    modules: tuple[str, ...]
+    stage: Range
+    dp: Range
+    cp: Range
+    tp: Range
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def as_text(layout: Layout) -> str:
+    """Return the sizes, which ranks of which node hold what, and what is to be known about it, as text."""
+    shown = shown_replicas(layout)
+    cells: list[tuple[str, ...]] = [("node", "ranks", "module", "stage", "dp", "cp", "tp")]
+    last = None
+    for row in rows(layout, shown):
+        nodes = _words(_nodes(layout, row))
+        numbers = [_words(axis) for axis in (row.stage, row.dp, row.cp, row.tp)]
+        cells.append((nodes if nodes != last else "", _words(row.ranks), name_of(row.modules), *numbers))
+        last = nodes
+    parts = [layout.describe(), "\n".join([*columns(cells), *_more(layout, shown)])]
+    parts += [f"warning: {warning}" for warning in layout.warnings]
+    if reasons := layout.unexecutable():
+        parts.append(
+            "\n".join(["This layout can be planned, but not run yet:", *(f"- {reason}" for reason in reasons)])
+        )
+    return "\n\n".join(parts)
+
+
+def name_of(modules: tuple[str, ...]) -> str:
+    """Return what a rank holds, in one word where there are many modules."""
+    return " + ".join(modules) if len(modules) <= 4 else f"all {len(modules)} modules"
+
+
+def shown_replicas(layout: Layout) -> int:
+    """Return how many replicas a picture shows: all, or those that fit into the first node, but at least one."""
+    spans = layout.placement.spans
+    whole = sum(layout.dp * span.stages * span.cp * -(-span.tp // layout.ranks_per_node) for span in spans)
+    if whole <= MOST_ROWS or (len(spans) == 1 and spans[0].ranks == 1 and layout.nodes <= MOST_ROWS):
+        return layout.dp
+    return min(layout.dp, max(1, layout.ranks_per_node // layout.placement.replica))
+
+
+def _more(layout: Layout, shown: int) -> Iterator[str]:
+    if shown == layout.dp:
+        return
+    replica, together = layout.placement.replica, layout.placement.together
+    first = "the first is" if shown == 1 else f"the first {shown} are"
+    yield f"… × {layout.dp:,} replicas, of which {first} shown."
+    if together == 1:
+        yield f"Each stands {replica:,} ranks after the one before it."
+    else:
+        many = f"{together:,} replicas stand" if together < layout.dp else "All replicas stand"
+        yield f"{many} together ({together * replica:,} ranks): each module of all of them, then the next module."
+
+
+def _nodes(layout: Layout, row: Row, behind: int = 0) -> Range:
+    """Return the first and the last node of a row, or the one `behind` the last."""
+    first, last = row.ranks
+    return first // layout.ranks_per_node, last // layout.ranks_per_node + behind
+
+
+def _words(span: Range) -> str:
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}–{span[1]}"
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def rows(layout: Layout, replicas: int) -> list[Row]:
+    """Return the ranks of the first replicas: by tp group and node, or coarser where that would be too long."""
+    found: list[Row] = []
+    for fine in (_by_group, _by_stage, _by_module):
+        found = sorted((row for span in layout.placement.spans for row in fine(layout, span, replicas)), key=_first)
+        if len(found) <= MOST_ROWS:
+            break
+    return found
+
+
+def _first(row: Row) -> int:
+    return row.ranks[0]
+
+
+def _by_group(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+    """Yield a row for each tp group, cut where a node ends; replicas of one rank are joined within a node."""
+    if span.ranks == 1:
+        yield from _joined(layout, span, replicas)
+        return
+    for dp in range(replicas):
+        start = layout.placement.start(span, dp)
+        for group in range(span.stages * span.cp):
+            stage, cp = divmod(group, span.cp)
+            first = start + group * span.tp
+            for low, high in _cut(first, first + span.tp - 1, layout.ranks_per_node):
+                tp = (low - first, high - first)
+                yield Row((low, high), span.modules, (stage, stage), (dp, dp), (cp, cp), tp)
+
+
+def _joined(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+    starts = layout.placement.starts(span)[:replicas].tolist()
+    low = 0
+    for dp in range(1, replicas + 1):
+        follows = dp < replicas and starts[dp] == starts[dp - 1] + 1
+        if not (follows and starts[dp] % layout.ranks_per_node):
+            yield Row((starts[low], starts[dp - 1]), span.modules, (0, 0), (low, dp - 1), (0, 0), (0, 0))
+            low = dp
+
+
+def _cut(low: int, high: int, every: int) -> Iterator[Range]:
+    while low <= high:
+        end = min(high, (low // every + 1) * every - 1)
+        yield low, end
+        low = end + 1
+
+
+def _by_stage(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+    for dp in range(replicas):
+        start = layout.placement.start(span, dp)
+        for stage in range(span.stages):
+            first = start + stage * span.stage_ranks
+            ranks = (first, first + span.stage_ranks - 1)
+            yield Row(ranks, span.modules, (stage, stage), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
+
+
+def _by_module(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+    for dp in range(replicas):
+        start = layout.placement.start(span, dp)
+        ranks, stages = (start, start + span.ranks - 1), (0, span.stages - 1)
+        yield Row(ranks, span.modules, stages, (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
+
+
+# ------------------------------------------------------------------------------------------------ SVG
+
+_CELL, _GAP, _MARGIN, _TITLE = 46, 14, 24, 22
+_COLOURS = ["#0f857c", "#cc5a14", "#5b57d1", "#b83280", "#68750f", "#1f74b8", "#8a5300", "#15703d"]
+_STYLE = """
+svg { background: #ffffff; font-family: system-ui, "Segoe UI", Roboto, "Liberation Sans", Arial, sans-serif; }
+text { fill: #17212b; font-size: 12px; } .head { font-size: 17px; font-weight: 600; } .soft { fill: #55626f; }
+.cell text { fill: #ffffff; text-anchor: middle; } .number { font-size: 13px; font-weight: 600; }
+.where { font-size: 9.5px; } .node { fill: #eef1f3; stroke: #d5dce1; } .group { fill: none; stroke: #17212b;
+stroke-width: 1.6; } .warn { fill: #8a5300; }
+@media (prefers-color-scheme: dark) { svg { background: #0f1418; } text { fill: #e4eaef; } .soft { fill: #9eacb8; }
+.node { fill: #171e24; stroke: #2a343d; } .group { stroke: #e4eaef; } .warn { fill: #f2b84b; } }
+"""
+
+
+def as_svg(layout: Layout) -> str:
+    """Return a picture: a panel for each node, a cell for each rank, coloured by module, tp groups framed."""
+    shown = shown_replicas(layout)
+    touched = [range(*_nodes(layout, row, 1)) for row in rows(layout, shown)]
+    nodes = sorted({*chain(*touched)}) if shown < layout.dp else list(range(layout.nodes))
+    drawn = nodes[:MOST_NODES]
+    wide = min(layout.ranks_per_node, CELLS_IN_A_LINE, layout.world)
+    high = -(-min(layout.ranks_per_node, layout.world) // wide)
+    panel = (wide * _CELL + 2 * _GAP, high * _CELL + _GAP + _TITLE + 4)
+    in_a_line = max(1, 1000 // (panel[0] + _GAP))
+
+    parts, top = _heading(layout, len(nodes) - len(drawn), shown)
+    for index, node in enumerate(drawn):
+        line, column = divmod(index, in_a_line)
+        corner = (_MARGIN + column * (panel[0] + _GAP), top + line * (panel[1] + _GAP))
+        parts += _node(layout, node, corner, panel, wide)
+    width = max(2 * _MARGIN + min(in_a_line, len(drawn)) * (panel[0] + _GAP) - _GAP, 720)
+    height = top + -(-len(drawn) // in_a_line) * (panel[1] + _GAP) + _MARGIN - _GAP
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img">',
+            f"<title>{_escaped(_title(layout))}</title>",
+            f"<style>{_STYLE}</style>",
+            *parts,
+            "</svg>\n",
+        ]
+    )
+
+
+def _title(layout: Layout) -> str:
+    return layout.describe().splitlines()[0]
+
+
+def _heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str], int]:
+    """Return title, legend and notes, and where the panels begin."""
+    y = _MARGIN + 12
+    parts = [f'<text class="head" x="{_MARGIN}" y="{y}">{_escaped(_title(layout))}</text>']
+    for index, span in enumerate(layout.placement.spans):
+        y += 22
+        sizes = " × ".join([f"{span.stages} stages", f"dp {layout.dp:,}", f"cp {span.cp}", f"tp {span.tp}"])
+        words = f"{name_of(span.modules)}: {sizes if span.stages > 1 else sizes.partition(' × ')[2]}"
+        colour = _COLOURS[index % len(_COLOURS)]
+        parts.append(f'<rect x="{_MARGIN}" y="{y - 11}" width="13" height="13" rx="3" fill="{colour}"/>')
+        parts.append(f'<text x="{_MARGIN + 20}" y="{y}">{_escaped(words)}</text>')
+    notes = [
+        "In each cell: the rank; s stage, d replica, c share of a sequence, t share of a matrix. Frames: tp groups."
+    ]
+    notes += list(_more(layout, shown))
+    notes += [f"{left_out:,} more nodes are not drawn."] if left_out else []
+    for kind, text in [*(("soft", note) for note in notes), *(("warn", warning) for warning in layout.warnings)]:
+        for line in wrap(text, LETTERS_IN_A_LINE):
+            y += 18
+            parts.append(f'<text class="{kind}" x="{_MARGIN}" y="{y}">{_escaped(line)}</text>')
+    return parts, y + 16
+
+
+def _node(layout: Layout, node: int, corner: Range, panel: Range, wide: int) -> Iterator[str]:
+    x, y = corner
+    first = node * layout.ranks_per_node
+    last = min(first + layout.ranks_per_node, layout.world) - 1
+    yield f'<rect class="node" x="{x}" y="{y}" width="{panel[0]}" height="{panel[1]}" rx="8"/>'
+    yield f'<text class="soft" x="{x + _GAP}" y="{y + 19}">node {node:,}</text>'
+    for rank in range(first, last + 1):
+        line, column = divmod(rank - first, wide)
+        yield from _cell(layout, rank, x + _GAP + column * _CELL, y + _GAP + _TITLE - 4 + line * _CELL)
+
+
+def _cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:
+    span, _, _ = layout.placement.locate(rank)
+    place = layout.place(rank)
+    colour = _COLOURS[layout.placement.spans.index(span) % len(_COLOURS)]
+    size, middle = _CELL - 4, x + _CELL // 2 - 2
+    upper = f"s{place.stage} d{place.dp}" if span.stages > 1 else f"d{place.dp}"
+    lower = " ".join([f"c{place.cp}"] * (span.cp > 1) + [f"t{place.tp}"] * (span.tp > 1))
+    yield '<g class="cell">'
+    yield f"<title>{_escaped(f'rank {rank}: {name_of(place.modules)}')}, stage {place.stage}, dp {place.dp}, "
+    yield f"cp {place.cp}, tp {place.tp}</title>"
+    yield f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="5" fill="{colour}"/>'
+    large = "number" if rank < 100_000 else "where"
+    yield f'<text class="{large}" x="{middle}" y="{y + 16}">{rank}</text>'
+    yield f'<text class="where" x="{middle}" y="{y + 27}">{upper}</text>'
+    yield f'<text class="where" x="{middle}" y="{y + 37}">{lower}</text></g>'
+    if span.tp > 1:
+        yield _frame(x, y, opens=place.tp == 0, closes=place.tp == span.tp - 1)
+
+
+def _frame(x: int, y: int, opens: bool, closes: bool) -> str:
+    """Return the part of a tp group's frame that runs along one cell: above and below, and at the ends."""
+    left, right = x - 2, x + _CELL - 2
+    top, bottom = y - 2, y + _CELL - 2
+    ends = [edge for edge, there in ((left, opens), (right, closes)) if there]
+    path = f"M{left} {top}H{right}M{left} {bottom}H{right}" + "".join(f"M{edge} {top}V{bottom}" for edge in ends)
+    return f'<path class="group" d="{path}"/>'
+
+
+def _escaped(text: str) -> str:
+    return escape("".join(letter if letter.isprintable() else "\ufffd" for letter in text))

@@ -1,0 +1,124 @@
+"""Launches in a process of their own, of small scripts that need no torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 60.0  # seconds, on a machine with other things to do
+
+# What every script begins with. Workers tell one another by files, never by time.
+_PRELUDE = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+here = Path(__file__).parent
+
+def tell(name, text=""):
+    (here / f"{name}.part{rank}").write_text(text)
+    (here / f"{name}.part{rank}").rename(here / name)
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)
+
+def told(name):
+    until((here / name).exists)
+    return (here / name).read_text()
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+"""
+
+_LAUNCHER = """
+import os, sys
+from pathlib import Path
+from cornstarch.launch import local, workers
+
+{before}
+
+workers.GRACE = {grace}
+local._core_count = lambda: 64  # not a word about cores
+sys.exit(local.launch([sys.executable, {script!r}, *{arguments}], {nproc!r}, Path({logs!r})))
+"""
+
+
+@dataclass
+class Launched:
+    """A launch that is running, or has ended."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def log(self, rank: int) -> str:
+        """Return what a rank wrote, without the title."""
+        title, _, text = (self.logs / f"rank_{rank}.log").read_text().partition("\n")
+        assert title.startswith("--- ")
+        return text
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something the workers do."""
+        wait_until(lambda: condition() or self.process.poll() is not None)
+        assert condition(), self.process.communicate()
+
+    def ended(self) -> tuple[int, str, str]:
+        """Wait for the end; return the exit code, stdout and stderr."""
+        stdout, stderr = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, stdout, stderr
+
+
+def start(
+    folder: Path,
+    script: str,
+    nproc: int | str,
+    *arguments: str,
+    grace: float = 30.0,
+    before: str = "",
+    environment: dict[str, str] | None = None,
+    stdout: int | IO[Any] = subprocess.PIPE,
+) -> Launched:
+    """Start a launch of a script."""
+    path = folder / "worker.py"
+    path.write_text(_PRELUDE + textwrap.dedent(script))
+    code = _LAUNCHER.format(
+        before=before, grace=grace, script=str(path), nproc=nproc, logs=str(folder / "logs"), arguments=arguments
+    )
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True, env=variables, cwd=folder
+    )
+    return Launched(process, folder)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait for something that must come."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, though nobody may have asked about it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

@@ -1,0 +1,178 @@
+"""Which process this is, and what happens when the others cannot be found."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from cornstarch.errors import ConfigError
+from cornstarch.launch.world import World, current_world, named_ranks, start_process_group
+from tests.launch.started import ROOT
+
+FULL = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_the_world_of_torchrun() -> None:
+    assert current_world(FULL) == World(rank=5, local_rank=1, size=8, local_size=4)
+
+
+@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "first", "MASTER_PORT": "1"}, {"OMP_NUM_THREADS": "1"}])
+def test_alone(variables: dict[str, str]) -> None:
+    assert current_world(variables) == World(rank=0, local_rank=0, size=1, local_size=1)
+
+
+BAD = [
+    *[({name: None}, f"^{name} not set, beside ") for name in FULL],
+    ({"MASTER_ADDR": ""}, "^MASTER_ADDR not set, beside RANK=5, LOCAL_RANK=1"),
+    ({"RANK": "five"}, "RANK='five': expected a whole number"),
+    ({"RANK": "8"}, "^RANK=8, LOCAL_RANK=1, WORLD_SIZE=8, LOCAL_WORLD_SIZE=4: rank 8 of 8"),
+    ({"RANK": "-1"}, "rank -1 of 8"),
+    ({"LOCAL_RANK": "4"}, "on its machine 4 of 4"),
+    ({"LOCAL_WORLD_SIZE": "9"}, "on its machine 1 of 9: that cannot be"),
+    ({"WORLD_SIZE": "0"}, "rank 5 of 0"),
+    ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: a port is"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_variables_that_cannot_be(change: dict[str, str | None], message: str) -> None:
+    variables = {name: text for name, text in {**FULL, **change}.items() if text is not None}
+    with pytest.raises(ConfigError, match=message):
+        current_world(variables)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 2, 0, 1], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")]
+)
+def test_named_ranks(ranks: list[int], text: str) -> None:
+    assert named_ranks(ranks) == text
+
+
+def test_importing_does_not_import_torch() -> None:
+    code = "import sys, cornstarch.launch; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout == "False\n", ran.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- rendezvous
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    """Something that listens and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port that is held, and that torch may open."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def meet(monkeypatch: pytest.MonkeyPatch, rank: int, host: str, port: int) -> tuple[str, float]:
+    """Return what it says that two processes do not meet, and after how long."""
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as raised, start_process_group(World(rank, rank, 2, 2), rendezvous_timeout=0.5):
+        raise AssertionError("they met")
+    assert not distributed.is_initialized()
+    return str(raised.value), time.monotonic() - began
+
+
+def test_the_port_is_taken(monkeypatch: pytest.MonkeyPatch, server: socket.socket) -> None:
+    port = server.getsockname()[1]
+    message, _ = meet(monkeypatch, 0, "127.0.0.1", port)
+    assert message.startswith(f"Port {port} of {socket.gethostname()} is taken")
+    assert "--master-port" in message
+
+
+def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    message, seconds = meet(monkeypatch, 1, "127.0.0.1", free_port)
+    assert f"could not reach rank 0 at 127.0.0.1:{free_port} within 0.5 s: connection refused." in message
+    assert 0.5 <= seconds < 5
+
+
+def test_the_name_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    message, _ = meet(monkeypatch, 1, "no-such-host.invalid", 29500)
+    assert "at no-such-host.invalid:29500 within 0.5 s:" in message
+    assert "MASTER_ADDR must be its name" in message
+
+
+def test_something_else_is_there(monkeypatch: pytest.MonkeyPatch, server: socket.socket) -> None:
+    message, seconds = meet(monkeypatch, 1, "127.0.0.1", server.getsockname()[1])
+    assert "something answers there that is not the run's rank 0" in message
+    assert seconds < 5
+
+
+def test_another_does_not_come(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    message, seconds = meet(monkeypatch, 0, "127.0.0.1", free_port)
+    assert message.startswith("Rank 1 of 2 did not come within 0.5 s.")
+    assert seconds < 5
+
+
+def test_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    message, _ = meet(monkeypatch, 1, "", 29500)
+    assert message == "2 processes need MASTER_ADDR and MASTER_PORT, to find one another."
+
+
+# ---------------------------------------------------------------------------------------------------- alone
+
+
+def test_a_group_of_one_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for _ in range(2):
+        with start_process_group(World()) as device:
+            assert device == torch.device("cpu")
+            distributed.all_reduce(torch.ones(2))
+            with pytest.raises(ConfigError, match="in a process group already"), start_process_group(World()):
+                pass
+        assert not distributed.is_initialized()
+
+
+def test_an_error_is_written_down_for_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ZeroDivisionError), start_process_group(World()):
+        _ = 1 / 0
+    assert not distributed.is_initialized()
+    record = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert record["message"] == "ZeroDivisionError: division by zero"
+    assert "1 / 0" in record["extraInfo"]["py_callstack"]
+    assert abs(int(record["extraInfo"]["timestamp"]) - time.time()) < 60
+
+
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(ConfigError, match="device type 'tpu': expected one of cpu, cuda"),
+        start_process_group(World(), "tpu"),
+    ):
+        pass
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with (
+        pytest.raises(ConfigError, match="Process 1 of 2 on .* and there are 1 .* Start at most 1"),
+        start_process_group(World(1, 1, 2, 2), "cuda"),
+    ):
+        pass
