@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cornstarch"
 
 # From left to right: a room may import itself and every room to its right (docs/architecture.md).
 ORDER = [
-    "cli", "launch", "demo", "train", "report", "plugin", "pipeline", "parallel", "models", "attention", "plan",
+    "cli", "demo", "train", "launch", "report", "plugin", "pipeline", "parallel", "models", "attention", "plan",
     "schedule", "compat", "files", "errors",
 ]  # fmt: skip
 # Files at the top of the package that are only another door to a room.

@@ -12,6 +12,8 @@ import typer
 from cornstarch.cli.main import INTERRUPTED
 
 if TYPE_CHECKING:
+    import torch
+
     from cornstarch.train.config import RunConfig
 
 
@@ -66,30 +68,34 @@ def train(
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
             print(f"{run.folder}: the earlier run is now {aside}")
-    if nproc is not None and process_count(nproc) > 1:
+    count = 1 if nproc is None else process_count(nproc)
+    if count > 1:
         own = ["--allow-changes"] if allow_changes else []
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]
-        raise typer.Exit(launch(command, nproc, run.folder / "logs"))
+        raise typer.Exit(launch(command, count, run.folder / "logs"))
     if world.size == 1:
-        _fit(run, allow_changes)
-        return
-    device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
-    with start_process_group(world, device) as own_device:
-        agree(as_data(run))
-        _fit(run.model_copy(update={"device": str(own_device)}), allow_changes)
+        interrupted = _fit(run, allow_changes)
+    else:
+        device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
+        with start_process_group(world, device) as own_device:
+            agree(as_data(run))
+            interrupted = _fit(run, allow_changes, own_device)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
 
 
-def _fit(run: RunConfig, allow_changes: bool) -> None:
+def _fit(run: RunConfig, allow_changes: bool, device: torch.device | None = None) -> bool:
+    """Train; return whether Ctrl-C ended it."""
     quiet_libraries()
     from cornstarch.train import Trainer
 
-    trainer = Trainer(run, allow_changes=allow_changes, command=shlex.join(["cornstarch", *sys.argv[1:]]))
+    command = shlex.join(["cornstarch", *sys.argv[1:]])
+    trainer = Trainer(run, allow_changes=allow_changes, command=command, device=device)
     result = trainer.fit()
     says = result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
     if says and trainer.rank == 0:
         print(f"talk to it: cornstarch generate {run.folder}")
-    if result.status == "stopped" and trainer.interrupted:
-        raise typer.Exit(INTERRUPTED)
+    return result.status == "stopped" and trainer.interrupted
 
 
 def _has_gpu() -> bool:

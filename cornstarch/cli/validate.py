@@ -45,7 +45,9 @@ def validate(
 def summary(config: RunConfig) -> list[tuple[str, str]]:
     """Return what a run is, in a few lines."""
     loop, optimizer, schedule = config.loop, config.optimizer, config.schedule
-    length = f"{loop.steps} steps" if loop.steps is not None else f"{loop.epochs or 1:g} times through the data"
+    epochs = loop.epochs or 1
+    times = "once" if epochs == 1 else f"{epochs:g} times"
+    length = f"{loop.steps} steps" if loop.steps is not None else f"{times} through the data"
     portions = f" in {loop.accumulation} portions" if loop.accumulation > 1 else ""
     return [
         ("run", f"{config.name}, seed {config.seed}, into {config.folder}"),

@@ -64,8 +64,10 @@ def launch(
             f"This is rank {base.get('RANK', '?')} of {base['WORLD_SIZE']} already, started by torchrun or the like; "
             "each of them would start more. Leave --nproc out."
         )
-    size = process_count(nproc, console)
+    size, cores = process_count(nproc, console), _core_count()
     _make_folder(logs)
+    if size > cores:
+        _say(console, f"{size} processes share {cores} core{'s' if cores > 1 else ''}: that works, and is slow.")
     with tempfile.TemporaryDirectory(prefix="cornstarch-launch-") as records, _reserved_port() as (held, port):
         workers = Workers(logs, Path(records))
         with closing(workers), _signals_to(workers):
@@ -91,9 +93,6 @@ def process_count(nproc: int | str, console: Console | None = None) -> int:
         size = 0
     if size < 1:
         raise ConfigError(f"nproc = {nproc}: expected a number of processes, at least 1, or auto.")
-    cores = _core_count()
-    if size > cores:
-        _say(console, f"{size} processes share {cores} core{'s' if cores > 1 else ''}: that works, and is slow.")
     return size
 
 
@@ -196,11 +195,10 @@ def _told(workers: Workers, size: int, console: Console) -> int:
         return 0 if stopped is None else 128 + stopped
     first = failures[0]
     words = workers.last_words(first.rank)
+    for end in failures:  # an error that every process finds is told as a single one tells it
+        if end.rank == 0 and end.code == first.code and workers.last_words(0) == words:
+            first = end
     is_told = words.is_told and first.code > 0
-    by_rank = {end.rank: end for end in failures}
-    # A mistake that every process finds is told as a single one tells it.
-    if is_told and 0 in by_rank and workers.last_words(0) == words:
-        first = by_rank[0]
     if first.rank == 0:
         workers.show_rank_0()
         if is_told:

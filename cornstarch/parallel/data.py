@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.units import wrapping_units
 from cornstarch.plan.plan import DataPlan
 
@@ -117,17 +118,24 @@ def _units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
     return wrapping_units(model, classes, plan.wrap_min_parameters or 0)
 
 
-def _frozen_children(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that are frozen as a whole: FSDP 1 would make zero gradients for them."""
-    for child in model.children():
+def _frozen_children(module: nn.Module, table: nn.Module | None = None) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are frozen as a whole: FSDP 1 would make zero gradients for them.
+
+    A table of embeddings is a module of its own, because a multimodal model looks up words before it calls its language
+    model.
+    """
+    if isinstance(module, MultimodalModel):
+        table = module.language_model.get_input_embeddings()  # type: ignore[operator]
+    for child in module.children():
         parameters = list(child.parameters())
-        if not parameters:
-            continue
-        if not any(parameter.requires_grad for parameter in parameters):
-            if not isinstance(child, nn.ModuleList | nn.ModuleDict):
-                yield child
-        else:
-            yield from _frozen_children(child)
+        if any(parameter.requires_grad for parameter in parameters) or _holds(child, table):
+            yield from _frozen_children(child, table)
+        elif parameters and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+
+
+def _holds(module: nn.Module, other: nn.Module | None) -> bool:
+    return module is not other and any(inner is other for inner in module.modules())
 
 
 # ---------------------------------------------------------------------------------------------------- while training
@@ -148,7 +156,7 @@ def gradients_kept_here(wrapped: nn.Module | None, kept: bool) -> Iterator[None]
 
 
 @contextmanager
-def whole_model(wrapped: nn.Module | None) -> Iterator[None]:
+def whole_model(wrapped: Any) -> Iterator[None]:
     """Run a block in which the model itself may be called, and not only what wraps it: to generate, say.
 
     All processes must run it, and call the model equally often.

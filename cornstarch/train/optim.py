@@ -71,13 +71,13 @@ def scale_rates(optimizer: torch.optim.Optimizer, how: str, processes: int) -> N
 
 
 def _groups(part: Part, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
-    trained = [parameter for name, parameter in part.trained.items() if only is None or name in only]
+    trained = {name: parameter for name, parameter in part.trained.items() if only is None or name in only}
     if not decays:
-        kinds: list[tuple[list[nn.Parameter], dict[str, Any]]] = [(trained, {})]
+        kinds: list[tuple[list[nn.Parameter], dict[str, Any]]] = [(list(trained.values()), {})]
     else:
         kinds = [
-            ([p for p in trained if p.dim() > 1], {"weight_decay": part.weight_decay}),
-            ([p for p in trained if p.dim() <= 1], {"weight_decay": 0.0}),
+            ([p for name, p in trained.items() if not part.is_vector(name)], {"weight_decay": part.weight_decay}),
+            ([p for name, p in trained.items() if part.is_vector(name)], {"weight_decay": 0.0}),
         ]
     for parameters, options in kinds:
         if parameters:

@@ -31,6 +31,12 @@ class Part:
     weight_decay: float
     dtype: Precision | None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict, compare=False, repr=False)
+    vectors: frozenset[str] | None = field(default=None, compare=False, repr=False)
+    """The parameters of at most one dimension, where their shapes do not tell: FSDP 1 flattens all."""
+
+    def is_vector(self, name: str) -> bool:
+        """Whether a parameter is a bias or belongs to a norm, so that it is not decayed."""
+        return self.parameters[name].dim() <= 1 if self.vectors is None else name in self.vectors
 
     @property
     def train(self) -> str:

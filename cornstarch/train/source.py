@@ -58,6 +58,7 @@ def read_config(
     for override in overrides:
         mistakes = [*mistakes, *_apply(override, values)]
         _list_sources(values)
+    _replace_length(values, {override.partition("=")[0].strip() for override in overrides})
     if not readable:  # all else would be "missing"
         return Reading(None, mistakes, values)
     config, further = _validated(values)
@@ -140,6 +141,15 @@ def _list_sources(values: Node) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ overrides
+
+
+def _replace_length(values: Node, overridden: set[str]) -> None:
+    """Let `loop.steps=100` stand in for the file's `epochs`, and the other way round: only one of them can be meant."""
+    loop = values.value.get("loop") if isinstance(values.value, dict) else None
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        is_meant = f"loop.{given}" in overridden and f"loop.{other}" not in overridden
+        if is_meant and loop is not None and isinstance(loop.value, dict) and loop.value[given].value is not None:
+            loop.value.pop(other, None)
 
 
 def _apply(override: str, values: Node) -> list[Mistake]:

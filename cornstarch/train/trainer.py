@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, processes
 from cornstarch.parallel.data import check_data_plan, clip_gradients, gradients_kept_here, whole_model
@@ -128,6 +129,7 @@ class Trainer:
         allow_changes: Go on from a checkpoint although the config has changed.
         console: Where progress is told.
         command: What the user typed, for the report.
+        device: This process's own, of several.
     """
 
     def __init__(
@@ -140,9 +142,18 @@ class Trainer:
         allow_changes: bool = False,
         console: Console | None = None,
         command: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.config = config
+        self._device = device
         self.rank, self.ranks = processes.rank(), processes.size()
+        world = current_world()
+        if world.size != self.ranks and self.ranks == 1:
+            raise ConfigError(
+                f"This is process {world.rank} of {world.size}, but they do not know one another. Make the trainer "
+                "inside `with cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
+                "use `cornstarch train`."
+            )
         self.position = Position()
         self.folder = RunFolder(config.folder)
         self._given = (task, train_data, evaluation_data)
@@ -221,7 +232,7 @@ class Trainer:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         seed_all(self.config.seed)
-        self.placement = choose_placement(self.config.device, self.config.precision)
+        self.placement = choose_placement(str(self._device or self.config.device), self.config.precision)
         self._open_data()
         self._make_model()
         self._make_optimizer()
@@ -249,7 +260,7 @@ class Trainer:
 
     def totals(self, batch: StepBatch) -> StepTotals:
         """Return what a step has in all processes together; all of them must call it."""
-        modalities = list(self.task.modalities())
+        modalities = self._modalities
         items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
         tokens = sum(portion.tokens for portion in batch.portions)
         mine = [batch.trained_tokens, tokens, batch.samples, self._signal is not None, *items]
@@ -274,7 +285,8 @@ class Trainer:
                     loss = loss * (portion.trained_tokens / totals.trained_tokens)
                 # Gradients are averaged over processes, but each has only its share of the sum.
                 scaled = loss * self.ranks if self.ranks > 1 else loss
-                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+                if scaled.requires_grad:  # a portion of text alone teaches a projector nothing
+                    (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             losses.append(loss.detach())
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._forget_unused(totals)
@@ -381,13 +393,17 @@ class Trainer:
         check_data_plan(self.model, plan.data)
         if isinstance(self.task, ConversationTask) and self.task.model.encoders:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
+        vectors = frozenset(name for part in self.parts for name in part.parameters if part.is_vector(name))
         mesh = data_mesh(self.placement.device.type, layout.replicate if plan.data.kind == "hsdp" else None)
         self.task.wrapped = apply_data_parallel(self.model, mesh, plan.data)
-        self.parts = parts_of(self.model, self.config.model, self.config.optimizer)  # sharded ones are new objects
+        # Sharded parameters are new objects, and with FSDP 1 of other shapes.
+        spread = parts_of(self.model, self.config.model, self.config.optimizer)
+        self.parts = [replace(part, vectors=vectors) for part in spread]
         seed_all(self.config.seed + self.rank)  # each process drops out other values
 
     def _make_optimizer(self) -> None:
         config = self.config
+        self._modalities = list(self.task.modalities())
         self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
         self._clipped = list(self._trained_parameters.values())
         self.owned = None
@@ -505,7 +521,8 @@ class Trainer:
             self.scaler.update()
         if self.owned is not None:
             self.owned.share()
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self._clipped:
+            parameter.grad = None
         if self.averages is not None:
             self.averages.update()
         return norm

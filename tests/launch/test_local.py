@@ -60,6 +60,13 @@ def test_threads_share_the_cores() -> None:
         assert environment["OMP_NUM_THREADS"] == str(max(1, cores // size))
 
 
+def test_more_processes_than_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_core_count", lambda: 1)
+    console = _console()
+    assert launch(["true"], 2, tmp_path, console=console) == 0
+    assert "2 processes share 1 core: that works, and is slow." in console.export_text()
+
+
 def test_rank_0_sees_the_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     launched = start(tmp_path, "tell(f'terminal_{rank}', str(sys.stdout.isatty()))", 2, stdout=theirs)
@@ -147,6 +154,13 @@ def test_a_mistake_that_all_find_is_told_once(tmp_path: Path, ending: str) -> No
         assert stderr.endswith(told)
     else:
         assert (code, stderr) == (2, told)
+
+
+def test_a_crash_that_all_have_is_shown_once(tmp_path: Path) -> None:
+    code, _, stderr = start(tmp_path, "import no_such_module", 4).ended()
+    assert code == 1
+    assert stderr.count("ModuleNotFoundError") == 1
+    assert "\nrank 0 of 4 failed with exit code 1; the others were stopped.\n" in stderr
 
 
 def test_a_mistake_that_one_finds_is_told_without_a_traceback(tmp_path: Path) -> None:
@@ -365,12 +379,10 @@ def _console() -> Console:
         ("2", 0, 2, ""),
         ("auto", 8, 8, ""),
         ("auto", 0, 1, "no GPU here"),
-        (64, 0, 64, "64 processes share 4 cores"),
     ],
 )
 def test_process_count(nproc: int | str, gpus: int, expected: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_gpu_count", lambda: gpus)
-    monkeypatch.setattr(local, "_core_count", lambda: 4)
     console = _console()
     assert process_count(nproc, console) == expected
     text = console.export_text()

@@ -428,3 +428,15 @@ def test_unknown_names_of_the_room_are_refused() -> None:
 
     with pytest.raises(AttributeError, match="no_such_name"):
         cornstarch.train.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(("in_file", "override", "steps", "epochs"), [
+    ("epochs: 2", "loop.steps=7", 7, None), ("steps: 7", "loop.epochs=2", None, 2.0), ("steps: 7", "seed=1", 7, None),
+])  # fmt: skip
+def test_a_length_on_the_command_line_stands_in_for_the_files(
+    tmp_path: Path, in_file: str, override: str, steps: int | None, epochs: float | None
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{given: x}}\ndata: {{train: [a.json]}}\nloop: {{{in_file}}}\n")
+    loop = load_config(path, [override]).loop
+    assert (loop.steps, loop.epochs) == (steps, epochs)
