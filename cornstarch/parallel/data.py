@@ -35,7 +35,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
     """Return what to call instead of the model, whose parameters are now kept as the plan says.
 
-    Make the optimizer afterwards, from the model's parameters. Losses are averaged over processes: a process that has a
+    Make the optimizer afterwards, from the model's parameters. All processes must come with the same weights: only DDP
+    hands round those of the first. Losses are averaged over processes: a process that has a
     share of the tokens gives the sum over its tokens, divided by the tokens of all, times the number of processes.
     """
     match plan.kind:
@@ -148,7 +149,8 @@ def gradients_kept_here(wrapped: nn.Module | None, kept: bool) -> Iterator[None]
     Only replicated models save by it. Sharded ones would have to hold all gradients; theirs are reduced at once, and
     add up to the same.
     """
-    if kept and isinstance(wrapped, DistributedDataParallel):
+    # The first backward pass of a static graph must be synchronised, and which is the first is torch's secret.
+    if kept and isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph:
         with wrapped.no_sync():
             yield
     else:

@@ -18,7 +18,7 @@ def data_mesh(device_type: str, replicate: int | None = None) -> DeviceMesh:
     world = dist.get_world_size()
     if replicate is None:
         return init_device_mesh(device_type, (world,), mesh_dim_names=("dp",))
-    if world % replicate or replicate < 1:
+    if replicate < 1 or world % replicate:
         fitting = [number for number in range(1, world + 1) if world % number == 0]
         raise ConfigError(
             f"{replicate} replicas do not fit {world} processes; expected one of {', '.join(map(str, fitting))}."

@@ -20,7 +20,8 @@ def wrapping_units(model: nn.Module, classes: Sequence[str] | None = None, least
         classes: Names of the classes whose modules are units, instead.
         least: Units with fewer parameters stay with what is around them.
     """
-    found = list(_of_classes(model, classes) if classes is not None else _layers(model))
+    own = list(model) if isinstance(model, nn.Sequential) else _layers(model)
+    found = list(_of_classes(model, classes) if classes is not None else own)
     shared = _shared(model)
     return [unit for unit in found if _size(unit) >= max(least, 1) and not shared & {id(p) for p in unit.parameters()}]
 
@@ -37,7 +38,7 @@ def _elements(layers: nn.ModuleList | nn.Sequential) -> Iterator[nn.Module]:
     for layer in layers:
         if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # it is not called itself
             yield from _layers(layer)
-        else:
+        elif any(True for _ in layer.children()):  # a single linear layer of a projector is too little
             yield layer
 
 

@@ -8,17 +8,42 @@ each frozen parameter the type, the shape and a hash of some of its values are n
 
 from __future__ import annotations
 
-import hashlib
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.train.checkpoint.pieces import Sharded, Tensorlike, is_cut
+from cornstarch.train.checkpoint.ranks import Ranks
+from cornstarch.train.holdings import (
+    describe,
+    fill,
+    held_parameters,
+    is_trained,
+    joined_sample,
+    named_buffers,
+    named_parameters,
+    sample,
+    sampled_part,
+    settle,
+)
+from cornstarch.train.nested import pack, tensor_names, unpack
+from cornstarch.train.optimizer_state import (
+    Group,
+    group_members,
+    hand_options_on,
+    joined_groups,
+    needed_tensors,
+    optimizer_differences,
+    own_optimizer,
+    packed_groups,
+    packed_states,
+    restore_optimizer,
+)
+from cornstarch.train.random_numbers import derived_seed, random_state, restore_random_state, seed_all
 
 __all__ = [
     "Restored", "capture", "named_parameters", "random_state", "restore", "restore_random_state", "restore_weights",
@@ -27,9 +52,6 @@ __all__ = [
 
 FORMAT = 1
 
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "param_names"}  # how a step is computed, not which step
-_SAMPLES = 64
 _SHOWN = 5
 
 
@@ -51,7 +73,7 @@ class Restored:
     loader_position: Any
 
 
-# ---------------------------------------------------------------------------------------------------- the two doors
+# ---------------------------------------------------------------------------------------------------- the doors
 
 
 def capture(
@@ -63,37 +85,45 @@ def capture(
     scaler: Stateful | None = None,
     loader_position: Any = None,
     rng: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the JSON data of a run's state.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors and the JSON data of a run's state, of which each process has a part.
 
     The tensors are the live ones: save or copy them before the next step. The data has the one key "state"; others may
     be added beside it. `ema` are averaged weights by parameter name. `rng` is a `random_state` taken earlier (default:
     now). `scheduler_state` and `loader_position` may be numbers, texts, tensors, arrays, and lists and dictionaries of
-    them.
+    them, alike in all processes.
     """
-    tensors: dict[str, Tensor] = {}
-    parameters = named_parameters(model)
-    held = {name for group in _groups(optimizer, parameters) for name in group}
-    described = {name: _parameter_entry(p, p.requires_grad or name in held) for name, p in parameters.items()}
-    tensors.update({f"parameters/{n}": p.detach() for n, p in parameters.items() if described[n]["saved"]})
-    tensors.update({f"buffers/{name}": buffer.detach() for name, buffer, _ in _buffers(model)})
-    tensors.update({f"ema/{name}": average.detach() for name, average in (ema or {}).items()})
+    ranks = Ranks.here()
+    settle(model)
+    tensors: dict[str, Tensorlike] = {}
+    parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
+    frozen = [name for name, parameter in held.items() if not is_trained(parameter)]
+    known = _surveyed(held, lambda: packed_groups(own, parameters, tensors), frozen, ranks)
+    samples = {name: known.samples[name] for name in frozen if name not in known.optimized}
+    averages = _cut_as_parameters(ema, held)
+    tensors.update({f"parameters/{name}": _live(p) for name, p in held.items() if name not in samples})
+    tensors.update({f"buffers/{name}": buffer.detach() for name, buffer, _ in named_buffers(model)})
+    tensors.update({f"ema/{name}": _live(average) for name, average in (averages or {}).items()})
     state = {
         "format": FORMAT,
-        "parameters": described,
-        "buffers": {name: {"is": _describe(b), "persistent": persistent} for name, b, persistent in _buffers(model)},
-        "ema": None if ema is None else {name: _describe(average) for name, average in ema.items()},
-        "optimizer": _pack(_optimizer_state(optimizer, parameters), "optimizer", tensors),
-        "scaler": None if scaler is None else _pack(scaler.state_dict(), "scaler", tensors),
-        "scheduler": _pack(scheduler_state, "scheduler", tensors),
-        "loader": _pack(loader_position, "loader", tensors),
-        "rng": _pack(random_state() if rng is None else rng, "rng", tensors),
+        "parameters": {name: _parameter_entry(p, samples.get(name)) for name, p in held.items()},
+        "buffers": {n: {"is": describe(b), "persistent": persistent} for n, b, persistent in named_buffers(model)},
+        "ema": None if averages is None else {name: describe(average) for name, average in averages.items()},
+        "optimizer": {
+            "class": type(own).__qualname__,
+            "groups": known.groups,
+            **packed_states(own, parameters, held, tensors),
+        },
+        "scaler": None if scaler is None else pack(scaler.state_dict(), "scaler", tensors),
+        "scheduler": pack(scheduler_state, "scheduler", tensors),
+        "loader": pack(loader_position, "loader", tensors),
+        **_packed_random_state(random_state() if rng is None else rng, ranks, tensors),
     }
     return tensors, {"state": state}
 
 
 def restore(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     data: Mapping[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -103,37 +133,61 @@ def restore(
 ) -> Restored:
     """Bring a run into a captured state, random numbers last; nothing is changed if the state does not fit.
 
-    Call it when everything that draws random numbers while it is made (the model, the loader) is there.
+    Each process takes what it holds, in whatever layout the state was saved. Call it when everything that draws random
+    numbers while it is made (the model, the loader) is there. With another number of processes than the state was saved
+    by, each gets random numbers of its own that depend on the saved ones (`random_numbers.derived_seed`).
     """
+    ranks = Ranks.here()
+    settle(model)
     state = _state(data)
-    parameters = named_parameters(model)
-    _refuse(_model_differences(state, model) + _trained_differences(state, parameters), "the model")
-    _refuse(_optimizer_differences(state["optimizer"], optimizer, parameters), "the optimizer")
-    _refuse(_ema_differences(state["ema"], ema), "the averaged weights")
-    _refuse(_scaler_differences(state["scaler"], scaler), "the gradient scaler")
-    _check_complete(state, tensors)
-    _copy_weights(state, tensors, model, averaged=False)
-    _restore_optimizer(state["optimizer"], tensors, optimizer, parameters)
-    with torch.no_grad():
-        for name, average in (ema or {}).items():
-            average.copy_(tensors[f"ema/{name}"])
-    if scaler is not None and state["scaler"]:
-        scaler.load_state_dict(_unpack(state["scaler"], tensors))
-    handed_back = Restored(_unpack(state["scheduler"], tensors), _unpack(state["loader"], tensors))
-    restore_random_state(_unpack(state["rng"], tensors))
-    return handed_back
+    parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
+    known = _surveyed(held, lambda: _bare_groups(own, parameters), _not_saved(state), ranks)
+    averages = _cut_as_parameters(ema, held)
+
+    def check() -> None:
+        _refuse(_model_differences(state, model, held, known.samples) + _trained_differences(state, held), "the model")
+        _refuse(optimizer_differences(state["optimizer"], own, parameters, known.optimized), "the optimizer")
+        _refuse(_ema_differences(state["ema"], averages), "the averaged weights")
+        _refuse(_scaler_differences(state["scaler"], scaler), "the gradient scaler")
+        needed = needed_tensors(state["optimizer"], own, parameters, held)
+        needed += tensor_names([state[part] for part in ("scaler", "scheduler", "loader")])
+        needed += tensor_names(_saved_random_state(state, ranks)[0])
+        _check_complete(state, tensors, needed)
+
+    def load() -> Restored:
+        _copy_weights(state, tensors, model, held, averaged=False)
+        restore_optimizer(state["optimizer"], tensors, own, parameters, held)
+        hand_options_on(own, optimizer)
+        for name, average in (averages or {}).items():
+            fill(tensors, f"ema/{name}", average)
+        if scaler is not None and state["scaler"]:
+            scaler.load_state_dict(unpack(state["scaler"], tensors))
+        handed_back = Restored(unpack(state["scheduler"], tensors), unpack(state["loader"], tensors))
+        _restore_random_numbers(state, tensors, ranks)
+        return handed_back
+
+    ranks.agreed(check)
+    return ranks.agreed(load)
 
 
 def restore_weights(
-    tensors: Mapping[str, Tensor], data: Mapping[str, Any], model: nn.Module, *, averaged: bool = False
+    tensors: Mapping[str, Any], data: Mapping[str, Any], model: nn.Module, *, averaged: bool = False
 ) -> None:
     """Bring only the model into a captured state, to use it; with the averaged weights if asked."""
+    ranks = Ranks.here()
+    settle(model)
     state = _state(data)
-    _refuse(_model_differences(state, model), "the model")
-    if averaged and state["ema"] is None:
-        raise ConfigError("The checkpoint has no averaged weights: the run was made without an EMA.")
-    _check_complete(state, tensors)
-    _copy_weights(state, tensors, model, averaged=averaged)
+    held = held_parameters(model, ranks)
+    known = _surveyed(held, list, _not_saved(state), ranks)
+
+    def check() -> None:
+        _refuse(_model_differences(state, model, held, known.samples), "the model")
+        if averaged and state["ema"] is None:
+            raise ConfigError("The checkpoint has no averaged weights: the run was made without an EMA.")
+        _check_complete(state, tensors, [])
+
+    ranks.agreed(check)
+    ranks.agreed(lambda: _copy_weights(state, tensors, model, held, averaged=averaged))
 
 
 def _state(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,78 +202,105 @@ def _state(data: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
+# ---------------------------------------------------------------------------------------------------- all processes
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What one process cannot know alone."""
+
+    optimized: Collection[str]
+    """The parameters that the optimizer of some process holds."""
+    groups: list[Group]
+    """Of the optimizers of all processes."""
+    samples: Mapping[str, str]
+    """Of parameters, whole."""
+
+
+def _surveyed(
+    held: Mapping[str, Tensorlike], groups: Callable[[], list[Group]], names: Iterable[str], ranks: Ranks
+) -> _Survey:
+    """Find out, all processes together, about optimizers and about the parameters that are named."""
+    asked = [name for name in names if name in held]
+
+    def work() -> dict[str, Any]:
+        return {"groups": groups(), "cut": {name: sampled_part(held[name]) for name in asked if is_cut(held[name])}}
+
+    def join(found: list[dict[str, Any]]) -> dict[str, Any]:
+        cut = dict.fromkeys(name for one in found for name in one["cut"])
+        samples = {name: joined_sample(one["cut"][name] for one in found if name in one["cut"]) for name in cut}
+        return {"groups": joined_groups([one["groups"] for one in found]), "samples": samples}
+
+    joined = ranks.reduced(work, join)
+    samples = {name: joined["samples"].get(name) or sample(_whole(held[name])) for name in asked}
+    return _Survey({n: None for g in joined["groups"] for n in g["parameters"]}, joined["groups"], samples)
+
+
+def _bare_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[Group]:
+    return [{"parameters": members, "options": {}} for members in group_members(optimizer, parameters)]
+
+
+def _not_saved(state: Mapping[str, Any]) -> list[str]:
+    return [name for name, entry in state["parameters"].items() if not entry["saved"]]
+
+
+def _cut_as_parameters(
+    averages: Mapping[str, Tensor] | None, held: Mapping[str, Tensorlike]
+) -> dict[str, Tensorlike] | None:
+    """Return averaged weights as what they are the averages of."""
+
+    def cut(name: str, average: Tensor) -> Tensorlike:
+        parameter = held.get(name)
+        return parameter.over(average) if isinstance(parameter, Sharded) else average
+
+    return None if averages is None else {name: cut(name, average) for name, average in averages.items()}
+
+
+def _whole(parameter: Tensorlike) -> Tensor:
+    assert isinstance(parameter, Tensor)
+    return parameter
+
+
+def _live(tensor: Tensorlike) -> Tensorlike:
+    return tensor if isinstance(tensor, Sharded) else tensor.detach()
+
+
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by the names that they have without torch.compile, DDP and other wrappers."""
-    return {_original_name(model, name): parameter for name, parameter in model.named_parameters()}
+def _parameter_entry(parameter: Tensorlike, sampled: str | None) -> dict[str, Any]:
+    entry = {"is": describe(parameter), "trained": is_trained(parameter), "saved": sampled is None}
+    return entry if sampled is None else {**entry, "sample": sampled}
 
 
-def _original_name(model: nn.Module, name: str) -> str:
-    parts = name.split(".")
-    root: nn.Module | None = model
-    while root is not None and parts[0] in _WRAPPERS | {"module"}:
-        if parts[0] == "module" and type(root).__name__ != "DistributedDataParallel":
-            break
-        root = root._modules.get(parts[0])
-        parts = parts[1:]
-    return ".".join(part for part in parts if part not in _WRAPPERS)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, buffer, whether it belongs to the model's state dict)."""
-    passing = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in model.named_buffers():
-        yield _original_name(model, name), buffer, name not in passing
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _parameter_entry(parameter: nn.Parameter, saved: bool) -> dict[str, Any]:
-    entry = {"is": _describe(parameter), "trained": parameter.requires_grad, "saved": saved}
-    return entry if saved else {**entry, "sample": _sample(parameter)}
-
-
-def _sample(tensor: Tensor) -> str:
-    """Hash values from all over a tensor: enough to tell it from that of another model, and quick for billions."""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
-    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-
-
-def _model_differences(state: Mapping[str, Any], model: nn.Module) -> list[str]:
-    parameters, saved = named_parameters(model), state["parameters"]
+def _model_differences(
+    state: Mapping[str, Any], model: nn.Module, held: Mapping[str, Tensorlike], samples: Mapping[str, str]
+) -> list[str]:
+    saved = state["parameters"]
     found = _differences(
-        {name: entry["is"] for name, entry in saved.items()}, {name: _describe(p) for name, p in parameters.items()}
+        {name: entry["is"] for name, entry in saved.items()}, {name: describe(p) for name, p in held.items()}
     )
     found += _differences(
         {name: entry["is"] for name, entry in state["buffers"].items() if entry["persistent"]},
-        {name: _describe(buffer) for name, buffer, persistent in _buffers(model) if persistent},
+        {name: describe(buffer) for name, buffer, persistent in named_buffers(model) if persistent},
     )
     if not found:
         found = [
             f"{name} is frozen and was not saved, and has other values now (was it loaded from another model?)"
             for name, entry in saved.items()
-            if not entry["saved"] and entry["sample"] != _sample(parameters[name])
+            if not entry["saved"] and entry["sample"] != samples[name]
         ]
     return found
 
 
-def _trained_differences(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+def _trained_differences(state: Mapping[str, Any], held: Mapping[str, Tensorlike]) -> list[str]:
     def word(trained: bool) -> str:
         return "trained" if trained else "frozen"
 
     return [
-        f"{name} is {word(entry['trained'])} in the checkpoint, {word(parameters[name].requires_grad)} here"
+        f"{name} is {word(entry['trained'])} in the checkpoint, {word(is_trained(held[name]))} here"
         for name, entry in state["parameters"].items()
-        if name in parameters and entry["trained"] != parameters[name].requires_grad
+        if name in held and entry["trained"] != is_trained(held[name])
     ]
 
 
@@ -245,11 +326,11 @@ def _refuse(differences: list[str], what: str) -> None:
         )
 
 
-def _check_complete(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _check_complete(state: Mapping[str, Any], tensors: Mapping[str, Any], more: Collection[str]) -> None:
     needed = [f"parameters/{name}" for name, entry in state["parameters"].items() if entry["saved"]]
     needed += [f"buffers/{name}" for name in state["buffers"]]
     needed += [f"ema/{name}" for name in state["ema"] or ()]
-    needed += _tensor_names([state[part] for part in ("optimizer", "scaler", "scheduler", "loader", "rng")])
+    needed += more
     missing = [name for name in needed if name not in tensors]
     if missing:
         raise ConfigError(
@@ -259,126 +340,40 @@ def _check_complete(state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
 
 @torch.no_grad()
-def _copy_weights(state: Mapping[str, Any], tensors: Mapping[str, Tensor], model: nn.Module, averaged: bool) -> None:
+def _copy_weights(
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    model: nn.Module,
+    held: Mapping[str, Tensorlike],
+    averaged: bool,
+) -> None:
     averages = (state["ema"] or {}) if averaged else {}
-    parameters = named_parameters(model)
     for name, entry in state["parameters"].items():
         if entry["saved"]:
-            _copy(tensors[f"ema/{name}" if name in averages else f"parameters/{name}"], parameters[name], name)
-    for name, buffer, persistent in _buffers(model):
+            fill(tensors, f"ema/{name}" if name in averages else f"parameters/{name}", held[name])
+    for name, buffer, persistent in named_buffers(model):
         entry = state["buffers"].get(name)
         # What the model does not count to its state it can make again: a cache of another size is left alone.
-        if persistent or (entry is not None and entry["is"] == _describe(buffer)):
-            _copy(tensors[f"buffers/{name}"], buffer, name)
+        if persistent or (entry is not None and entry["is"] == describe(buffer)):
+            _copy_buffer(tensors, f"buffers/{name}", buffer)
 
 
-def _copy(source: Tensor, target: Tensor, name: str) -> None:
-    if source.shape != target.shape:  # else a single number would fill the whole target
-        raise ConfigError(f"{name} has the shape {list(source.shape)} in the checkpoint, {list(target.shape)} here.")
-    repeated = any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True))
-    if repeated and torch.equal(source.to(target.device), target):
+def _copy_buffer(tensors: Mapping[str, Any], name: str, buffer: Tensor) -> None:
+    repeated = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
+    if repeated and torch.equal(tensors[name].to(buffer.device), buffer):
         return  # a buffer made by `expand` cannot be written, and need not be
-    target.copy_(source)
-
-
-# ---------------------------------------------------------------------------------------------------- the optimizer
-
-
-def _groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names of the parameters in each group of an optimizer."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ConfigError(
-                    f"The optimizer holds a parameter ({_describe(parameter)}) that is not one of the model's "
-                    f"{len(names)}. Make the optimizer from the model that is trained."
-                )
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return an optimizer's state with names in place of torch's running numbers."""
-    packed = optimizer.state_dict()
-    groups = _groups(optimizer, parameters)
-    names = {
-        number: name
-        for group, members in zip(packed["param_groups"], groups, strict=True)
-        for number, name in zip(group["params"], members, strict=True)
-    }
-    return {
-        "class": type(optimizer).__qualname__,
-        "groups": [
-            {"parameters": members, "options": {k: v for k, v in group.items() if k != "params"}}
-            for group, members in zip(packed["param_groups"], groups, strict=True)
-        ],
-        "parameters": {names[key]: value for key, value in packed["state"].items() if key in names},
-        "whole": {key: value for key, value in packed["state"].items() if key not in names},
-    }
-
-
-def _optimizer_differences(
-    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
-) -> list[str]:
-    if saved["class"] != type(optimizer).__qualname__:
-        return [f"it is {saved['class']} in the checkpoint, {type(optimizer).__qualname__} here"]
-    group_of = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
-    groups = _groups(optimizer, parameters)
-    here = {name: "held by the optimizer" for group in groups for name in group}
-    found = _differences({name: "held by the optimizer" for name in group_of}, here)
-    for members in groups:
-        origins = {group_of[name]: name for name in reversed(members) if name in group_of}
-        if len(origins) > 1:
-            first, second, *_ = origins.values()
-            found.append(f"{first} and {second} are in one group here, but were in two in the checkpoint")
-    return found
-
-
-def _restore_optimizer(
-    saved: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-) -> None:
-    options_of = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
-    packed_groups = optimizer.state_dict()["param_groups"]
-    numbers: dict[str, Any] = {}
-    for packed, members in zip(packed_groups, _groups(optimizer, parameters), strict=True):
-        numbers.update(zip(members, packed["params"], strict=True))
-        options = _unpack(options_of[members[0]], tensors) if members else {}
-        packed.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
-    state = {
-        numbers[name]: _placed(_unpack(value, tensors), parameters[name]) for name, value in saved["parameters"].items()
-    }
-    whole = _unpack(saved["whole"], tensors)
-    optimizer.load_state_dict({"state": {**whole, **state}, "param_groups": packed_groups})
-    for name in saved["parameters"]:
-        _keep_types(state[numbers[name]], optimizer.state[parameters[name]])
-
-
-def _placed(value: Any, parameter: Tensor) -> Any:
-    """Bring what belongs to a parameter to its device one by one; where counters live is the optimizer's affair."""
-    if isinstance(value, Tensor):
-        return value.to(parameter.device) if value.dim() else value
-    return {key: _placed(item, parameter) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _keep_types(saved: Mapping[str, Any], loaded: dict[str, Any]) -> None:
-    """Undo torch's conversion of a state to its parameter's type: float32 moments of bfloat16 weights stay exact."""
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
-            loaded[key] = value.to(loaded[key].device)
+    fill(tensors, name, buffer)
 
 
 # ---------------------------------------------------------------------------------------------------- what is optional
 
 
-def _ema_differences(saved: Mapping[str, str] | None, ema: Mapping[str, Tensor] | None) -> list[str]:
+def _ema_differences(saved: Mapping[str, str] | None, ema: Mapping[str, Tensorlike] | None) -> list[str]:
     if ema is None:
         return []
     if saved is None:
         return ["the run has averaged weights, the checkpoint was made without"]
-    return _differences(saved, {name: _describe(average) for name, average in ema.items()})
+    return _differences(saved, {name: describe(average) for name, average in ema.items()})
 
 
 def _scaler_differences(saved: Mapping[str, Any] | None, scaler: Stateful | None) -> list[str]:
@@ -390,82 +385,23 @@ def _scaler_differences(saved: Mapping[str, Any] | None, scaler: Stateful | None
 # ---------------------------------------------------------------------------------------------------- random numbers
 
 
-def seed_all(seed: int) -> None:
-    """Begin the random numbers of Python, NumPy and torch anew."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+def _packed_random_state(state: Mapping[str, Any], ranks: Ranks, tensors: dict[str, Tensorlike]) -> dict[str, Any]:
+    """Return the random numbers of this process; `rngs` has those of each one by its number."""
+    if ranks.size == 1:
+        return {"rng": pack(state, "rng", tensors)}
+    return {"rng": None, "rngs": {str(ranks.rank): pack(state, f"rng/{ranks.rank}", tensors)}}
 
 
-def random_state() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's random numbers, of every GPU if one is in use."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+def _saved_random_state(state: Mapping[str, Any], ranks: Ranks) -> tuple[Any, bool]:
+    """Return the packed random numbers that this process goes by, and whether they are its own."""
+    saved = state.get("rngs") or {"0": state["rng"]}
+    is_own = len(saved) == ranks.size
+    return saved[str(ranks.rank) if is_own else "0"], is_own
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Continue the random numbers of a `random_state`; GPUs that only one of the two machines has are left alone."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for index, one in zip(range(torch.cuda.device_count()), state.get("cuda", []), strict=False):
-            torch.cuda.set_rng_state(one, index)
-
-
-# ---------------------------------------------------------------------------------------------------- JSON and tensors
-
-
-def _pack(value: Any, at: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a nested value as JSON that `_unpack` turns back into an equal one; tensors go into `tensors`."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, (Tensor, np.ndarray)):
-        while at in tensors:
-            at += "_"
-        tensors[at] = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value.detach()
-        return {"$array" if isinstance(value, np.ndarray) else "$tensor": at}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _pack(item, f"{at}/{key}", tensors) for key, item in value.items()}
-        pairs = enumerate(value.items())
-        return {"$items": [[_pack(k, at, tensors), _pack(v, f"{at}/{i}", tensors)] for i, (k, v) in pairs]}
-    if isinstance(value, (list, tuple)):
-        items = [_pack(item, f"{at}/{index}", tensors) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    raise ConfigError(
-        f"{at} is a {type(value).__name__}, which cannot be saved. Give numbers, texts, tensors, arrays, and lists, "
-        "tuples and dictionaries of them."
-    )
-
-
-def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `_pack` packed; the tensors are copies."""
-    if isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        return tensors[value["$tensor"]].clone()
-    if "$array" in value:
-        return tensors[value["$array"]].numpy().copy()
-    if "$tuple" in value:
-        return tuple(_unpack(item, tensors) for item in value["$tuple"])
-    if "$items" in value:
-        return {_unpack(key, tensors): _unpack(item, tensors) for key, item in value["$items"]}
-    return {key: _unpack(item, tensors) for key, item in value.items()}
-
-
-def _tensor_names(value: Any) -> list[str]:
-    if isinstance(value, dict) and ("$tensor" in value or "$array" in value):
-        return list(value.values())
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [name for part in parts for name in _tensor_names(part)]
+def _restore_random_numbers(state: Mapping[str, Any], tensors: Mapping[str, Any], ranks: Ranks) -> None:
+    packed, is_own = _saved_random_state(state, ranks)
+    if is_own:
+        restore_random_state(unpack(packed, tensors))
+    else:
+        seed_all(derived_seed(packed, tensors, ranks.rank, ranks.size))

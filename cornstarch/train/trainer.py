@@ -83,6 +83,9 @@ class StepTotals:
     samples: int
     items: Mapping[str, int]
     """By modality."""
+    broken: int
+    too_long: int
+    """Samples that were left out."""
     stop: bool
     """Whether a process was told to end."""
 
@@ -252,8 +255,6 @@ class Trainer:
             return
         for batch in self._loader():
             self._teller.skipped(batch.skipped)
-            self.position.broken += sum(not sample.too_long for sample in batch.skipped)
-            self.position.too_long += sum(sample.too_long for sample in batch.skipped)
             yield batch
             if self.position.step >= self.total_steps:
                 return
@@ -263,9 +264,12 @@ class Trainer:
         modalities = self._modalities
         items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
         tokens = sum(portion.tokens for portion in batch.portions)
-        mine = [batch.trained_tokens, tokens, batch.samples, self._signal is not None, *items]
-        trained, tokens, samples, stop, *counts = (int(value) for value in processes.sum_over_ranks(mine))
-        return StepTotals(trained, tokens, samples, dict(zip(modalities, counts, strict=True)), stop > 0)
+        too_long = sum(sample.too_long for sample in batch.skipped)
+        broken = len(batch.skipped) - too_long
+        mine = [batch.trained_tokens, tokens, batch.samples, broken, too_long, self._signal is not None, *items]
+        trained, tokens, samples, broken, too_long, stop, *counts = map(int, processes.sum_over_ranks(mine))
+        by_name = dict(zip(modalities, counts, strict=True))
+        return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop > 0)
 
     def step(self, batch: StepBatch, totals: StepTotals | None = None) -> StepResult:
         """Do one step of the optimizer: forward and backward of every portion, then the weights.
@@ -291,12 +295,18 @@ class Trainer:
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._forget_unused(totals)
         norm = self._changed_weights(batch, loss)
+        self._pass(batch, totals)
         position = self.position
         position.step += 1
-        position.epoch, position.batch = batch.epoch, batch.index + 1
         position.tokens += totals.tokens
         position.samples += totals.samples
         return StepResult(position.step, loss, rate, norm, totals)
+
+    def _pass(self, batch: StepBatch, totals: StepTotals) -> None:
+        """Note that a batch is behind the run."""
+        self.position.epoch, self.position.batch = batch.epoch, batch.index + 1
+        self.position.broken += totals.broken
+        self.position.too_long += totals.too_long
 
     def _forget_unused(self, totals: StepTotals) -> None:
         """Drop the gradients of encoders that no process had an item for: they are those of stand-ins."""
@@ -316,6 +326,7 @@ class Trainer:
             ema=None if self.averages is None else self.averages.averages,
             scaler=self.scaler,
         )
+        self.position.seconds = processes.broadcast_data(self.position.seconds)  # each has its own clock
         data = {**data, "position": asdict(self.position), "precision": self.placement.precision}
         path = self._store.save(self.position.step, tensors, data, metric=metric)
         self._saved_at = self.position.step
@@ -487,12 +498,10 @@ class Trainer:
         config, position = self.config, self.position
         for batch in self.batches():
             totals = self.totals(batch)
-            if totals.stop:  # the batch is left for the next start, and so are its broken samples
-                position.broken -= sum(not sample.too_long for sample in batch.skipped)
-                position.too_long -= sum(sample.too_long for sample in batch.skipped)
+            if totals.stop:  # the batch is left for the next start
                 return "stopped"
             if not totals.trained_tokens:  # whatever there was, is broken
-                position.epoch, position.batch = batch.epoch, batch.index + 1
+                self._pass(batch, totals)
                 continue
             self._teller.stepped(self.step(batch, totals), self)
             position.seconds = self._teller.seconds

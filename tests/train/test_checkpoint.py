@@ -25,8 +25,7 @@ from torch import Tensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import file_digests, own_digest
-from cornstarch.train import checkpoint
-from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
+from cornstarch.train.checkpoint import Checkpoint, CheckpointStore, files
 
 
 def tensors_of(step: int, size: int = 1000) -> dict[str, Tensor]:
@@ -54,7 +53,7 @@ def names(folder: Path) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------- what comes back
 
-ALL_TYPES = [dtype for dtype in checkpoint._DTYPES if dtype is not torch.bool]
+ALL_TYPES = [dtype for dtype in files.DTYPES if dtype is not torch.bool]
 
 
 def one_of_each() -> dict[str, Tensor]:
@@ -77,12 +76,12 @@ def one_of_each() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("file_bytes", [2**30, 300], ids=["one file", "many files"])
 def test_tensors_come_back_to_the_bit(file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(files, "FILE_BYTES", file_bytes)
     expected = one_of_each()
     folder = CheckpointStore(tmp_path, keep=1).save(3, expected, {})
-    files = sorted(folder.glob("*.safetensors"))
-    assert (len(files) > 5) == (file_bytes == 300)
-    reference = {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+    written = sorted(folder.glob("*.safetensors"))
+    assert (len(written) > 5) == (file_bytes == 300)
+    reference = {name: tensor for file in written for name, tensor in safetensors.torch.load_file(file).items()}
     found = CheckpointStore(tmp_path, keep=1).latest()
     assert found is not None
     with found.tensors() as tensors:
@@ -252,7 +251,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     content = json.loads((folder / "checkpoint.json").read_text())
     change(content)
     content["sha256"] = own_digest(content)
-    (folder / "checkpoint.json").write_bytes(checkpoint._serialized(content))
+    (folder / "checkpoint.json").write_bytes(files.serialized(content))
 
 
 def lead_out(content: dict[str, Any]) -> None:
@@ -351,7 +350,7 @@ class FullDisk(io.BufferedWriter):
 def test_a_full_disk_leaves_the_old_checkpoint(
     left: int, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(files, "FILE_BYTES", file_bytes)
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
 
@@ -359,7 +358,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
         return FullDisk(io.FileIO(path, mode.replace("b", ""))) if "x" in mode else open(path, mode)
 
     FullDisk.left = left
-    monkeypatch.setattr(checkpoint, "open", opened, raising=False)
+    monkeypatch.setattr(files, "open", opened, raising=False)
     with pytest.raises(ConfigError, match="step 2 .*No space left.*untouched"):
         save(store, 2)
     monkeypatch.undo()
@@ -395,7 +394,7 @@ def test_an_interrupted_save_leaves_no_litter(
     def interrupt(*_: Any) -> None:
         raise interruption
 
-    monkeypatch.setattr(checkpoint, "_check_written", interrupt)
+    monkeypatch.setattr(files, "check_written", interrupt)
     with pytest.raises(interruption):
         save(store, 2)
     assert names(tmp_path) == ["step_00000001"]
@@ -404,7 +403,7 @@ def test_an_interrupted_save_leaves_no_litter(
 def test_a_disk_that_gives_back_other_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
-    write = checkpoint._write_file
+    write = files.write_file
 
     def write_and_flip(path: Path, pieces: Any) -> dict[str, Any]:
         entry = write(path, pieces)
@@ -412,7 +411,7 @@ def test_a_disk_that_gives_back_other_bytes(tmp_path: Path, monkeypatch: pytest.
             flip(path, random.Random(0))
         return entry
 
-    monkeypatch.setattr(checkpoint, "_write_file", write_and_flip)
+    monkeypatch.setattr(files, "write_file", write_and_flip)
     with pytest.raises(ConfigError, match="other bytes are read than were written.*SHA-256"):
         save(store, 2)
     assert names(tmp_path) == ["step_00000001"]

@@ -1,0 +1,407 @@
+"""What data parallelism costs with Cornstarch: a step of its Trainer in two processes against torch's own DDP and FSDP2
+by hand, Accelerate and Lightning Fabric.
+
+All train the same Llama from the same weights on the same rows with the same fused AdamW, schedule and clipping, over
+the same process group (gloo). That all losses are equal, step by step, is checked. Each brings its own loader, which
+hands a process its share of a batch.
+
+All contenders live in the same two processes and take turns step by step, in a random order that is the same in both;
+before each turn the processes wait for one another. A step takes as long as it does in the slower process. Reported:
+the median over rounds of the ratio to the loop by hand, in wall time and in the mean CPU time of both processes. The
+loop by hand runs twice, to show how far two equal things differ here.
+
+Cornstarch runs twice under DDP: with its defaults, which look for parameters that a step did not use, and with
+find_unused: false, which is torch's default.
+
+For weak scaling, rank 0 trains its own half of each batch alone while the other process waits ("1 process"), and both
+train their own halves at the same time without a word to each other ("2 processes, apart"): the first to the second is
+what sharing the machine costs, the second to the others what the exchange of gradients costs.
+
+    python benchmarks/dp_overhead.py              # prints tables; with --output FILE.json also writes them
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from trainer_overhead import (
+    CASES,
+    CLIP,
+    DECAY,
+    RATE,
+    WARMUP,
+    Case,
+    Job,
+    Seconds,
+    against,
+    be_quiet,
+    compared,
+    median_interval,
+    table,
+    versions,
+)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from cornstarch.launch import current_world, launch, start_process_group
+from cornstarch.parallel import processes
+from cornstarch.train import Trainer
+
+KINDS = ("ddp", "fsdp2")
+OURS, DEFAULTS, BY_HAND, AGAIN = "Cornstarch", "Cornstarch, defaults", "torch by hand", "torch by hand, again"
+ACCELERATE, FABRIC = "Accelerate", "Lightning Fabric"
+ALONE, APART = "1 process", "2 processes, apart"
+LIMIT = 1.02  # of torch by hand
+Steps = Iterator[Tensor]
+"""Does a step each time it is asked, and hands out this process's loss; their mean over processes is the step's."""
+
+
+# ---------------------------------------------------------------------------------------------------- contenders
+
+
+def halves(job: Job) -> DataLoader[Any]:
+    """Return what hands out this process's rows of each batch, as one would write it down."""
+    rows: Any = job.rows
+    return DataLoader(rows, job.batch, sampler=DistributedSampler(rows, shuffle=False))
+
+
+def loop(job: Job, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
+    """Train as one would write it down."""
+    schedule = job.schedule(optimizer)
+    parameters = list(wrapped.parameters())
+    for batch in halves(job):
+        loss = wrapped(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def by_hand(job: Job, kind: str) -> Steps:
+    """Train with what torch has."""
+    if kind == "ddp":
+        return loop(job, DistributedDataParallel(job.model, gradient_as_bucket_view=True), job.optimizer())
+    return loop(job, sharded(job.model), job.optimizer())
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard a model in place: its layers, then the rest."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, LlamaDecoderLayer):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def ours(job: Job, kind: str, **options: Any) -> Steps:
+    """Train with our Trainer, step by step."""
+    trainer = Trainer.from_objects(
+        job.model,
+        train_data=job.rows,
+        console=Console(file=io.StringIO(), width=120),
+        output=str(job.folder / "run"),
+        device="cpu",
+        precision="fp32",
+        data={"shuffle": False},
+        optimizer={"learning_rate": RATE, "weight_decay": DECAY, "clip": CLIP},
+        schedule={"name": "cosine", "warmup": WARMUP},
+        loop={"steps": job.steps, "batch_size": job.batch * dist.get_world_size()},
+        logging={"progress": "none"},
+        parallel={"data": {"kind": kind, **options}},
+    )
+    trainer.setup()
+    return (trainer.step(batch).loss * dist.get_world_size() for batch in trainer.batches())  # it says its share
+
+
+def ours_like_torch(job: Job, kind: str) -> Steps:
+    """Train with our Trainer, with the options that torch has by default."""
+    return ours(job, kind, **({"find_unused": False} if kind == "ddp" else {}))
+
+
+def with_accelerate(job: Job, kind: str) -> Steps:
+    """Train with Accelerate, which cuts each batch in equal parts."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    rows: Any = job.rows
+    optimizer = job.optimizer()
+    loader = DataLoader(rows, job.batch * dist.get_world_size())
+    model, optimizer, loader, schedule = accelerator.prepare(job.model, optimizer, loader, job.schedule(optimizer))
+    assert isinstance(model, DistributedDataParallel)
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def with_fabric(job: Job, kind: str) -> Steps:
+    """Train with Lightning Fabric."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    world = dist.get_world_size()
+    strategy: Any
+    if kind == "ddp":
+        strategy = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
+    else:
+        strategy = ModelParallelStrategy(
+            lambda model, mesh: sharded(model), data_parallel_size=world, tensor_parallel_size=1
+        )
+    # So it knows that the processes were started by somebody else.
+    os.environ.update({"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"})
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    rows: Any = job.rows
+    if kind == "ddp":
+        model, optimizer = fabric.setup(job.model, job.optimizer())
+    else:  # sharded parameters are new
+        model = fabric.setup(job.model)
+        optimizer = fabric.setup_optimizers(job.optimizer())
+    schedule = job.schedule(optimizer.optimizer)
+    for batch in fabric.setup_dataloaders(DataLoader(rows, job.batch)):
+        loss = model(**batch).loss
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def apart(job: Job, kind: str) -> Steps:
+    """Train on this process's rows alone, as if there were no other."""
+    return loop(job, job.model, job.optimizer())
+
+
+CONTENDERS: dict[str, Callable[[Job, str], Steps]] = {
+    OURS: ours_like_torch,
+    DEFAULTS: ours,
+    BY_HAND: by_hand,
+    AGAIN: by_hand,
+    ACCELERATE: with_accelerate,
+    FABRIC: with_fabric,
+    ALONE: apart,
+    APART: apart,
+}
+
+
+def chosen(kind: str, found: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return who takes part, and why the others do not."""
+    names, absent = [OURS, BY_HAND, AGAIN, ALONE, APART], []
+    if kind == "ddp":
+        names += [DEFAULTS]
+        if found["accelerate"] == "not installed":
+            absent.append("Accelerate is left out: it is not installed (pip install accelerate).")
+        else:
+            names += [ACCELERATE]
+    else:
+        absent.append("Accelerate is left out: its FSDP needs GPUs.")
+    if found["lightning"] == "not installed":
+        absent.append("Lightning Fabric is left out: it is not installed (pip install lightning).")
+    else:
+        names += [FABRIC]
+    return [name for name in CONTENDERS if name in names], absent
+
+
+# ---------------------------------------------------------------------------------------------------- taking turns
+
+
+@dataclass
+class Seat:
+    """A contender and what its steps were."""
+
+    steps: Steps
+    seconds: list[list[float]]
+    """Wall and CPU time of each."""
+    losses: list[float]
+
+
+def take_turns(
+    case: Case, kind: str, names: list[str], rounds: int, steps: int, folder: Path
+) -> dict[str, list[list[Seconds]]]:
+    """Return what the steps of each contender took, round by round; both processes must call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = (rounds + 1) * steps  # the first round warms up
+    seats = {}
+    for number, name in enumerate(names):
+        own = folder / f"{case.name}-{kind}-{number}"
+        own.mkdir(exist_ok=True)
+        job = Job(case.model(), case.rows(count * world), case.batch, count, steps, own)
+        seats[name] = Seat(CONTENDERS[name](job, kind), [], [])
+    gc.collect()
+    gc.freeze()  # what all have made is not looked through in the step of one of them
+    order, chance = list(seats), random.Random(0)
+    for _ in range(count):
+        chance.shuffle(order)
+        for name in order:
+            take_turn(seats[name], sits_out=name == ALONE and rank > 0)
+    gc.unfreeze()
+    losses = {name: processes.gather_data(seat.losses) for name, seat in seats.items()}
+    check_losses({name: losses[name] for name in names if name not in (ALONE, APART)}, count)
+    told = {name: processes.gather_data(seat.seconds) for name, seat in seats.items()}
+    return {name: in_rounds([one for one in told[name] if one], steps) for name in names}
+
+
+def take_turn(seat: Seat, sits_out: bool) -> None:
+    """Let a contender do one step, when all processes are there."""
+    dist.barrier()
+    if sits_out:
+        return
+    wall, cpu = time.perf_counter(), time.process_time()
+    loss = next(seat.steps)
+    seat.seconds.append([time.perf_counter() - wall, time.process_time() - cpu])
+    seat.losses.append(float(loss))
+
+
+def in_rounds(told: list[list[list[float]]], steps: int) -> list[list[Seconds]]:
+    """Return steps by rounds, the first left out: the wall time of the slower process, the mean of the CPU times."""
+    both = [
+        Seconds(max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks) / len(ranks))
+        for ranks in zip(*told, strict=True)
+    ]
+    return [both[start : start + steps] for start in range(steps, len(both), steps)]
+
+
+def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
+    """Make sure that all have done the same."""
+    means = {name: torch.tensor(ranks).mean(0) for name, ranks in losses.items()}
+    wanted = means[BY_HAND]
+    if len(wanted) != count or not wanted[-1] < wanted[0]:
+        raise RuntimeError(f"{len(wanted)} losses, the last {wanted[-1]:.4f}; expected {count} that fall")
+    for name, found in means.items():
+        try:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
+        except AssertionError as error:
+            raise RuntimeError(f"{name} does not do what torch does by hand. {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------- what it says
+
+
+def scaling(taken: dict[str, list[list[Seconds]]]) -> dict[str, tuple[float, tuple[float, float]]]:
+    """Return, by contender, the time of one process alone divided by that of two with as many rows each."""
+    found = {}
+    for name in (APART, BY_HAND, OURS):
+        walls = ([sum(s.wall for s in one) for one in taken[side]] for side in (ALONE, name))
+        ratios = sorted(a / b for a, b in zip(*walls, strict=True))
+        found[name] = (ratios[len(ratios) // 2], median_interval(ratios))
+    return found
+
+
+def measure(case: Case, kind: str, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Measure one case under one kind of parallelism, print its tables, and return its numbers."""
+    names, absent = chosen(kind, versions())
+    taken = take_turns(case, kind, names, rounds, steps, folder)
+    results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
+    others = {name: compared(taken[OURS], taken[name]) for name in names if name in (ACCELERATE, FABRIC)}
+    weak = scaling(taken)
+    parameters = sum(p.numel() for p in case.model().parameters())
+    if dist.get_rank() == 0:
+        print(
+            f"\n{kind}, {case.name}: {parameters / 1e6:.1f} M parameters, 2 × {case.batch} rows of {case.length} tokens"
+        )
+        print(table(results))
+        verdict = "within" if results[OURS].ratio <= LIMIT else "above"
+        print("; ".join([f"{OURS} is {verdict} {LIMIT} of torch by hand", *map(against, others, others.values())]))
+        told = [f"{name} {ratio:.2f} ({low:.2f} – {high:.2f})" for name, (ratio, (low, high)) in weak.items()]
+        print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(told)}")
+        print("\n".join(absent), flush=True)
+    return {
+        **asdict(case),
+        "kind": kind,
+        "parameters": parameters,
+        "results": {name: asdict(result) for name, result in results.items()},
+        "ours_to": {name: asdict(result) for name, result in others.items()},
+        "weak_scaling": {name: {"ratio": ratio, "interval": interval} for name, (ratio, interval) in weak.items()},
+        "left_out": absent,
+    }
+
+
+def work(given: argparse.Namespace) -> None:
+    """Be one of the two processes."""
+    be_quiet()
+    torch.set_num_threads(given.threads)
+    found = versions()
+    machine = f"{platform.machine()} CPU, threads of a process: {given.threads}"
+    with start_process_group(current_world(), "cpu", timeout=600):
+        if dist.get_rank() == 0:
+            print(", ".join(f"{name} {text}" for name, text in found.items()))
+            print(f"{machine}, 2 processes, {given.rounds} rounds of {given.steps} steps", flush=True)
+        cases = [
+            measure(case, kind, given.rounds, given.steps, given.folder)
+            for kind in given.kinds
+            for case in CASES
+            if case.name in given.cases
+        ]
+        if given.output is not None and dist.get_rank() == 0:
+            result = {
+                "command": f"python benchmarks/dp_overhead.py {' '.join(arguments(given))}",
+                "date": date.today().isoformat(),
+                "versions": found,
+                "machine": machine,
+                "cases": cases,
+            }
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+            given.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def arguments(given: argparse.Namespace) -> list[str]:
+    """Return what was given, so that it can be given again."""
+    numbers = [f"--rounds={given.rounds}", f"--steps={given.steps}", f"--threads={given.threads}"]
+    return [*numbers, "--kinds", *given.kinds, "--cases", *given.cases]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=10, help="of a round")
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to the two processes
+    given = parser.parse_args()
+    if given.folder is not None:
+        work(given)
+        return 0
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--folder", folder, *arguments(given)]
+        if given.output is not None:
+            command += ["--output", str(given.output)]
+        return launch(command, 2, Path(folder) / "logs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

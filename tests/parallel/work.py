@@ -1,0 +1,286 @@
+"""What the tests here let several processes do; each function runs in every one of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from cornstarch import MultimodalModel
+from cornstarch.errors import ConfigError
+from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, processes
+from cornstarch.parallel.data import clip_gradients, full_value, gradients_kept_here, whole_model
+from cornstarch.plan import DataPlan
+from tests import zoo
+
+SAMPLES, WIDTH = 8, 6
+
+
+class Layered(nn.Module):
+    """Blocks between two layers; the first block is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+        self.out = nn.Linear(8, 1)
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean of squares."""
+        x = self.into(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return (self.out(x) ** 2).mean()
+
+
+def layered() -> Layered:
+    """Return the model, always with the same weights."""
+    with zoo.reproducible(0):
+        return Layered()
+
+
+def rows() -> Tensor:
+    """Return the samples of a step, of all processes."""
+    return torch.randn(SAMPLES, WIDTH, generator=zoo.generator(1))
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step came to; gradients are None where there are none."""
+
+    norm: float
+    gradients: dict[str, Tensor | None]
+    """Clipped."""
+    kept: dict[str, Tensor | None]
+    """Of this process, after the first of two portions."""
+
+
+def alone(most: float) -> Step:
+    """Do the step in this process alone."""
+    model = layered()
+    model(rows()).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), most)
+    return Step(norm.item(), {name: p.grad for name, p in model.named_parameters()}, {})
+
+
+def step(plan: Mapping[str, Any], most: float, portions: int = 1) -> Step:
+    """Do a step together, in portions, and clip its gradients."""
+    given = DataPlan(**plan)
+    model = layered()
+    replicate = (given.replicate or 1) if given.kind == "hsdp" else None
+    wrapped = apply_data_parallel(model, data_mesh("cpu", replicate), given)
+    mine = rows()[dist.get_rank() :: dist.get_world_size()]
+    kept: dict[str, Tensor | None] = {}
+    for number, portion in enumerate(mine.chunk(portions), start=1):
+        with gradients_kept_here(wrapped, number < portions):
+            (wrapped(portion) / portions).backward()
+        if number == 1 and portions > 1 and isinstance(wrapped, DistributedDataParallel):
+            kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    norm = clip_gradients(wrapped, [p for p in model.parameters() if p.requires_grad], most)
+    return Step(norm.item(), _gradients(wrapped, model), kept)
+
+
+def _gradients(wrapped: nn.Module, model: nn.Module) -> dict[str, Tensor | None]:
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=True):
+            found = {name: p.grad for name, p in model.named_parameters()}
+            return {_plain(name): None if g is None else g.clone() for name, g in found.items()}
+    return {name: None if p.grad is None else full_value(p.grad).clone() for name, p in model.named_parameters()}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+# ------------------------------------------------------------------------------------------------ wrapped by hand
+
+
+def multimodal(mode: tuple[bool, bool] = (False, True), llm: bool = True) -> MultimodalModel:
+    """Return CLIP and Llama, with stand-ins."""
+    with zoo.reproducible(0):
+        encoder = zoo.ENCODERS["clip"].build()
+        model = MultimodalModel({"vision": encoder}, zoo.LANGUAGE_MODELS["llama"].build())
+    zoo.disturb(model)
+    model.set_modality_token_ids({"vision": zoo.MODALITY_TOKEN})
+    model.train(encoders_mode={"vision": mode}, llm_mode=llm)
+    model.keep_encoders_running({"vision": zoo.images(1, zoo.generator(9))})
+    return model
+
+
+# Step by step, the samples of rank 0 and of rank 1: images on one of them only, then on the other, then on none.
+MIXED = ((("tt*tt", "*ttt"), ("ttttt",)), (("tttt",), ("t*t", "tt")), (("ttt",), ("tttttt",)))
+
+
+def batch_of(texts: Iterable[str], seed: int) -> dict[str, Tensor]:
+    """Return a batch whose samples do not depend on what else is in it."""
+    singles = []
+    pictures = []
+    for text in texts:
+        count = zoo.item_count([text])
+        own = sum(map(ord, text)) + seed
+        singles.append(zoo.text_batch([text], [5] * count, seed=own))
+        if count:
+            pictures.append(zoo.images(count, zoo.generator(own))["pixel_values"])
+    longest = max(one["input_ids"].shape[1] for one in singles)
+    fill = {"input_ids": zoo.PAD, "attention_mask": 0, "labels": zoo.IGNORED}
+    batch = {
+        key: torch.cat([nn.functional.pad(one[key], (0, longest - one[key].shape[1]), value=value) for one in singles])
+        for key, value in fill.items()
+    }
+    return batch | ({"pixel_values": torch.cat(pictures)} if pictures else {})
+
+
+def trained_tokens(batch: Mapping[str, Tensor]) -> int:
+    """Return over how many tokens the loss of a batch is a mean."""
+    counted = (batch["labels"] != zoo.IGNORED) & (batch["input_ids"] != zoo.MODALITY_TOKEN)
+    return int(counted[:, 1:].sum())
+
+
+def clip_of(model: MultimodalModel) -> Iterable[nn.Parameter]:
+    """Return the parameters of the vision encoder without its projector."""
+    return model.encoders["vision"].module.parameters()
+
+
+def wrapped_by_hand(model: MultimodalModel, how: str) -> nn.Module:
+    """Wrap as the guide does."""
+    blocks = {LlamaDecoderLayer, CLIPEncoderLayer}
+    if how == "ddp":
+        # The last norm of a CLIP has no part in its tokens: it matters if the encoder is trained.
+        return DistributedDataParallel(model, find_unused_parameters=any(p.requires_grad for p in clip_of(model)))
+    if how == "fsdp1":
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy(blocks), use_orig_params=True, device_id=torch.device("cpu")
+        )
+    for module in model.modules():
+        if type(module) in blocks:
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict[str, Tensor]:
+    """Train on mixed batches, alone if `how` is None; return all parameters."""
+    model = multimodal(mode, llm)
+    wrapped: Any = model if how is None else wrapped_by_hand(model, how)
+    optimizer = torch.optim.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-3, eps=1e-6)
+    for number, shares in enumerate(MIXED):
+        texts = [text for share in shares for text in share] if how is None else shares[dist.get_rank()]
+        batch = batch_of(texts, number)
+        tokens = trained_tokens(batch)
+        share = tokens * processes.size() / processes.sum_over_ranks([tokens])[0]
+        loss = wrapped(**batch).loss * share
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            return {_plain(name): p.detach().clone() for name, p in model.named_parameters()}
+    return {name: full_value(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def dealt_out(dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
+    """Let owners change what they own and share it."""
+    group = None if members is None else dist.new_group(members)
+    if members is not None and dist.get_rank() not in members:
+        return None
+    with zoo.reproducible(0):
+        parameters = {f"p{n}": nn.Parameter(torch.randn(n + 1, 3).t()) for n in range(5)}  # not contiguous
+    if dtypes:
+        parameters["p1"] = nn.Parameter(parameters["p1"].detach().to(torch.bfloat16))
+    before = copy.deepcopy(parameters)
+    owned = OwnedParameters(parameters, group)
+    with torch.no_grad():
+        for name in owned.names:
+            parameters[name].add_(1)
+    owned.share()
+    changed = {name: bool(torch.equal(p, before[name] + 1)) for name, p in parameters.items()}
+    return {"names": sorted(owned.names), "changed": changed}
+
+
+def refused_owners() -> str:
+    """Deal out one parameter among several processes."""
+    return _refusal(lambda: OwnedParameters({"only": nn.Parameter(torch.zeros(2))}))
+
+
+def refused_mesh(replicate: int) -> str:
+    """Make a mesh that cannot be."""
+    return _refusal(lambda: data_mesh("cpu", replicate))
+
+
+def _refusal(call: Any) -> str:
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def mesh_of(replicate: int | None) -> tuple[tuple[str, ...], list[Any]]:
+    """Return the axes of a mesh, and its ranks."""
+    mesh = data_mesh("cpu", replicate)
+    return mesh.mesh_dim_names or (), mesh.mesh.tolist()
+
+
+def talked(values: list[Any]) -> dict[str, Any]:
+    """Let processes tell one another what they have."""
+    rank = dist.get_rank()
+    return {
+        "alone": processes.is_alone(),
+        "rank": processes.rank(),
+        "size": processes.size(),
+        "sum": processes.sum_over_ranks([2**52 + rank, 0.5, rank]),
+        "gathered": processes.gather_data(values[rank]),
+        "first": processes.broadcast_data(values[rank]),
+        "last": processes.broadcast_data(values[rank], source=len(values) - 1),
+    }
+
+
+def called_inside(kind: str) -> Tensor:
+    """Call a part of a sharded model that is no unit by itself."""
+    model = layered()
+    wrapped = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
+    wrapped(rows())
+    with torch.no_grad(), whole_model(wrapped):
+        found = model.out(model.blocks[1](model.into(rows())))
+    wrapped(rows()).backward()  # it can still be trained
+    return full_value(found) if isinstance(found, DTensor) else found
+
+
+def adapters_in_fp32(kind: str) -> dict[str, float]:
+    """Train adapters in fp32 beside frozen weights in bf16; return the norms of their gradients."""
+    model: Any = with_adapters()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    wrapped = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
+    batch = zoo.text_batch(["tttttt", "ttttt"])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = wrapped(**batch).loss
+    loss.backward()
+    return {name: full_value(p.grad).norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def with_adapters() -> nn.Module:
+    """Return a Llama with LoRA."""
+    from peft import LoraConfig, get_peft_model
+
+    with zoo.reproducible(0):
+        model = get_peft_model(zoo.LANGUAGE_MODELS["llama"].build(), LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.1
+    return model

@@ -1,0 +1,283 @@
+"""One cell of the matrix: a few steps in several processes, and the same steps in one, compared number by number."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import cornstarch.train.trainer as trainer_module
+from cornstarch.errors import ConfigError
+from cornstarch.parallel import processes
+from cornstarch.parallel.data import full_value
+from cornstarch.train import Trainer, load_config
+from cornstarch.train.data.loader import StepBatch
+from cornstarch.train.data.sample import Sample
+from cornstarch.train.state import named_parameters
+from cornstarch.train.tasks import Task, build_task
+from tests.models import local_processors
+from tests.parity.columns import COLUMNS, LOADS, Load
+from tests.parity.pool import Pool
+from tests.parity.rows import ROWS, TOKENIZER
+from tests.parity.samples import alike, mixed
+from tests.zoo import disturb
+
+STEPS = 3
+TOLERANCE = 1e-4
+"""How far a number may be off: this times (its own size + FLOOR × the largest number beside it)."""
+FLOOR = 1e-2
+
+# AdamW divides a gradient by its own size. With its usual eps of 1e-8, rounding in a gradient that is zero in truth
+# (that of a key's bias: softmax does not see it) would become a step like any other. No parameter is left out.
+OPTIMIZER = {"learning_rate": 2e-3, "weight_decay": 0.5, "clip": 0.5, "eps": 1e-6}
+
+Values = dict[str, "np.ndarray | None"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What some steps came to."""
+
+    losses: list[float]
+    """Of each step, over all processes."""
+    norms: list[float]
+    """Of all gradients of a step together, before clipping."""
+    totals: list[dict[str, Any]]
+    """What each step has counted: tokens, samples, items."""
+    gradients: list[Values]
+    """Of each step, before clipping; None where there is none."""
+    parameters: Values
+    """After the last step."""
+
+
+# ------------------------------------------------------------------------------------------------ in the processes
+
+
+def run(row: str, load: str, parallel: Mapping[str, Any], tokenizer: str, folder: str) -> Outcome | str:
+    """Do the steps in this process, one of several or alone; return what came out, or what was refused."""
+    try:
+        trainer = made(row, _samples(row, LOADS[load]), _loop(LOADS[load]), parallel, tokenizer, folder)
+    except ConfigError as error:
+        return str(error)
+    losses, norms, totals = [], [], []
+    for batch in trainer.batches():
+        result = trainer.step(batch)
+        assert result.grad_norm is not None
+        losses.append(processes.sum_over_ranks([float(result.loss)])[0])
+        norms.append(float(result.grad_norm))
+        totals.append({**vars(result.totals), "items": dict(result.totals.items)})
+    return Outcome(losses, norms, totals, trainer.gradients, trainer.parameters())
+
+
+def made(
+    row: str, samples: list[Sample], loop: Mapping[str, Any], parallel: Mapping[str, Any], tokenizer: str, folder: str
+) -> WatchedTrainer:
+    """Return a trainer of a row that is ready for its first step."""
+    described = {
+        "output": folder,
+        "device": "cpu",
+        "threads": 1,
+        "precision": "fp32",
+        "model": _replaced(ROWS[row].model, TOKENIZER, tokenizer),
+        "data": {
+            "train": [{"path": "samples", "format": "given"}], "shuffle": False, "skip_limit": 1.0, **ROWS[row].data,
+        },
+        "optimizer": OPTIMIZER,
+        "schedule": {"name": "constant", "warmup": 0},
+        "loop": dict(loop),
+        "logging": {"progress": "none", "samples": 0},
+        "parallel": dict(parallel),
+    }  # fmt: skip
+    trainer = WatchedTrainer(
+        load_config(None, base=described), train_data=samples, console=Console(file=io.StringIO())
+    )
+    with mock.patch.object(trainer_module, "build_task", _disturbed):
+        trainer.setup()
+    return trainer
+
+
+def _replaced(value: Any, word: str, by: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _replaced(one, word, by) for key, one in value.items()}
+    return by if value == word else value
+
+
+def _loop(load: Load) -> dict[str, Any]:
+    return {"steps": STEPS, "batch_size": load.batch_size, "accumulation": load.accumulation}
+
+
+def _samples(row: str, load: Load) -> list[Sample]:
+    make = ROWS[row].make
+    return mixed(make) if load.mixed else alike(make, STEPS * load.batch_size)
+
+
+def _disturbed(*arguments: Any) -> Task:
+    """Build a task, with noise in every weight: behind the zeros and ones of a fresh model a mistake could hide."""
+    task = build_task(*arguments)
+    disturb(task.model)
+    return task
+
+
+class WatchedTrainer(Trainer):
+    """A trainer that keeps the gradients of every step, as they are before they are clipped."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.watching = True
+        self.gradients: list[Values] = []
+
+    def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
+        if self.watching:
+            self._watch()
+        return super()._changed_weights(batch, loss)
+
+    def _watch(self) -> None:
+        with _whole(self.task.wrapped, with_gradients=True):
+            found = {name: parameter.grad for name, parameter in named_parameters(self.model).items()}
+            # A gradient that only some have could not be gathered: those would wait for ever.
+            there = processes.gather_data([name for name, gradient in found.items() if gradient is not None])
+            assert all(names == there[0] for names in there), [set(names) ^ set(there[0]) for names in there]
+            self.gradients.append({name: None if g is None else _array(g) for name, g in found.items()})
+
+    def parameters(self) -> Values:
+        """Return all parameters, whole."""
+        return whole_parameters(self.model, self.task.wrapped)
+
+
+def whole_parameters(model: nn.Module, wrapped: nn.Module | None) -> Values:
+    """Return all parameters, whole; all processes have to ask together."""
+    with _whole(wrapped):
+        return {name: _array(parameter) for name, parameter in named_parameters(model).items()}
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return full_value(tensor.detach()).clone().numpy()
+
+
+def _whole(wrapped: nn.Module | None, with_gradients: bool = False) -> AbstractContextManager[None]:
+    """Return a context in which parameters have their shapes; FSDP 1 hides them."""
+    if not isinstance(wrapped, FullyShardedDataParallel):
+        return nullcontext()
+    return FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=with_gradients)
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far several processes are from one: 0 is equal to the bit, more than `TOLERANCE` is a failure."""
+
+    loss: float
+    """Of losses, and of the gradients' norms."""
+    gradients: float
+    parameters: float
+    where: str
+    """The gradient and the parameter that are farthest off."""
+
+    @property
+    def worst(self) -> float:
+        """The largest of them."""
+        return max(self.loss, self.gradients, self.parameters)
+
+
+class Mismatch(AssertionError):
+    """Several processes did something else than one; rounding does not explain it."""
+
+
+class Matrix:
+    """Runs cells, each in as many processes as its column has, and remembers what one process does."""
+
+    def __init__(self, workers: Pool, folder: Path) -> None:
+        self.workers = workers
+        self._folder, self._runs = folder, 0
+        self._tokenizer = str(folder / "tokenizer")
+        local_processors.tokenizer().save_pretrained(self._tokenizer)
+        self.alone = cache(self._alone)
+
+    def cell(self, row: str, column: str, load: str) -> Deviation | str:
+        """Run one cell; return how far it is from one process, or what was refused."""
+        spread = COLUMNS[column]
+        outcomes = self.workers.run(spread.ranks, run, row, load, spread.parallel(ROWS[row]), *self.places())
+        if isinstance(outcomes[0], str):
+            if any(outcome != outcomes[0] for outcome in outcomes):
+                raise Mismatch(f"processes do not agree: {outcomes}")
+            return outcomes[0]
+        return compared(joined(outcomes), self.alone(row, load), spread.unused_are_zero)
+
+    def _alone(self, row: str, load: str) -> Outcome:
+        (outcome,) = self.workers.run(1, run, row, load, {}, *self.places())
+        assert isinstance(outcome, Outcome), outcome
+        return outcome
+
+    def places(self) -> tuple[str, str]:
+        """Return the folder of the tokenizer, and one for a run."""
+        self._runs += 1
+        return self._tokenizer, str(self._folder / f"run {self._runs}")
+
+
+def joined(outcomes: list[Outcome]) -> Outcome:
+    """Return what all processes have together; what several have must be the same to the bit."""
+    first = outcomes[0]
+    for outcome in outcomes[1:]:
+        if (outcome.losses, outcome.norms, outcome.totals) != (first.losses, first.norms, first.totals):
+            raise Mismatch(f"processes do not agree: {first.losses, first.norms} and {outcome.losses, outcome.norms}")
+    gradients = [together([outcome.gradients[step] for outcome in outcomes]) for step in range(len(first.gradients))]
+    parameters = together([outcome.parameters for outcome in outcomes])
+    return Outcome(first.losses, first.norms, first.totals, gradients, parameters)
+
+
+def together(parts: list[Values]) -> Values:
+    """Return the values of all processes; those that several have must be the same to the bit."""
+    whole: Values = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in whole and _bytes(whole[name]) != _bytes(value):
+                raise Mismatch(f"{name} differs between processes")
+            whole[name] = value
+    return whole
+
+
+def _bytes(value: np.ndarray | None) -> bytes | None:
+    return None if value is None else value.tobytes()
+
+
+def compared(found: Outcome, expected: Outcome, unused_are_zero: bool = False) -> Deviation:
+    """Return how far two outcomes are apart; what rounding does not explain raises."""
+    if found.totals != expected.totals:
+        raise Mismatch(f"the steps counted {found.totals}, those of one process {expected.totals}")
+    numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    loss = max(abs(f - e) / (abs(e) or 1.0) for f, e in numbers)
+    steps = zip(found.gradients, expected.gradients, strict=True)
+    gradients = max(farthest(f, e, unused_are_zero) for f, e in steps)
+    parameters = farthest(found.parameters, expected.parameters)
+    return Deviation(loss, gradients[0], parameters[0], f"gradient of {gradients[1]}, parameter {parameters[1]}")
+
+
+def farthest(found: Values, expected: Values, unused_are_zero: bool = False) -> tuple[float, str]:
+    """Return the largest deviation, and whose it is."""
+    if found.keys() != expected.keys():
+        raise Mismatch(f"only on one side: {sorted(found.keys() ^ expected.keys())}")
+    if unused_are_zero:
+        found = {n: None if expected[n] is None and v is not None and not v.any() else v for n, v in found.items()}
+    odd = {name: "none" if found[name] is None else "one" for name in found if _differ(found[name], expected[name])}
+    if odd:
+        raise Mismatch(f"here is a gradient where one process has none, or none where it has one: {odd}")
+    both = {name: (value, np.asarray(expected[name])) for name, value in found.items() if value is not None}
+    floor = FLOOR * max((float(np.abs(e).max(initial=0.0)) for _, e in both.values()), default=0.0)
+    offs = [(float((np.abs(f - e) / (np.abs(e) + floor)).max()), name) for name, (f, e) in both.items()]
+    return max(offs, default=(0.0, "nothing"))
+
+
+def _differ(found: np.ndarray | None, expected: np.ndarray | None) -> bool:
+    return (found is None) != (expected is None)

@@ -1,0 +1,117 @@
+"""The rows of the matrix: what is trained. To add one, add an entry to `ROWS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.parity.samples import MakeSample, asking, numbers
+
+TOKENIZER = "{tokenizer}"
+"""Stands where a config names the folder of the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model, as a run describes it, and the samples that exercise it."""
+
+    title: str
+    model: Mapping[str, Any]
+    """The section `model` of a `RunConfig`."""
+    make: MakeSample
+    modules: tuple[str, ...] = ("model",)
+    """What a plan calls its modules."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """More of the section `data`."""
+
+
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {"model_type": "llama", **_SIZES, **_TOKENS, "num_key_value_heads": 1, "max_position_embeddings": 128}
+_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+_T5 = {"model_type": "t5", **_TOKENS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
+       "dropout_rate": 0.0}  # fmt: skip
+
+
+def _llm(config: Mapping[str, Any] = _LLAMA, **said: Any) -> dict[str, Any]:
+    return {"config": dict(config), "tokenizer": TOKENIZER, **said}
+
+
+def _vision(train: str) -> dict[str, Any]:
+    return {
+        "token": "<image>",
+        "train": train,
+        "config": {"model_type": "clip_vision_model", **_SIZES, "image_size": 8, "patch_size": 4},
+        "processor_config": {
+            "class_name": "CLIPImageProcessorPil", "size": {"height": 8, "width": 8}, "do_center_crop": False,
+        },
+    }  # fmt: skip
+
+
+def _audio(train: str) -> dict[str, Any]:
+    return {
+        "token": "<audio>",
+        "train": train,
+        "config": {
+            "model_type": "whisper", "num_mel_bins": 4, "max_source_positions": 8, "d_model": 16, "encoder_layers": 2,
+            "encoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 16,
+            "decoder_attention_heads": 2, "dropout": 0.0, **_TOKENS, "vocab_size": 8, "decoder_start_token_id": 1,
+        },
+        "processor_config": {"class_name": "PrecomputedFeatureExtractor", "feature_size": 4, "max_frames": 16},
+    }  # fmt: skip
+
+
+class Perceptron(nn.Module):
+    """A model that is no transformer and comes from no library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """Return the mean squared error."""
+        return {"loss": ((self.layers(x) - y) ** 2).mean()}
+
+
+ROWS: dict[str, Row] = {
+    "llm": Row("LLM only", {"language_model": _llm()}, asking(), ("language_model",)),
+    "frozen_vision": Row(
+        "frozen vision, projector and LLM trained",
+        {"encoders": {"vision": _vision("projector")}, "language_model": _llm()},
+        asking("i"),
+        ("vision", "language_model"),
+    ),
+    "projector": Row(
+        "projector trained, all else frozen",
+        {"encoders": {"vision": _vision("projector")}, "language_model": _llm(train="frozen")},
+        asking("i"),
+        ("vision", "language_model"),
+    ),
+    "vision_audio": Row(
+        "vision, audio and LLM trained",
+        {"encoders": {"vision": _vision("full"), "audio": _audio("full")}, "language_model": _llm()},
+        asking("i", "s"),
+        ("vision", "audio", "language_model"),
+    ),
+    "lora": Row(
+        "vision frozen, LLM with LoRA",
+        {
+            "encoders": {"vision": _vision("projector")},
+            "language_model": _llm(train="lora", lora={"rank": 2, "alpha": 4}),
+        },
+        asking("i"),
+        ("vision", "language_model"),
+    ),
+    "tied": Row(
+        "vision, LLM with tied embeddings",
+        {"encoders": {"vision": _vision("full")}, "language_model": _llm({**_LLAMA, "tie_word_embeddings": True})},
+        asking("i"),
+        ("vision", "language_model"),
+    ),
+    "moe": Row("MoE (Mixtral)", {"whole": _llm(_MIXTRAL, task="causal-lm")}, asking(), ("language_model",)),
+    "t5": Row("T5", {"whole": _llm(_T5, task="seq2seq-lm")}, asking()),
+    "mlp": Row("plain MLP", {"factory": {"function": "tests.parity.rows:Perceptron"}}, numbers),
+}

@@ -1,0 +1,119 @@
+"""Some cells of the matrix: every row with every load, every column with every load. `make parity` runs all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.parity.cell import TOLERANCE, Deviation, Matrix, Mismatch, Outcome, compared, farthest, joined
+from tests.parity.columns import COLUMNS, LOADS
+from tests.parity.page import cells
+from tests.parity.rows import ROWS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
+# What has a way through the graph that depends on the batch, and so could bring processes out of step.
+DELICATE = [(row, column, "mixed") for row in ("projector", "lora") for column in ("fsdp1", "fsdp2", "hsdp")]
+
+
+def some() -> list[tuple[str, str, str]]:
+    """Return cells in which every row and every column meet every load."""
+    working = [name for name, column in COLUMNS.items() if column.refused is None]
+    turned = [
+        (row, working[(place + 3 * turn) % len(working)], load)
+        for place, row in enumerate(ROWS)
+        for turn, load in enumerate(LOADS)
+    ]
+    return list(dict.fromkeys([*turned, *DELICATE]))
+
+
+@pytest.mark.parametrize(("row", "column", "load"), some())
+def test_several_processes_do_what_one_does(matrix: Matrix, row: str, column: str, load: str) -> None:
+    deviation = matrix.cell(row, column, load)
+    assert isinstance(deviation, Deviation), deviation
+    assert deviation.worst < TOLERANCE, deviation
+
+
+@pytest.mark.parametrize(
+    ("row", "column"), [("vision_audio", name) for name, column in COLUMNS.items() if column.refusal("vision_audio")]
+)
+def test_what_cannot_be_done_is_refused(matrix: Matrix, row: str, column: str) -> None:
+    answer = matrix.cell(row, column, "plain")
+    said = COLUMNS[column].refusal(row)
+    assert said is not None and isinstance(answer, str) and said in answer
+
+
+def test_every_row_and_column_is_among_them() -> None:
+    chosen = some()
+    assert {row for row, _, _ in chosen} == set(ROWS)
+    assert {column for _, column, _ in chosen} == {name for name, column in COLUMNS.items() if column.refused is None}
+    assert set(chosen) <= set(cells())
+
+
+def test_the_page_has_every_row_and_column() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for title in [*(row.title for row in ROWS.values()), *(c.title for c in COLUMNS.values())]:
+        assert f"| {title} |" in text, title
+    for column in COLUMNS.values():
+        assert column.refused is None or column.refused in text
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+def outcome(**changes: object) -> Outcome:
+    weights = {"a": np.array([1.0, 2.0], dtype=np.float32), "b": np.array([1e-3], dtype=np.float32)}
+    values = {
+        "losses": [2.0], "norms": [1.0], "totals": [{"tokens": 3}],
+        "gradients": [{"a": np.array([0.5, 0.0], dtype=np.float32), "b": None}], "parameters": weights,
+    }  # fmt: skip
+    return Outcome(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_equal_is_zero_and_a_little_is_little() -> None:
+    assert compared(outcome(), outcome()).worst == 0
+    near = outcome(losses=[2.0 + 1e-6], parameters={"a": np.array([1.0, 2.0 + 2e-6]), "b": np.array([1e-3])})
+    found = compared(near, outcome())
+    assert found.loss == pytest.approx(5e-7) and found.parameters == pytest.approx(1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("losses", [2.001]),
+        ("norms", [1.001]),
+        ("gradients", [{"a": np.array([0.5, 1e-5]), "b": None}]),
+        ("gradients", [{"a": np.array([0.4999, 0.0]), "b": None}]),
+        ("parameters", {"a": np.array([1.0, 2.001]), "b": np.array([1e-3])}),
+        ("parameters", {"a": np.array([1.0, 2.0]), "b": np.array([1.1e-3])}),
+    ],
+)
+def test_what_is_off_is_seen(name: str, value: object) -> None:
+    assert compared(outcome(**{name: value}), outcome()).worst > TOLERANCE
+
+
+def test_a_gradient_that_is_there_on_one_side_only_is_no_rounding() -> None:
+    with pytest.raises(Mismatch, match="where one process has none"):
+        compared(outcome(gradients=[{"a": np.array([0.5, 0.0]), "b": np.zeros(1)}]), outcome())
+    with pytest.raises(Mismatch, match="none where it has one"):
+        compared(outcome(gradients=[{"a": None, "b": None}]), outcome())
+    with pytest.raises(Mismatch, match="only on one side"):
+        compared(outcome(parameters={}), outcome())
+    with pytest.raises(Mismatch, match="counted"):
+        compared(outcome(totals=[{"tokens": 4}]), outcome())
+
+
+def test_zeros_stand_for_none_only_where_a_column_says_so() -> None:
+    zeros, something = np.zeros(2), np.array([0.0, 1e-9])
+    assert farthest({"a": zeros}, {"a": None}, unused_are_zero=True)[0] == 0
+    with pytest.raises(Mismatch):
+        farthest({"a": something}, {"a": None}, unused_are_zero=True)
+
+
+def test_processes_must_agree_to_the_bit() -> None:
+    assert joined([outcome(), outcome()]).losses == [2.0]
+    with pytest.raises(Mismatch, match="a differs"):
+        joined([outcome(), outcome(gradients=[{"a": np.array([0.5, 1e-12], dtype=np.float32), "b": None}])])
+    with pytest.raises(Mismatch, match="do not agree"):
+        joined([outcome(), outcome(losses=[2.0 + 1e-12])])
