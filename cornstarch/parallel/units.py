@@ -38,8 +38,8 @@ def _elements(layers: nn.ModuleList | nn.Sequential) -> Iterator[nn.Module]:
     for layer in layers:
         if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # it is not called itself
             yield from _layers(layer)
-        elif any(True for _ in layer.children()):  # a single linear layer of a projector is too little
-            yield layer
+        elif isinstance(layers, nn.ModuleList) or any(True for _ in layer.children()):
+            yield layer  # of a chain, single linear layers are too little: a projector is one of two
 
 
 def _of_classes(model: nn.Module, classes: Sequence[str]) -> Iterator[nn.Module]:
