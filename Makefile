@@ -7,13 +7,16 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install -c constraints.txt
 # One thread per test worker: two workers with two threads each would fight for the cores.
-TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --ignore=tests/parity
+# These start processes of their own, up to four: one after the other.
+PARITY := OMP_NUM_THREADS=1 $(PY) -m pytest tests/parity
 
-.PHONY: help demo test lint docs clean setup
+.PHONY: help demo test parity lint docs clean setup
 
 help:
 	@echo "make demo    train a small model that sees, hears and reads, on this machine's CPU, and write a report"
 	@echo "make test    ruff, mypy and all tests"
+	@echo "make parity  every way to spread a model over processes against one process; writes docs/parity.md"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove .venv and everything built"
@@ -24,6 +27,11 @@ demo: setup
 test: lint
 	@echo "==> Tests"
 	@$(TESTS)
+	@echo "==> Several processes against one"
+	@$(PARITY)
+
+parity: setup
+	@OMP_NUM_THREADS=1 $(PY) -m tests.parity
 
 lint: setup
 	@echo "==> ruff"
