@@ -13,16 +13,18 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 def main() -> int:
     """Return 1 if a cell failed."""
-    from tests.parity.page import PAGE, run_all
+    from tests.parity.cell import Matrix
+    from tests.parity.page import PAGE, Run, page
     from tests.parity.pool import pool
 
     with tempfile.TemporaryDirectory() as folder:
-        text, failures = run_all(Path(folder), pool())
-    PAGE.write_text(text, encoding="utf-8")
-    for failure in failures:
-        print(f"\nFAILED {failure}", file=sys.stderr)
-    print(f"\n{len(failures)} failures; {PAGE}")
-    return 1 if failures else 0
+        run = Run(Matrix(pool(), Path(folder)))
+        run.everything()
+    PAGE.write_text(page(run), encoding="utf-8")
+    for failure in run.failures:
+        print(f"\nFAILED {failure}")
+    print(f"\n{len(run.failures)} failures; written to {PAGE}")
+    return 1 if run.failures else 0
 
 
 if __name__ == "__main__":

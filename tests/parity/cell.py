@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,9 +97,7 @@ def made(
         "logging": {"progress": "none", "samples": 0},
         "parallel": dict(parallel),
     }  # fmt: skip
-    trainer = WatchedTrainer(
-        load_config(None, base=described), train_data=samples, console=Console(file=io.StringIO())
-    )
+    trainer = WatchedTrainer(load_config(None, base=described), train_data=samples, console=Console(file=io.StringIO()))
     with mock.patch.object(trainer_module, "build_task", _disturbed):
         trainer.setup()
     return trainer
@@ -184,6 +181,8 @@ class Deviation:
     parameters: float
     where: str
     """The gradient and the parameter that are farthest off."""
+    zeros: bool = False
+    """Whether zeros were taken for a gradient that one process has not."""
 
     @property
     def worst(self) -> float:
@@ -203,22 +202,29 @@ class Matrix:
         self._folder, self._runs = folder, 0
         self._tokenizer = str(folder / "tokenizer")
         local_processors.tokenizer().save_pretrained(self._tokenizer)
-        self.alone = cache(self._alone)
+        self._remembered: dict[Any, Any] = {}
 
     def cell(self, row: str, column: str, load: str) -> Deviation | str:
         """Run one cell; return how far it is from one process, or what was refused."""
         spread = COLUMNS[column]
-        outcomes = self.workers.run(spread.ranks, run, row, load, spread.parallel(ROWS[row]), *self.places())
+        outcomes = self.workers.run(spread.ranks(ROWS[row]), run, row, load, spread.parallel(ROWS[row]), *self.places())
         if isinstance(outcomes[0], str):
             if any(outcome != outcomes[0] for outcome in outcomes):
                 raise Mismatch(f"processes do not agree: {outcomes}")
             return outcomes[0]
         return compared(joined(outcomes), self.alone(row, load), spread.unused_are_zero)
 
-    def _alone(self, row: str, load: str) -> Outcome:
-        (outcome,) = self.workers.run(1, run, row, load, {}, *self.places())
+    def alone(self, row: str, load: str) -> Outcome:
+        """Return what one process does."""
+        outcome = self.remembered((row, load), run, row, load, {}, *self.places())
         assert isinstance(outcome, Outcome), outcome
         return outcome
+
+    def remembered(self, name: Hashable, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what one process alone comes to; it is asked once for each name."""
+        if (work, name) not in self._remembered:
+            (self._remembered[work, name],) = self.workers.run(1, work, *arguments)
+        return self._remembered[work, name]
 
     def places(self) -> tuple[str, str]:
         """Return the folder of the tokenizer, and one for a run."""
@@ -258,26 +264,35 @@ def compared(found: Outcome, expected: Outcome, unused_are_zero: bool = False) -
         raise Mismatch(f"the steps counted {found.totals}, those of one process {expected.totals}")
     numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
     loss = max(abs(f - e) / (abs(e) or 1.0) for f, e in numbers)
-    steps = zip(found.gradients, expected.gradients, strict=True)
-    gradients = max(farthest(f, e, unused_are_zero) for f, e in steps)
+    own = found.gradients
+    if unused_are_zero:
+        own = [_without_zeros(f, e) for f, e in zip(own, expected.gradients, strict=True)]
+    gradients = max(farthest(f, e) for f, e in zip(own, expected.gradients, strict=True))
     parameters = farthest(found.parameters, expected.parameters)
-    return Deviation(loss, gradients[0], parameters[0], f"gradient of {gradients[1]}, parameter {parameters[1]}")
+    where = f"gradient of {gradients[1]}, parameter {parameters[1]}"
+    return Deviation(loss, gradients[0], parameters[0], where, zeros=_nones(own) != _nones(found.gradients))
 
 
-def farthest(found: Values, expected: Values, unused_are_zero: bool = False) -> tuple[float, str]:
+def _nones(steps: list[Values]) -> int:
+    return sum(value is None for values in steps for value in values.values())
+
+
+def _without_zeros(found: Values, expected: Values) -> Values:
+    """Return gradients without those that are zeros, where one process has none."""
+    return {
+        name: None if expected.get(name) is None and value is not None and not value.any() else value
+        for name, value in found.items()
+    }
+
+
+def farthest(found: Values, expected: Values) -> tuple[float, str]:
     """Return the largest deviation, and whose it is."""
     if found.keys() != expected.keys():
         raise Mismatch(f"only on one side: {sorted(found.keys() ^ expected.keys())}")
-    if unused_are_zero:
-        found = {n: None if expected[n] is None and v is not None and not v.any() else v for n, v in found.items()}
-    odd = {name: "none" if found[name] is None else "one" for name in found if _differ(found[name], expected[name])}
+    odd = {n: "none" if found[n] is None else "one" for n in found if (found[n] is None) != (expected[n] is None)}
     if odd:
         raise Mismatch(f"here is a gradient where one process has none, or none where it has one: {odd}")
     both = {name: (value, np.asarray(expected[name])) for name, value in found.items() if value is not None}
     floor = FLOOR * max((float(np.abs(e).max(initial=0.0)) for _, e in both.values()), default=0.0)
     offs = [(float((np.abs(f - e) / (np.abs(e) + floor)).max()), name) for name, (f, e) in both.items()]
     return max(offs, default=(0.0, "nothing"))
-
-
-def _differ(found: np.ndarray | None, expected: np.ndarray | None) -> bool:
-    return (found is None) != (expected is None)

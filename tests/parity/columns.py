@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cornstarch.plan import Plan
 from tests.parity.rows import Row
 
 
@@ -14,13 +15,16 @@ class Column:
     """A way to spread a run over processes."""
 
     title: str
-    ranks: int
+    replicas: int
+    """Of the model, which may be sharded over them."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """The section `parallel.data` of a `RunConfig`."""
     module: Mapping[str, Any] = field(default_factory=dict)
-    """What `parallel.modules` says about every module: tp, cp, stages."""
+    """What `parallel.modules` says about every module: tp, cp."""
+    last: Mapping[str, Any] = field(default_factory=dict)
+    """What it says about the language model, or the whole model, besides: stages."""
     unused_are_zero: bool = False
-    """Whether a trained parameter that the loss does not depend on has a gradient of zeros, where one process has none."""
+    """Whether a trained parameter that the loss does not depend on has a gradient of zeros; one process has none."""
     refused: str | None = None
     """What the code answers, if it cannot do this at all."""
     refused_rows: Mapping[str, str] = field(default_factory=dict)
@@ -28,8 +32,14 @@ class Column:
 
     def parallel(self, row: Row) -> dict[str, Any]:
         """Return the section `parallel` of a run."""
-        modules = {name: dict(self.module) for name in row.modules} if self.module else {}
-        return {"data": dict(self.data), "modules": modules}
+        modules = {name: dict(self.module) for name in row.modules}
+        modules[row.modules[-1]].update(self.last)
+        return {"data": dict(self.data), "modules": modules if self.module or self.last else {}}
+
+    def ranks(self, row: Row) -> int:
+        """Return how many processes it takes."""
+        plan = {name: value for name, value in self.parallel(row).items() if value}
+        return self.replicas * Plan.from_data(plan).replica
 
     def refusal(self, row: str) -> str | None:
         """Return what the code answers to a row, if it cannot do it."""
@@ -55,21 +65,23 @@ COLUMNS: dict[str, Column] = {
     "zero2": Column("zero2", 2, {"kind": "zero2"}),
     "zero3": Column("zero3", 2, {"kind": "zero3"}),
     "hsdp": Column("hsdp 2 × 2", 4, {"kind": "hsdp", "replicate": 2}),
-    "tp": Column("tp 2", 2, module={"tp": 2}, refused="tensor parallelism cannot be run yet"),
-    "cp": Column("cp 2", 2, module={"cp": 2}, refused="context parallelism cannot be run yet"),
-    "pp": Column("pp 2", 2, module={"stages": 2}, refused="pipeline parallelism cannot be run yet"),
+    "tp": Column("tp 2", 1, module={"tp": 2}, refused="tensor parallelism cannot be run yet"),
+    "cp": Column("cp 2", 1, module={"cp": 2}, refused="context parallelism cannot be run yet"),
+    "pp": Column("pp 2", 1, last={"stages": 2}, refused="pipeline parallelism cannot be run yet"),
 }
 
 LOADS: dict[str, Load] = {
     "plain": Load("Plain batches", 8, 1, "Steps of 8 samples, each with one item of every kind."),
-    "accumulation": Load("Accumulation × 4", 16, 4, "Steps of 16 samples in 4 portions, each with one item of every kind."),
+    "accumulation": Load(
+        "Accumulation × 4", 16, 4, "Steps of 16 samples in 4 portions, each sample with one item of every kind."
+    ),
     "mixed": Load(
         "Mixed batches",
         16,
         2,
-        "Steps of 16 samples in 2 portions: text alone, several images, sounds, texts of ragged length, broken samples. "
+        "Steps of 16 samples in 2 portions: text alone, several images, sounds, ragged lengths, broken samples. "
         "In the first step one process has no item at all while another has several, in the second no process has any, "
         "in the third some have not a single sample.",
         mixed=True,
     ),
-}  # fmt: skip
+}

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from tests.parity.cell import FLOOR, OPTIMIZER, STEPS, TOLERANCE, Deviation, Matrix, Mismatch, farthest, together
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.pool import Failed
-from tests.parity.random_steps import trained, trained_by_hand
+from tests.parity.random_steps import End, trained, trained_by_hand
 from tests.parity.rows import ROWS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
 Cell = tuple[str, str, str]
 """Row, column, load."""
+Found = dict[Cell, Deviation | str]
+"""How far a cell is off, or what was answered."""
 RANDOM = [(row, kind) for row in ("vision_audio", "lora", "projector") for kind in ("ddp", "fsdp1", "fsdp2")]
 """Rows and kinds of data parallelism that are run for many random steps with the Trainer."""
 BY_HAND = [(way, frozen) for frozen in (False, True) for way in ("ddp", "fsdp1", "fsdp2")]
 """Ways to wrap a model with torch alone, and whether all but the projectors is frozen."""
 MANY = 200
+MANY_LIMIT = 1e-3
+"""How far weights may be off after so many steps, in which rounding grows."""
+
+_LONG = 600.0  # seconds
+_FAILED = "failed"
 
 
 def cells() -> Iterator[Cell]:
@@ -35,18 +43,18 @@ def cells() -> Iterator[Cell]:
 
 def random_steps(matrix: Matrix, row: str, kind: str, steps: int = MANY) -> tuple[float, float]:
     """Return how far losses and weights of 2 processes are from one after random steps with the Trainer."""
-    (alone,) = matrix.workers.run(1, trained, row, steps, {}, *matrix.places(), seconds=600)
-    found = matrix.workers.run(2, trained, row, steps, {"data": {"kind": kind}}, *matrix.places(), seconds=600)
-    return _ends(found, alone)
+    alone = matrix.remembered((row, steps), trained, row, steps, {}, *matrix.places())
+    parallel = {"data": {"kind": kind}}
+    return _off(matrix.workers.run(2, trained, row, steps, parallel, *matrix.places(), seconds=_LONG), alone)
 
 
 def by_hand(matrix: Matrix, way: str, frozen: bool, steps: int = MANY) -> tuple[float, float]:
     """Return the same for a loop without the Trainer."""
-    (alone,) = matrix.workers.run(1, trained_by_hand, "alone", frozen, steps, seconds=600)
-    return _ends(matrix.workers.run(2, trained_by_hand, way, frozen, steps, seconds=600), alone)
+    alone = matrix.remembered((frozen, steps), trained_by_hand, "alone", frozen, steps)
+    return _off(matrix.workers.run(2, trained_by_hand, way, frozen, steps, seconds=_LONG), alone)
 
 
-def _ends(found, alone) -> tuple[float, float]:  # type: ignore[no-untyped-def]
+def _off(found: list[End], alone: End) -> tuple[float, float]:
     losses = max(abs(f - e) / e for f, e in zip(found[0][0], alone[0], strict=True))
     return losses, farthest(together([weights for _, weights in found]), alone[1])[0]
 
@@ -54,110 +62,102 @@ def _ends(found, alone) -> tuple[float, float]:  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------------------------------ all of it
 
 
-def run_all(folder: Path, workers) -> tuple[str, list[str]]:  # type: ignore[no-untyped-def]
-    """Run everything; return the page, and what failed."""
-    matrix, start = Matrix(workers, folder), time.monotonic()
-    found: dict[Cell, Deviation | str] = {}
-    failures: list[str] = []
-    for cell in cells():
+class Run:
+    """A run of everything, told as it goes."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix = matrix
+        self.found: Found = {}
+        self.many: dict[str, tuple[float, float] | None] = {}
+        """By title: the deviations of many steps; None: it failed."""
+        self.failures: list[str] = []
+        self._start = time.monotonic()
+
+    def everything(self) -> None:
+        """Run all cells, and the long runs."""
+        for cell in cells():
+            self.cell(cell)
+        for title, work in _long_runs(self.matrix):
+            self.long_run(title, work)
+
+    def cell(self, cell: Cell) -> None:
+        """Run one cell."""
+        title = " / ".join(cell)
         try:
-            found[cell] = matrix.cell(*cell)
+            result = self.matrix.cell(*cell)
+            problem = _problem(cell, result)
         except (Failed, Mismatch) as error:
-            failures.append(f"{' / '.join(cell)}: {error}")
-            found[cell] = "failed"
-        failures += _judged(cell, found[cell])
-        print(f"{time.monotonic() - start:5.0f} s  {' / '.join(cell):40} {_told(found[cell])}", flush=True)
-    many: dict[str, tuple[float, float] | None] = {}
-    for title, work in _long_runs(matrix):
+            result, problem = _FAILED, str(error)
+        self.found[cell] = result
+        self._tell(title, f"{result.worst:.0e}" if isinstance(result, Deviation) else result.split("\n  ")[-1], problem)
+
+    def long_run(self, title: str, work: Callable[[], tuple[float, float]]) -> None:
+        """Run many steps."""
+        problem = None
         try:
-            many[title] = work()
+            self.many[title] = losses, weights = work()
+            told = f"{losses:.0e} {weights:.0e}"
+            problem = None if losses < TOLERANCE and weights < MANY_LIMIT else told
         except (Failed, Mismatch) as error:
-            failures.append(f"{title}: {error}")
-            many[title] = None
-        print(f"{time.monotonic() - start:5.0f} s  {title}: {many[title]}", flush=True)
-    return page(found, many), failures
+            self.many[title], told, problem = None, _FAILED, str(error)
+        self._tell(title, told, problem)
+
+    def _tell(self, title: str, told: str, problem: str | None) -> None:
+        print(f"{time.monotonic() - self._start:5.0f} s  {title:60} {told}", flush=True)
+        if problem is not None:
+            self.failures.append(f"{title}: {problem}")
 
 
-def _long_runs(matrix: Matrix):  # type: ignore[no-untyped-def]
+def _long_runs(matrix: Matrix) -> Iterator[tuple[str, Callable[[], tuple[float, float]]]]:
     for row, kind in RANDOM:
-        yield f"Trainer, {ROWS[row].title}, {kind}", lambda row=row, kind=kind: random_steps(matrix, row, kind)
+        yield f"Trainer: {ROWS[row].title}, {kind}", partial(random_steps, matrix, row, kind)
     for way, frozen in BY_HAND:
         what = "projectors trained, all else frozen" if frozen else "vision, audio and LLM trained"
-        yield f"by hand, {what}, {way}", lambda way=way, frozen=frozen: by_hand(matrix, way, frozen)
+        yield f"by hand: {what}, {way}", partial(by_hand, matrix, way, frozen)
 
 
-def _judged(cell: Cell, result: Deviation | str) -> list[str]:
+def _problem(cell: Cell, result: Deviation | str) -> str | None:
     said = COLUMNS[cell[1]].refusal(cell[0])
     if isinstance(result, Deviation):
         if said is not None:
-            return [f"{' / '.join(cell)}: it works; the table says that it is refused"]
-        return [f"{' / '.join(cell)}: {result}"] if not result.worst < TOLERANCE else []
-    return [] if result == "failed" or (said is not None and said in result) else [f"{' / '.join(cell)}: {result}"]
-
-
-def _told(result: Deviation | str) -> str:
-    return result.splitlines()[-1].strip() if isinstance(result, str) else f"{result.worst:.0e}"
+            return "it works, but the table has it as refused"
+        return None if result.worst < TOLERANCE else str(result)
+    return None if said is not None and said in result else result
 
 
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def page(found: dict[Cell, Deviation | str], many: dict[str, tuple[float, float] | None]) -> str:
+def page(run: Run) -> str:
     """Return the page."""
-    deviations = [result for result in found.values() if isinstance(result, Deviation)]
+    deviations = [result for result in run.found.values() if isinstance(result, Deviation)]
     worst = {kind: max(getattr(one, kind) for one in deviations) for kind in ("loss", "gradients", "parameters")}
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    lines = [
-        "# Parity",
-        "",
-        "<!-- Written by `make parity`; change tests/parity instead. -->",
-        "",
-        "Training on several processes must come to the same as training on one. This page shows that it does: each cell is",
-        f"a model (row) trained for {STEPS} steps under one kind of parallelism (column), and again in one process on the",
-        "same samples, through the same `Trainer`. Compared are",
-        "",
-        "- the loss of every step, the norm of its gradients, and what it has counted (samples, tokens, images, sounds);",
-        "- **every** gradient of every step before clipping, and whether there is one at all: what is frozen, or what no",
-        "  process had an item for, has none;",
-        f"- **every** parameter after {STEPS} steps of AdamW with weight decay {OPTIMIZER['weight_decay']} and clipping at",
-        f"  {OPTIMIZER['clip']};",
-        "- that all processes have the same to the bit, where they should.",
-        "",
-        "The number in a cell is the largest deviation of anything compared: |a − b| / (|b| + "
-        f"{FLOOR:g} × the largest |b|), where",
-        "the largest is taken over all gradients of a step, or all parameters (of a loss: |a − b| / |b|). More than",
-        f"**{TOLERANCE:g}** is a failure. All is computed in fp32 on the CPU, without dropout. The largest of all cells are",
-        f"{worst['loss']:.0e} for losses, {worst['gradients']:.0e} for gradients and {worst['parameters']:.0e} for parameters.",
-        "",
-        f"AdamW's eps is {OPTIMIZER['eps']:g}. It divides a gradient by its own size; with the usual 1e-8, rounding in",
-        "a gradient that is zero in truth (that of a key's bias in attention) would become a step like any other. No",
-        "parameter is left out.",
-        "",
-    ]
     notes: dict[str, int] = {}
-    for name, load in LOADS.items():
-        lines += [f"## {load.title}", "", load.about, "", *_table(name, found, notes), ""]
-    lines += [f"{number}. {note}" for note, number in notes.items()]
-    lines += ["", *_many(many), "", "## Run it", "", "```sh", "make parity", "```", ""]
-    lines += [
-        f"This page was written with {versions}, Python {platform.python_version()}, gloo. `make test` runs some of the",
-        "cells: every row and every column with every kind of batches. To add a column, add an entry to",
-        "`tests/parity/columns.py`; to add a row, one to `tests/parity/rows.py`.",
-        "",
+    tables = [
+        line
+        for name, load in LOADS.items()
+        for line in (f"## {load.title}", "", load.about, "", *_table(name, run.found, notes), "")
     ]
-    return "\n".join(lines)
+    return _TEXT.format(
+        steps=STEPS,
+        decay=OPTIMIZER["weight_decay"],
+        clip=OPTIMIZER["clip"],
+        eps=OPTIMIZER["eps"],
+        floor=FLOOR,
+        tolerance=TOLERANCE,
+        worst=", ".join(f"{value:.0e} for {kind}" for kind, value in worst.items()).replace("loss", "losses"),
+        tables="\n".join(tables),
+        notes="\n".join(f"{number}. {note}" for note, number in notes.items()),
+        many=MANY,
+        long_runs="\n".join(_long_row(title, result) for title, result in run.many.items()),
+        versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")),
+        python=platform.python_version(),
+    )
 
 
-_ZEROS = (
-    "A trained parameter that the loss does not depend on has a gradient of zeros under fsdp1, and none in one process "
-    "(here: CLIP's last norm, which only its pooled output goes through). With weight decay such a parameter shrinks, "
-    "unless it is a bias or belongs to a norm."
-)
-
-
-def _table(load: str, found: dict[Cell, Deviation | str], notes: dict[str, int]) -> list[str]:
+def _table(load: str, found: Found, notes: dict[str, int]) -> list[str]:
     columns = [name for name in COLUMNS if any((row, name, load) in found for row in ROWS)]
-    heads = [f"{COLUMNS[name].title}{_mark(_ZEROS, notes) if COLUMNS[name].unused_are_zero else ''}" for name in columns]
+    heads = [COLUMNS[name].title for name in columns]
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
     for row, described in ROWS.items():
         shown = [_shown(found.get((row, column, load)), column, row, notes) for column in columns]
@@ -167,29 +167,73 @@ def _table(load: str, found: dict[Cell, Deviation | str], notes: dict[str, int])
 
 def _shown(result: Deviation | str | None, column: str, row: str, notes: dict[str, int]) -> str:
     if isinstance(result, Deviation):
-        return f"{result.worst:.0e}" if result.worst < TOLERANCE else f"**{result.worst:.0e}**"
+        number = f"{result.worst:.0e}" if result.worst < TOLERANCE else f"**{result.worst:.0e}**"
+        return number + (_mark(_ZEROS, notes) if result.zeros else "")
     said = COLUMNS[column].refusal(row)
-    if said is not None and result is not None:
+    if said is not None and result is not None and said in result:
         return f"no{_mark(f'Refused: “{said}”.', notes)}"
-    return "" if result is None else "**failed**"
+    return "" if result is None else f"**{_FAILED}**"
 
 
 def _mark(note: str, notes: dict[str, int]) -> str:
     return f" ({notes.setdefault(note, len(notes) + 1)})"
 
 
-def _many(many: dict[str, tuple[float, float] | None]) -> list[str]:
-    lines = [
-        f"## {MANY} random steps",
-        "",
-        "Two processes, samples drawn at random: text alone, up to three images, sounds, and (with the Trainer) many broken",
-        "ones, so that a process often has no image, or not a single sample. Nothing hangs, and at the end everything is",
-        "where one process is: the largest deviation of a loss, and of a weight. By hand: a loop without the Trainer,",
-        "`model.keep_encoders_running(processor.stand_ins())` and torch's own wrapping, with SGD.",
-        "",
-        "| | losses | weights |",
-        "|---|---|---|",
-    ]
-    for title, result in many.items():
-        lines.append(f"| {title} | " + ("**failed** | |" if result is None else f"{result[0]:.0e} | {result[1]:.0e} |"))
-    return lines
+def _long_row(title: str, result: tuple[float, float] | None) -> str:
+    shown = f"**{_FAILED}** | " if result is None else f"{result[0]:.0e} | {result[1]:.0e}"
+    return f"| {title} | {shown} |"
+
+
+_ZEROS = (
+    "fsdp1: a trained parameter that the loss does not depend on has a gradient of zeros, where one process has none "
+    "(here CLIP's last norm, which only its pooled output goes through). With weight decay such a parameter shrinks, "
+    "unless it is a bias or belongs to a norm."
+)
+
+_TEXT = """\
+# Parity
+
+<!-- Written by `make parity`. To change it, change tests/parity/page.py. -->
+
+Training in several processes must come to the same as training in one. This page shows that it does. Each cell is a
+model (row) trained for {steps} steps under one kind of parallelism (column), and once more in one process on the same
+samples, both through the same `Trainer`. Compared are
+
+- the loss of every step, the norm of its gradients, and what it has counted: samples, tokens, images, sounds;
+- **every** gradient of every step before clipping, and whether there is one at all: what is frozen, or what no process
+  had an item for, has none;
+- **every** parameter after {steps} steps of AdamW with a weight decay of {decay} and clipping at {clip};
+- that what several processes have is the same in all of them, to the bit.
+
+The number in a cell is the largest deviation of anything compared: |a − b| / (|b| + {floor:g} × the largest |b|), where
+the largest is that of all gradients of the step, or of all parameters; of a loss, |a − b| / |b|. More than
+**{tolerance:g}** is a failure. All is computed in fp32 on the CPU, without dropout. The largest of all cells are
+{worst}.
+
+AdamW divides a gradient by its own size. With its usual eps of 1e-8, rounding in a gradient that is zero in truth (that
+of a key's bias in attention) would become a step like any other, so here eps is {eps:g}. No parameter is left out.
+
+{tables}
+{notes}
+
+## {many} random steps
+
+Two processes and samples drawn at random: text alone, up to three images, sounds, and with the Trainer many that are
+broken, so that a process often has no image, or not a single sample. Nothing hangs, and at the end everything is where
+one process is. The numbers are the largest deviation of a loss, and of a weight at the end. By hand is a loop without
+the Trainer: `model.keep_encoders_running(processor.stand_ins())`, torch's own wrapping, and SGD.
+
+| | losses | weights |
+|---|---|---|
+{long_runs}
+
+## Run it
+
+```sh
+make parity
+```
+
+writes this page; this one was written with {versions}, Python {python}, gloo. `make test` runs some of the cells:
+every row and every column with every kind of batches. A new column is an entry in `tests/parity/columns.py`, a new row
+one in `tests/parity/rows.py`.
+"""

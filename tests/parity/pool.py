@@ -20,7 +20,13 @@ _START = 240.0  # seconds; busy machines import slowly
 _QUIET = 60.0  # that a process waits for another one in a collective, before it says that they are out of step
 _WORDS = 150.0  # that a job may take
 # Imported once, in the process that the workers are forked from; nothing of it starts threads.
-_IMPORTED = ["torch.distributed.fsdp", "transformers", "peft", "cornstarch.train.trainer", "cornstarch.train.tasks.build"]
+_IMPORTED = [
+    "torch.distributed.fsdp",
+    "transformers",
+    "peft",
+    "cornstarch.train.trainer",
+    "cornstarch.train.tasks.build",
+]
 
 
 class Failed(Exception):

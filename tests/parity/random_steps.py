@@ -24,17 +24,19 @@ from tests.parity.rows import ROWS
 from tests.parity.samples import WORDS, of_kinds
 from tests.zoo import ENCODERS, LANGUAGE_MODELS
 
+End = tuple[list[float], Values]
+"""The losses of all steps, and the weights after them."""
+
 KINDS = (". " * 4 + "i ii iii s ss is " + "x " * 4).split()
 BATCH = 4
 
 
-def trained(
-    row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, folder: str
-) -> tuple[list[float], Values]:
+def trained(row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, folder: str) -> End:
     """Train on steps of 4 random samples, many of them broken; return the losses, and the weights at the end."""
     drawn = random.Random(1)
     kinds = [drawn.choice(KINDS) for _ in range(steps * BATCH)]
-    kinds[8:12] = kinds[20:22] = kinds[26:28] = ["x"] * 4  # a step of nothing; then one process, then the other, has none
+    for broken in (8, 9, 10, 11, 20, 21, 26, 27):  # a step of nothing; one where one process has none; one the other
+        kinds[broken] = "x"
     samples = of_kinds(ROWS[row].make, kinds)
     trainer = made(row, samples, {"epochs": 1, "batch_size": BATCH}, parallel, tokenizer, folder)
     trainer.watching = False
@@ -74,7 +76,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }  # fmt: skip
 
 
-def trained_by_hand(way: str, frozen: bool, steps: int) -> tuple[list[float], Values]:
+def trained_by_hand(way: str, frozen: bool, steps: int) -> End:
     """Train in a loop as the documentation has it.
 
     With SGD, because in a step without any image a process alone has no gradient for the vision encoder, and several

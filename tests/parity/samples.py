@@ -1,7 +1,7 @@
 """What the rows of the matrix are trained on: samples that are all alike, and samples of every kind.
 
-A string says what a sample has: `i` an image, `s` a sound, `.` text alone, `x` something that cannot be used. Text around
-it is of ragged length unless all samples are to be alike.
+A string says what a sample has: `i` an image, `s` a sound, `.` text alone, `x` something that cannot be used. The text
+around it is of ragged length, unless all samples are to be alike.
 """
 
 from __future__ import annotations
@@ -57,11 +57,9 @@ def asking(*kinds: str) -> MakeSample:
         drawn = random.Random(number)
         media = [_image(number, n) if sign == "i" else _sound(number, n) for n, sign in enumerate(has) if sign in kinds]
         question = (f"{_words(drawn, length)} ", *media, " what is it")
-        if has == "x":
-            answers = ()  # nothing to train on
-        else:
-            answers = (Message("assistant", (_words(drawn, 1 + length // 2),)),)
-        return Sample(f"sample {number}", (Message("user", question), *answers))
+        answer = Message("assistant", (_words(drawn, 1 + length // 2),))
+        # Without an answer there is nothing to train on.
+        return Sample(f"sample {number}", (Message("user", question), *([answer] if has != "x" else [])))
 
     return make
 

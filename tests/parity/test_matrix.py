@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parity.cell import TOLERANCE, Deviation, Matrix, Mismatch, Outcome, compared, farthest, joined
+from tests.parity.cell import TOLERANCE, Deviation, Matrix, Mismatch, Outcome, compared, joined
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.page import cells
 from tests.parity.rows import ROWS
@@ -105,10 +105,12 @@ def test_a_gradient_that_is_there_on_one_side_only_is_no_rounding() -> None:
 
 
 def test_zeros_stand_for_none_only_where_a_column_says_so() -> None:
-    zeros, something = np.zeros(2), np.array([0.0, 1e-9])
-    assert farthest({"a": zeros}, {"a": None}, unused_are_zero=True)[0] == 0
+    a = outcome().gradients[0]["a"]
+    zeros, something = outcome(gradients=[{"a": a, "b": np.zeros(1)}]), outcome(gradients=[{"a": a, "b": np.ones(1)}])
+    assert compared(zeros, outcome(), unused_are_zero=True).zeros
+    assert not compared(outcome(), outcome(), unused_are_zero=True).zeros
     with pytest.raises(Mismatch):
-        farthest({"a": something}, {"a": None}, unused_are_zero=True)
+        compared(something, outcome(), unused_are_zero=True)
 
 
 def test_processes_must_agree_to_the_bit() -> None:
