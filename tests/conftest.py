@@ -13,8 +13,13 @@ import ipaddress
 import socket
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+# How long an example takes depends on what else the machine does, and tests do not measure time.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 def _is_local(address: Any) -> bool:

@@ -321,7 +321,7 @@ class Trainer:
         """Write a checkpoint of this moment."""
         self.watch.check()
         tensors, data = capture(
-            self.model,
+            self.task.wrapped or self.model,
             self.optimizer,
             ema=None if self.averages is None else self.averages.averages,
             scaler=self.scaler,
@@ -482,7 +482,7 @@ class Trainer:
         data = checkpoint.data()
         with checkpoint.tensors() as tensors:
             averages = None if self.averages is None else self.averages.averages
-            restore(tensors, data, self.model, self.optimizer, ema=averages, scaler=self.scaler)
+            restore(tensors, data, self.task.wrapped or self.model, self.optimizer, ema=averages, scaler=self.scaler)
         # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
         apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self._own_names)
         scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.ranks)

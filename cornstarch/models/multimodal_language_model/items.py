@@ -25,6 +25,10 @@ class Features:
     lengths: list[int] | None
     """Tokens per item; None where the boundaries are unknown (a callback returned one flat tensor)."""
 
+    def given(self) -> list[Tensor]:
+        """Return all that the language model is given of them."""
+        return [self.tokens]
+
 
 def token_states(output: Any) -> Any:
     """Return the tokens in an encoder's output: [N, T, D], flat [total, D], or a list of [T, D]."""

@@ -273,10 +273,10 @@ class MultimodalModel(nn.Module):
             documents=documents,
             **rest,
         )
-        for tokens in touched:
+        for made in touched:
             # Nothing of it is added, but gradients take the same way through the language model and the encoders as in
             # processes with items: what is sharded is then gathered and summed in the same order in all of them.
-            llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + tokens[:0].sum()
+            llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
         if spec is None:
             output = self.language_model(**llm_inputs)
         else:
@@ -300,7 +300,7 @@ class MultimodalModel(nn.Module):
         self._stand_ins = {name: dict(inputs) for name, inputs in stand_ins.items()}
 
     def _encoded(self, encoder_inputs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Features], list[Tensor]]:
-        """Run the encoders, always in the same order; return their tokens, and those of stand-ins."""
+        """Run the encoders, always in the same order; return their tokens, and what stand-ins made."""
         features: dict[str, Features] = {}
         touched: list[Tensor] = []
         for name, encoder in self.encoders.items():
@@ -311,7 +311,7 @@ class MultimodalModel(nn.Module):
                     key: value.to(self.device) if isinstance(value, Tensor) else value
                     for key, value in self._stand_ins[name].items()
                 }
-                touched.append(encoder.features(inputs).tokens)
+                touched += encoder.features(inputs).given()
         return features, touched
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

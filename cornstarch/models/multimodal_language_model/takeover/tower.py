@@ -49,6 +49,13 @@ class TowerFeatures(Features):
     """Features, with all that the model's own method returned."""
 
     output: Any = None
+    hands_on_more: bool = False
+
+    def given(self) -> list[Tensor]:
+        """Return all that the language model is given: tokens, and features for deeper layers."""
+        more = self.output.values() if self.hands_on_more else ()
+        parts = [part for value in more for part in (value if isinstance(value, list | tuple) else [value])]
+        return [self.tokens, *(part for part in parts if isinstance(part, Tensor))]
 
 
 @dataclass
@@ -190,6 +197,6 @@ class TowerEncoder(ModalEncoderModule):
         states = output if isinstance(output, (Tensor, list)) else getattr(output, self.habits.tokens)
         if not isinstance(states, Tensor):
             items = [item.reshape(-1, item.shape[-1]) for item in states]
-            return TowerFeatures(torch.cat(items), [len(item) for item in items], output)
+            return TowerFeatures(torch.cat(items), [len(item) for item in items], output, self.habits.hands_on_more)
         lengths = [states.shape[1]] * states.shape[0] if states.dim() == 3 else None
-        return TowerFeatures(states.reshape(-1, states.shape[-1]), lengths, output)
+        return TowerFeatures(states.reshape(-1, states.shape[-1]), lengths, output, self.habits.hands_on_more)
