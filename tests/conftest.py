@@ -11,15 +11,18 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import ipaddress
 import socket
+from contextlib import suppress
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
-# How long an example takes depends on what else the machine does, and tests do not measure time.
-hypothesis.settings.register_profile("any machine", deadline=None)
-hypothesis.settings.load_profile("any machine")
+with suppress(ImportError):  # a GPU machine may have what the GPU tests need and no more
+    import hypothesis
+
+    # How long an example takes depends on what else the machine does, and tests do not measure time.
+    hypothesis.settings.register_profile("any machine", deadline=None)
+    hypothesis.settings.load_profile("any machine")
 
 
 def _is_local(address: Any) -> bool:
