@@ -5,10 +5,11 @@ All train the same Llama from the same weights on the same rows with the same fu
 the same process group (gloo). That all losses are equal, step by step, is checked. Each brings its own loader, which
 hands a process its share of a batch.
 
-All contenders live in the same two processes and take turns step by step, in a random order that is the same in both;
-before each turn the processes wait for one another. A step takes as long as it does in the slower process. Reported:
-the median over rounds of the ratio to the loop by hand, in wall time and in the mean CPU time of both processes. The
-loop by hand runs twice, to show how far two equal things differ here.
+All contenders live in the same two processes and take turns of so many steps, in a random order that is the same in
+both; before each turn the processes wait for one another. A turn takes as long as it does in the slower process. All
+contenders are made anew several times. Reported: the median over these repetitions of the ratio to the loop by hand
+(the median over rounds), with its smallest and largest value, in wall time and in the mean CPU time of both processes.
+The loop by hand runs twice, to show how far two equal things differ here.
 
 Cornstarch runs twice under DDP: with its defaults, which look for parameters that a step did not use, and with
 find_unused: false, which is torch's default.
@@ -58,7 +59,6 @@ from trainer_overhead import (
     against,
     be_quiet,
     compared,
-    median_interval,
     table,
     versions,
 )
@@ -244,54 +244,52 @@ class Seat:
 
     steps: Steps
     seconds: list[list[float]]
-    """Wall and CPU time of each."""
-    losses: list[float]
+    """Wall and CPU time of a step, turn by turn."""
+    losses: list[Tensor]
 
 
 def take_turns(
-    case: Case, kind: str, names: list[str], rounds: int, steps: int, folder: Path
-) -> dict[str, list[list[Seconds]]]:
-    """Return what the steps of each contender took, round by round; both processes must call it."""
+    case: Case, kind: str, names: list[str], rounds: int, steps: int, folder: Path, chance: random.Random
+) -> dict[str, list[Seconds]]:
+    """Return what the steps of each contender took, turn by turn; both processes must call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     count = (rounds + 1) * steps  # the first round warms up
     seats = {}
-    for number, name in enumerate(names):
-        own = folder / f"{case.name}-{kind}-{number}"
-        own.mkdir(exist_ok=True)
+    for number, name in enumerate(chance.sample(names, len(names))):
+        own = folder / str(number)
+        own.mkdir(parents=True, exist_ok=True)
         job = Job(case.model(), case.rows(count * world), case.batch, count, steps, own)
         seats[name] = Seat(CONTENDERS[name](job, kind), [], [])
     gc.collect()
     gc.freeze()  # what all have made is not looked through in the step of one of them
-    order, chance = list(seats), random.Random(0)
-    for _ in range(count):
+    order = list(names)
+    for _ in range(rounds + 1):
         chance.shuffle(order)
         for name in order:
-            take_turn(seats[name], sits_out=name == ALONE and rank > 0)
+            take_turn(seats[name], steps, sits_out=name == ALONE and rank > 0)
     gc.unfreeze()
-    losses = {name: processes.gather_data(seat.losses) for name, seat in seats.items()}
+    losses = {name: processes.gather_data(list(map(float, seats[name].losses))) for name in names}
     check_losses({name: losses[name] for name in names if name not in (ALONE, APART)}, count)
-    told = {name: processes.gather_data(seat.seconds) for name, seat in seats.items()}
-    return {name: in_rounds([one for one in told[name] if one], steps) for name in names}
+    told = {name: processes.gather_data(seats[name].seconds) for name in names}
+    return {name: slower([one for one in told[name] if one])[1:] for name in names}
 
 
-def take_turn(seat: Seat, sits_out: bool) -> None:
-    """Let a contender do one step, when all processes are there."""
+def take_turn(seat: Seat, steps: int, sits_out: bool) -> None:
+    """Let a contender do some steps, when all processes are there."""
     dist.barrier()
     if sits_out:
         return
     wall, cpu = time.perf_counter(), time.process_time()
-    loss = next(seat.steps)
-    seat.seconds.append([time.perf_counter() - wall, time.process_time() - cpu])
-    seat.losses.append(float(loss))
+    seat.losses += [next(seat.steps) for _ in range(steps)]
+    seat.seconds.append([(time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps])
 
 
-def in_rounds(told: list[list[list[float]]], steps: int) -> list[list[Seconds]]:
-    """Return steps by rounds, the first left out: the wall time of the slower process, the mean of the CPU times."""
-    both = [
+def slower(told: list[list[list[float]]]) -> list[Seconds]:
+    """Return, turn by turn, the wall time of the slower process and the mean of the CPU times."""
+    return [
         Seconds(max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks) / len(ranks))
         for ranks in zip(*told, strict=True)
     ]
-    return [both[start : start + steps] for start in range(steps, len(both), steps)]
 
 
 def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
@@ -310,23 +308,19 @@ def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
 # ---------------------------------------------------------------------------------------------------- what it says
 
 
-def scaling(taken: dict[str, list[list[Seconds]]]) -> dict[str, tuple[float, tuple[float, float]]]:
-    """Return, by contender, the time of one process alone divided by that of two with as many rows each."""
-    found = {}
-    for name in (APART, BY_HAND, OURS):
-        walls = ([sum(s.wall for s in one) for one in taken[side]] for side in (ALONE, name))
-        ratios = sorted(a / b for a, b in zip(*walls, strict=True))
-        found[name] = (ratios[len(ratios) // 2], median_interval(ratios))
-    return found
-
-
-def measure(case: Case, kind: str, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+def measure(case: Case, kind: str, repetitions: int, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
     """Measure one case under one kind of parallelism, print its tables, and return its numbers."""
     names, absent = chosen(kind, versions())
-    taken = take_turns(case, kind, names, rounds, steps, folder)
+    chance = random.Random(0)
+    taken: dict[str, list[list[Seconds]]] = {name: [] for name in names}
+    for number in range(repetitions):
+        own = folder / f"{case.name}-{kind}-{number}"
+        for name, seconds in take_turns(case, kind, names, rounds, steps, own, chance).items():
+            taken[name].append(seconds)
     results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
     others = {name: compared(taken[OURS], taken[name]) for name in names if name in (ACCELERATE, FABRIC)}
-    weak = scaling(taken)
+    # The time of one process alone divided by that of two with as many rows each.
+    weak = {name: compared(taken[ALONE], taken[name]) for name in (APART, BY_HAND, OURS)}
     parameters = sum(p.numel() for p in case.model().parameters())
     if dist.get_rank() == 0:
         print(
@@ -335,7 +329,7 @@ def measure(case: Case, kind: str, rounds: int, steps: int, folder: Path) -> dic
         print(table(results))
         verdict = "within" if results[OURS].ratio <= LIMIT else "above"
         print("; ".join([f"{OURS} is {verdict} {LIMIT} of torch by hand", *map(against, others, others.values())]))
-        told = [f"{name} {ratio:.2f} ({low:.2f} – {high:.2f})" for name, (ratio, (low, high)) in weak.items()]
+        told = [f"{name} {one.ratio:.2f} ({one.range[0]:.2f} – {one.range[1]:.2f})" for name, one in weak.items()]
         print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(told)}")
         print("\n".join(absent), flush=True)
     return {
@@ -344,7 +338,7 @@ def measure(case: Case, kind: str, rounds: int, steps: int, folder: Path) -> dic
         "parameters": parameters,
         "results": {name: asdict(result) for name, result in results.items()},
         "ours_to": {name: asdict(result) for name, result in others.items()},
-        "weak_scaling": {name: {"ratio": ratio, "interval": interval} for name, (ratio, interval) in weak.items()},
+        "weak_scaling": {name: {"ratio": one.ratio, "range": one.range} for name, one in weak.items()},
         "left_out": absent,
     }
 
@@ -358,9 +352,12 @@ def work(given: argparse.Namespace) -> None:
     with start_process_group(current_world(), "cpu", timeout=600):
         if dist.get_rank() == 0:
             print(", ".join(f"{name} {text}" for name, text in found.items()))
-            print(f"{machine}, 2 processes, {given.rounds} rounds of {given.steps} steps", flush=True)
+            print(
+                f"{machine}, 2 processes, {given.repetitions} × {given.rounds} rounds of {given.steps} steps",
+                flush=True,
+            )
         cases = [
-            measure(case, kind, given.rounds, given.steps, given.folder)
+            measure(case, kind, given.repetitions, given.rounds, given.steps, given.folder)
             for kind in given.kinds
             for case in CASES
             if case.name in given.cases
@@ -379,13 +376,15 @@ def work(given: argparse.Namespace) -> None:
 
 def arguments(given: argparse.Namespace) -> list[str]:
     """Return what was given, so that it can be given again."""
-    numbers = [f"--rounds={given.rounds}", f"--steps={given.steps}", f"--threads={given.threads}"]
+    numbers = [f"--repetitions={given.repetitions}", f"--rounds={given.rounds}"]
+    numbers += [f"--steps={given.steps}", f"--threads={given.threads}"]
     return [*numbers, "--kinds", *given.kinds, "--cases", *given.cases]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew")
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))

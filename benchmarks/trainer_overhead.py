@@ -4,11 +4,13 @@ All train the same Llama from the same weights on the same rows with the same fu
 say a loss every so many steps; that all losses are equal, step by step, is checked. Ours runs as it does for a user: it
 writes metrics.jsonl and a line of progress, while the others are set to say as little as they can.
 
-Each contender has a thread of its own, but only one runs at a time: from one forward pass of its model to the next,
-which is one whole step with its logging and the next batch. Then another has its turn, in a random order, so that
-whatever else the machine does hits all of them. A round is so many steps of each, a line of metrics among them.
-Reported: the median over rounds of the ratio to the loop by hand, in wall time and in CPU time of this process, and the
-difference. The loop by hand runs twice, to show how far two equal things differ here.
+Each contender has a thread of its own, but only one runs at a time: for a turn of so many steps, a line of metrics
+among them, from one forward pass of its model to another. Then the next has its turn, in a random order, so that
+whatever else the machine does hits all of them. A round is a turn of each. Where weights and batches happen to lie in
+memory makes two equal loops differ for as long as they live; so all contenders are made anew several times, in a random
+order. Reported: the median over these repetitions of the ratio to the loop by hand (the median over rounds), with its
+smallest and largest value, in wall time and in CPU time of this process, and the difference. The loop by hand runs
+twice, to show how far two equal things differ here.
 
     python benchmarks/trainer_overhead.py         # prints tables; with --output FILE.json also writes them
 """
@@ -242,29 +244,31 @@ CONTENDERS: dict[str, Callable[[Job], None]] = {
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one step took."""
+    """What one step took, on average over a turn."""
 
     wall: float
     cpu: float  # of this process: what others do on the machine does not count
 
 
 class Seat:
-    """A contender in a thread of its own, which waits before each forward pass until it has its turn."""
+    """A contender in a thread of its own, which waits before the forward pass that follows its turn."""
 
     def __init__(self, train: Callable[[Job], None], job: Job) -> None:
-        self.seconds: list[Seconds] = []
+        self.seconds: list[Seconds] = []  # turn by turn
         self.losses: list[Tensor] = []
         self._train, self._job = train, job
         self._mine, self._others = threading.Semaphore(0), threading.Semaphore(0)
-        self._began: tuple[float, float] | None = None
+        self._began = (0.0, 0.0)
+        self._left = self._steps = 0
         self._free = False
         self._error: BaseException | None = None
         job.model.register_forward_pre_hook(self._wait)
         job.model.register_forward_hook(self._note)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def turn(self) -> None:
-        """Let it run until its next forward pass; the first time, until its first."""
+    def turn(self, steps: int) -> None:
+        """Let it run for so many steps, until the forward pass of the next; with 0, until its first."""
+        self._left = self._steps = steps
         self._mine.release()
         self._others.acquire()
         if self._error is not None:
@@ -273,7 +277,7 @@ class Seat:
     def end(self) -> None:
         """Let it run to its end."""
         self._free = True
-        self.turn()
+        self.turn(0)
 
     def _run(self) -> None:
         self._mine.acquire()
@@ -289,11 +293,15 @@ class Seat:
     def _wait(self, *_: object) -> None:
         if self._free:
             return
+        if self._left:
+            self._left -= 1
+            return
         wall, cpu = time.perf_counter(), time.process_time()
-        if self._began is not None:
-            self.seconds.append(Seconds(wall - self._began[0], cpu - self._began[1]))
+        if self._steps:
+            self.seconds.append(Seconds((wall - self._began[0]) / self._steps, (cpu - self._began[1]) / self._steps))
         self._others.release()
         self._mine.acquire()
+        self._left -= 1
         self._began = time.perf_counter(), time.process_time()
 
     def _note(self, module: object, arguments: object, output: Any) -> None:
@@ -301,33 +309,32 @@ class Seat:
             self.losses.append(output.loss.detach())
 
 
-def take_turns(case: Case, names: list[str], rounds: int, steps: int, folder: Path) -> dict[str, list[list[Seconds]]]:
-    """Return what the steps of each contender took, round by round."""
+def take_turns(
+    case: Case, names: list[str], rounds: int, steps: int, folder: Path, chance: random.Random
+) -> dict[str, list[Seconds]]:
+    """Return what the steps of each contender took, turn by turn."""
     count = (rounds + 1) * steps  # the first round warms up
     rows = case.rows(count + 1)
     seats: dict[str, Seat] = {}
-    for number, name in enumerate(names):
-        own = folder / f"{case.name}-{number}"
-        own.mkdir()
+    for number, name in enumerate(chance.sample(names, len(names))):
+        own = folder / str(number)
+        own.mkdir(parents=True)
         # One step more: the last that is timed ends with the next forward pass.
         seats[name] = Seat(CONTENDERS[name], Job(case.model(), rows, case.batch, count + 1, steps, own))
     for seat in seats.values():
-        seat.turn()  # until the first forward pass
+        seat.turn(0)  # until the first forward pass
     gc.collect()
     gc.freeze()  # what four trainers have made is not looked through in the step of one of them
-    order, chance = list(seats.values()), random.Random(0)
-    for _ in range(count):
+    order = list(seats.values())
+    for _ in range(rounds + 1):
         chance.shuffle(order)
         for seat in order:
-            seat.turn()
+            seat.turn(steps)
     check_losses({name: seat.losses for name, seat in seats.items()}, count)
     for seat in seats.values():
         seat.end()
     gc.unfreeze()
-    return {
-        name: [seat.seconds[start : start + steps] for start in range(steps, count, steps)]
-        for name, seat in seats.items()
-    }
+    return {name: seats[name].seconds[1:] for name in names}
 
 
 def check_losses(losses: dict[str, list[Tensor]], count: int) -> None:
@@ -347,13 +354,13 @@ def check_losses(losses: dict[str, list[Tensor]], count: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender against another."""
+    """One contender against another: medians over repetitions of medians over rounds."""
 
     milliseconds: float
     """Of a step."""
     ratio: float
-    interval: tuple[float, float]
-    """In which the median is by 95 %."""
+    range: tuple[float, float]
+    """The smallest and the largest ratio of a repetition."""
     ratio_cpu: float
     more_us: float
     """Microseconds of a step beyond those of the other."""
@@ -361,43 +368,39 @@ class Result:
 
 
 def compared(found: list[list[Seconds]], base: list[list[Seconds]]) -> Result:
-    """Compare round by round."""
-    wall, base_wall = ([sum(s.wall for s in one) / len(one) for one in side] for side in (found, base))
-    cpu, base_cpu = ([sum(s.cpu for s in one) / len(one) for one in side] for side in (found, base))
-    ratios = [a / b for a, b in zip(wall, base_wall, strict=True)]
+    """Compare repetition by repetition, and in each round by round."""
+
+    def over(values: Callable[[Seconds, Seconds], float]) -> list[float]:
+        return [
+            statistics.median(values(a, b) for a, b in zip(one, other, strict=True))
+            for one, other in zip(found, base, strict=True)
+        ]
+
+    ratios = over(lambda a, b: a.wall / b.wall)
     return Result(
-        1e3 * statistics.median(wall),
+        1e3 * statistics.median(over(lambda a, b: a.wall)),
         statistics.median(ratios),
-        median_interval(ratios),
-        statistics.median(a / b for a, b in zip(cpu, base_cpu, strict=True)),
-        1e6 * statistics.median(a - b for a, b in zip(wall, base_wall, strict=True)),
-        1e6 * statistics.median(a - b for a, b in zip(cpu, base_cpu, strict=True)),
+        (min(ratios), max(ratios)),
+        statistics.median(over(lambda a, b: a.cpu / b.cpu)),
+        1e6 * statistics.median(over(lambda a, b: a.wall - b.wall)),
+        1e6 * statistics.median(over(lambda a, b: a.cpu - b.cpu)),
     )
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return between which two of the values the median lies by 95 %, whatever their distribution; all, if few."""
-    ordered, count = sorted(values), len(values)
-    low = 0
-    while sum(math.comb(count, k) for k in range(low + 2)) <= 0.025 * 2**count:
-        low += 1
-    return ordered[low], ordered[-1 - low]
 
 
 def against(name: str, ours: Result) -> str:
     """Return how ours stands to another."""
-    low, high = ours.interval
+    low, high = ours.range
     return f"to {name} it is {ours.ratio:.3f} ({low:.3f} – {high:.3f}), CPU {ours.ratio_cpu:.3f}"
 
 
 def table(results: dict[str, Result]) -> str:
     """Return the results of a case as a table in Markdown."""
     lines = [
-        "| | ms per step | ratio, wall (95 %) | ratio, CPU | µs more, wall | µs more, CPU |",
+        "| | ms per step | ratio, wall (range) | ratio, CPU | µs more, wall | µs more, CPU |",
         "|---|---|---|---|---|---|",
     ]
     for name, r in results.items():
-        ratio = f"{r.ratio:.3f} ({r.interval[0]:.3f} – {r.interval[1]:.3f})"
+        ratio = f"{r.ratio:.3f} ({r.range[0]:.3f} – {r.range[1]:.3f})"
         row = [name, f"{r.milliseconds:.2f}", ratio, f"{r.ratio_cpu:.3f}", f"{r.more_us:.0f}", f"{r.more_us_cpu:.0f}"]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
@@ -424,10 +427,14 @@ def be_quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def measure(case: Case, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
+def measure(case: Case, names: list[str], repetitions: int, rounds: int, steps: int) -> dict[str, Any]:
     """Measure one case, print its table, and return its numbers."""
-    with TemporaryDirectory() as folder:
-        taken = take_turns(case, names, rounds, steps, Path(folder))
+    chance = random.Random(0)
+    taken: dict[str, list[list[Seconds]]] = {name: [] for name in names}
+    for _ in range(repetitions):
+        with TemporaryDirectory() as folder:
+            for name, seconds in take_turns(case, names, rounds, steps, Path(folder), chance).items():
+                taken[name].append(seconds)
     results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
     others = {name: compared(taken[OURS], taken[name]) for name in names if name in (HUGGING_FACE, LIGHTNING)}
     parameters = sum(p.numel() for p in case.model().parameters())
@@ -446,7 +453,8 @@ def measure(case: Case, names: list[str], rounds: int, steps: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--repetitions", type=int, default=7, help="with contenders made anew")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=10, help="of a round, and between two lines of metrics")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])
@@ -458,15 +466,15 @@ def main() -> None:
     machine = f"{platform.machine()} CPU, threads: {given.threads}"
     names = [name for name in CONTENDERS if name != LIGHTNING or found["lightning"] != "not installed"]
     print(", ".join(f"{name} {text}" for name, text in found.items()))
-    print(f"{machine}, {given.rounds} rounds of {given.steps} steps")
+    print(f"{machine}, {given.repetitions} × {given.rounds} rounds of {given.steps} steps")
     if LIGHTNING not in names:
         print("Lightning is left out: it is not installed (pip install lightning).")
     chosen = [case for case in CASES if case.name in given.cases]
-    cases = {case.name: measure(case, names, given.rounds, given.steps) for case in chosen}
+    cases = {case.name: measure(case, names, given.repetitions, given.rounds, given.steps) for case in chosen}
     if given.output is not None:
         result = {
-            "command": f"python benchmarks/trainer_overhead.py --rounds {given.rounds} --steps {given.steps} "
-            f"--threads {given.threads} --cases {' '.join(given.cases)}",
+            "command": f"python benchmarks/trainer_overhead.py --repetitions {given.repetitions} "
+            f"--rounds {given.rounds} --steps {given.steps} --threads {given.threads} --cases {' '.join(given.cases)}",
             "date": date.today().isoformat(),
             "versions": found,
             "machine": machine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,7 +54,7 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
 
 def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
     options: dict[str, Any] = {} if plan.bucket_mb is None else {"bucket_cap_mb": plan.bucket_mb}
-    return DistributedDataParallel(
+    return _Replicated(
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group(),
@@ -62,6 +63,31 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module
         find_unused_parameters=plan.find_unused and not plan.static_graph,
         **options,
     )
+
+
+class _Replicated(DistributedDataParallel):
+    """DistributedDataParallel, with words for `find_unused: false` where a step has not used everything."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Call the model."""
+        try:
+            return super().forward(*inputs, **options)
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise ConfigError(
+                "parallel.data.find_unused = false\n"
+                f"  The last step left {self._unused(str(error))} without a gradient, and processes wait for it.\n"
+                "  Leave it out, or freeze what the loss does not depend on."
+            ) from None
+
+    def _unused(self, message: str) -> str:
+        """Return the names of the parameters that torch counts."""
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        counted = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        unused = [names[int(number)] for number in counted[1].split()] if counted else []
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        return ", ".join(unused[:3]) + more if unused else "some parameter"
 
 
 def _fully_sharded_2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
@@ -90,6 +116,11 @@ def _prefetch(units: list[nn.Module], ahead: int) -> None:
 
 
 def _fully_sharded_1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
+    if plan.offload and mesh.device_type == "cpu":
+        raise ConfigError(
+            "parallel.data.offload = true\n  fsdp1 keeps shards in memory that is pinned for a GPU, and this run is on "
+            "the CPU, where they are already. Leave it out, or use fsdp2."
+        )
     units = {id(unit) for unit in [*_units(model, plan), *_frozen_children(model)]}
     precision = None
     if plan.param_dtype or plan.reduce_dtype or plan.buffer_dtype:
@@ -175,14 +206,6 @@ def whole_model(wrapped: Any) -> Iterator[None]:
             wrapped.reshard()
     else:
         yield
-
-
-@torch.no_grad()
-def clip_gradients(wrapped: nn.Module | None, parameters: list[nn.Parameter], most: float) -> Tensor:
-    """Scale gradients so that their norm, over all parameters on all processes, is at most `most`; return the norm."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        return wrapped.clip_grad_norm_(most)
-    return full_value(torch.nn.utils.clip_grad_norm_(parameters, most))
 
 
 def full_value(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,22 @@ def size() -> int:
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Return numbers added up over all processes, exactly for whole numbers up to 2**53."""
+    return begin_sum(values)()
+
+
+def begin_sum(values: Sequence[float]) -> Callable[[], list[float]]:
+    """Begin to add up numbers over all processes; return what waits for the sums and gives them."""
     if is_alone():
-        return [float(value) for value in values]
+        alone = [float(value) for value in values]
+        return lambda: alone
     together = torch.tensor(list(values), dtype=torch.float64)
-    dist.all_reduce(together)
-    return [float(value) for value in together]
+    work = dist.all_reduce(together, async_op=True)
+
+    def sums() -> list[float]:
+        work.wait()
+        return together.tolist()
+
+    return sums
 
 
 def gather_data(value: Any) -> list[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.memory import deal_out
 
 
 class OwnedParameters:
@@ -53,14 +54,3 @@ class OwnedParameters:
                     parts = flat.split([parameter.numel() for parameter in same])
                     for parameter, part in zip(same, parts, strict=True):
                         parameter.copy_(part.view_as(parameter))
-
-
-def deal_out(sizes: Sequence[int], owners: int) -> list[int]:
-    """Return an owner for each size, largest first to whoever has least; ties go to the lower number."""
-    load = [0] * owners
-    dealt = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        owner = min(range(owners), key=lambda number: (load[number], number))
-        dealt[index] = owner
-        load[owner] += sizes[index]
-    return dealt

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cornstarch.plan.layout import AXES, Axis, Layout, Place, unexecutable
+    from cornstarch.plan.memory import Memory, ModelSize, memory_of
     from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan, read_plan
 
 __all__ = [
-    "AXES", "Axis", "DataKind", "DataPlan", "Layout", "ModulePlan", "Place", "Plan", "read_plan", "unexecutable",
+    "AXES", "Axis", "DataKind", "DataPlan", "Layout", "Memory", "ModelSize", "ModulePlan", "Place", "Plan", "memory_of",
+    "read_plan", "unexecutable",
 ]  # fmt: skip
 
 # Looked up when first asked for (PEP 562): who only reads a plan must not wait for NumPy.
@@ -18,9 +20,12 @@ _MODULES = {
     "DataKind": "cornstarch.plan.plan",
     "DataPlan": "cornstarch.plan.plan",
     "Layout": "cornstarch.plan.layout",
+    "Memory": "cornstarch.plan.memory",
+    "ModelSize": "cornstarch.plan.memory",
     "ModulePlan": "cornstarch.plan.plan",
     "Place": "cornstarch.plan.layout",
     "Plan": "cornstarch.plan.plan",
+    "memory_of": "cornstarch.plan.memory",
     "read_plan": "cornstarch.plan.plan",
     "unexecutable": "cornstarch.plan.layout",
 }

@@ -323,6 +323,12 @@ class CheckpointConfig(Section):
     """The newest so many; the best one is kept beside them."""
     best_by: Literal["loss", "accuracy"] = "loss"
     """What the best evaluation is told by."""
+    background: bool = False
+    """Copy the state and write it while training goes on: steps wait for the copy only, which takes as much memory of
+    the CPU as the state has. A failure ends the run in the next step."""
+    form: Literal["sharded", "full", "local"] = "sharded"
+    """sharded: each process writes what it holds. full: the first process writes everything. local: each process writes
+    all that it has, and only the same layout can load it."""
 
 
 class LoggingConfig(Section):

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
@@ -36,7 +37,7 @@ def _original_name(model: nn.Module, name: str) -> str:
     parts = name.split(".")
     root: nn.Module | None = model
     while root is not None and parts[0] in _WRAPPERS | {"module"}:
-        if parts[0] == "module" and type(root).__name__ != "DistributedDataParallel":
+        if parts[0] == "module" and not isinstance(root, DistributedDataParallel):
             break
         root = root._modules.get(parts[0])
         parts = parts[1:]

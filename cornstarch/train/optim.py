@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cornstarch.errors import ConfigError
@@ -43,7 +44,7 @@ def make_optimizer(
     if not decays and any(part.weight_decay for part in parts if part.trained):
         raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
     groups = [group for part in parts for group in _groups(part, decays, only)]
-    if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(parts):
+    if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, parts):
         options["fused"] = True
     try:
         return kind(groups, **options)
@@ -128,8 +129,10 @@ def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
     return {**options, **config.arguments}
 
 
-def _can_fuse(parts: Sequence[Part]) -> bool:
+def _can_fuse(kind: type[torch.optim.Optimizer], parts: Sequence[Part]) -> bool:
     trained = [parameter for part in parts for parameter in part.trained.values()]
+    if not issubclass(kind, torch.optim.Adam) and any(isinstance(parameter, DTensor) for parameter in trained):
+        return False  # torch 2.11 to 2.13 can fuse only Adam and AdamW of sharded parameters
     devices = {parameter.device.type for parameter in trained}
     return devices <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in trained)
 

@@ -228,9 +228,9 @@ class Teller:
         self._write(line)
         self.note(f"with {modality} items exchanged between samples: {_evaluation_text(record)}")
 
-    def saved(self, path: Path, position: Position) -> None:
+    def saved(self, path: Path, step: int) -> None:
         """Tell of a checkpoint."""
-        self._event(position.step, "saved", path.name, aloud=False)
+        self._event(step, "saved", path.name, aloud=False)
 
     def _event(self, step: int, event: str, text: str, aloud: bool = True) -> None:
         self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text})

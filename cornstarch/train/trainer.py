@@ -6,10 +6,10 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, processes
-from cornstarch.parallel.data import check_data_plan, clip_gradients, gradients_kept_here, whole_model
+from cornstarch.parallel import OwnedParameters, apply_data_parallel, clip_gradients, data_mesh, processes
+from cornstarch.parallel.data import check_data_plan, gradients_kept_here, whole_model
 from cornstarch.plan import Layout
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
@@ -33,6 +33,7 @@ from cornstarch.train.data.order import EpochOrder
 from cornstarch.train.data.sample import SampleError
 from cornstarch.train.evaluation import Evaluation, Evaluator, source_names
 from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
+from cornstarch.train.footprint import MemoryWatch
 from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer, scale_rates
 from cornstarch.train.parts import Part, keep_in_precision, parts_of
 from cornstarch.train.precision import choose_placement
@@ -170,6 +171,7 @@ class Trainer:
         self._held = ExitStack()
         self._ready = False
         self._saved_at: int | None = None
+        self._being_saved: tuple[Path, int] | None = None
         self._signal: int | None = None
 
     @classmethod
@@ -259,25 +261,14 @@ class Trainer:
             if self.position.step >= self.total_steps:
                 return
 
-    def totals(self, batch: StepBatch) -> StepTotals:
-        """Return what a step has in all processes together; all of them must call it."""
-        modalities = self._modalities
-        items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
-        tokens = sum(portion.tokens for portion in batch.portions)
-        too_long = sum(sample.too_long for sample in batch.skipped)
-        broken = len(batch.skipped) - too_long
-        mine = [batch.trained_tokens, tokens, batch.samples, broken, too_long, self._signal is not None, *items]
-        trained, tokens, samples, broken, too_long, stop, *counts = map(int, processes.sum_over_ranks(mine))
-        by_name = dict(zip(modalities, counts, strict=True))
-        return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop > 0)
-
-    def step(self, batch: StepBatch, totals: StepTotals | None = None) -> StepResult:
+    def step(self, batch: StepBatch) -> StepResult:
         """Do one step of the optimizer: forward and backward of every portion, then the weights.
 
         The loss is the sum over all trained tokens of the step divided by their number, however they are cut in
-        portions and dealt out to processes.
+        portions and dealt out to processes. All processes must call it. If none of them has a token to train on,
+        because whatever there was is broken, nothing changes and the step does not count.
         """
-        totals = totals or self.totals(batch)
+        totals_of_all = self._begin_totals(batch)  # on their way while the first portion is computed
         rate = self.rates.set(self.position.step)
         losses: list[Tensor] = []
         for number, portion in enumerate(batch.portions, start=1):
@@ -285,22 +276,46 @@ class Trainer:
             with gradients_kept_here(self.task.wrapped, number < len(batch.portions)):
                 with self.placement.computing():
                     loss = self.task.loss(inputs)
-                if portion.trained_tokens != totals.trained_tokens:  # else its mean is the step's
-                    loss = loss * (portion.trained_tokens / totals.trained_tokens)
+                count = totals_of_all().trained_tokens
+                if portion.trained_tokens != count:  # else its mean is the step's
+                    loss = loss * (portion.trained_tokens / max(count, 1))
                 # Gradients are averaged over processes, but each has only its share of the sum.
                 scaled = loss * self.ranks if self.ranks > 1 else loss
                 if scaled.requires_grad:  # a portion of text alone teaches a projector nothing
                     (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             losses.append(loss.detach())
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        self._forget_unused(totals)
-        norm = self._changed_weights(batch, loss)
+        totals = totals_of_all()
         self._pass(batch, totals)
         position = self.position
+        if not totals.trained_tokens:
+            self._forget_gradients()
+            return StepResult(position.step, loss, rate, None, totals)
+        self._forget_unused(totals)
+        norm = self._changed_weights(batch, loss)
         position.step += 1
         position.tokens += totals.tokens
         position.samples += totals.samples
         return StepResult(position.step, loss, rate, norm, totals)
+
+    def _begin_totals(self, batch: StepBatch) -> Callable[[], StepTotals]:
+        """Begin to add up what a step has in all processes; return what waits for it."""
+        modalities = self._modalities
+        items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
+        tokens = sum(portion.tokens for portion in batch.portions)
+        too_long = sum(sample.too_long for sample in batch.skipped)
+        broken = len(batch.skipped) - too_long
+        sums = processes.begin_sum(
+            [batch.trained_tokens, tokens, batch.samples, broken, too_long, self._signal is not None, *items]
+        )
+
+        @cache
+        def totals() -> StepTotals:
+            trained, tokens, samples, broken, too_long, stop, *counts = map(int, sums())
+            by_name = dict(zip(modalities, counts, strict=True))
+            return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop > 0)
+
+        return totals
 
     def _pass(self, batch: StepBatch, totals: StepTotals) -> None:
         """Note that a batch is behind the run."""
@@ -318,7 +333,7 @@ class Trainer:
                     parameter.grad = None
 
     def save(self, metric: float | None = None) -> Path:
-        """Write a checkpoint of this moment."""
+        """Write a checkpoint of this moment; with `checkpoint.background`, while training goes on."""
         self.watch.check()
         tensors, data = capture(
             self.task.wrapped or self.model,
@@ -328,7 +343,10 @@ class Trainer:
         )
         self.position.seconds = processes.broadcast_data(self.position.seconds)  # each has its own clock
         data = {**data, "position": asdict(self.position), "precision": self.placement.precision}
-        path = self._store.save(self.position.step, tensors, data, metric=metric)
+        how = self.config.checkpoint
+        path = self._store.save(
+            self.position.step, tensors, data, metric=metric, form=how.form, wait=not how.background
+        )
         self._saved_at = self.position.step
         return path
 
@@ -375,8 +393,10 @@ class Trainer:
                 f"model.given = {self.config.model.given}, and {'no' if given is None else 'a'} task was handed over. "
                 "A model made in Python goes through Trainer.from_objects, or Trainer(config, task=…)."
             )
-        self.task: Task = given if given is not None else build_task(
-            self.config, self.sources, JoinedSources(list(self.evaluation_sources.values()))
+        self.task: Task = (
+            given
+            if given is not None
+            else build_task(self.config, self.sources, JoinedSources(list(self.evaluation_sources.values())))
         )
         self.model: nn.Module = self.task.model
         self.parts: list[Part] = parts_of(self.model, self.config.model, self.config.optimizer)
@@ -391,6 +411,8 @@ class Trainer:
             raise out_of_memory(error, self.model, self.parts, self.config, self.placement) from None
         if self.ranks > 1:
             self._spread()
+        else:
+            self._memory = MemoryWatch(self.model, self.config)
 
     def _spread(self) -> None:
         """Let the processes train the model together."""
@@ -406,6 +428,7 @@ class Trainer:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
         vectors = frozenset(name for part in self.parts for name in part.parameters if part.is_vector(name))
         mesh = data_mesh(self.placement.device.type, layout.replicate if plan.data.kind == "hsdp" else None)
+        self._memory = MemoryWatch(self.model, self.config, layout.replicate)
         self.task.wrapped = apply_data_parallel(self.model, mesh, plan.data)
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
         spread = parts_of(self.model, self.config.model, self.config.optimizer)
@@ -497,13 +520,15 @@ class Trainer:
     def _trained(self) -> Status:
         config, position = self.config, self.position
         for batch in self.batches():
-            totals = self.totals(batch)
-            if totals.stop:  # the batch is left for the next start
+            if self._signal is not None and self.ranks == 1:  # the batch is left for the next start
                 return "stopped"
-            if not totals.trained_tokens:  # whatever there was, is broken
-                self._pass(batch, totals)
+            result = self.step(batch)
+            if not result.totals.trained_tokens:
                 continue
-            self._teller.stepped(self.step(batch, totals), self)
+            self._teller.stepped(result, self)
+            if (held := self._memory.line()) is not None:
+                self._teller.note(held)
+            self._tell_saved()
             position.seconds = self._teller.seconds
             metric = None
             if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
@@ -512,6 +537,8 @@ class Trainer:
                 self._told_save(metric)
             if self._stopped_early():
                 break
+            if result.totals.stop:  # the processes know of one another's signals since the step has begun
+                return "stopped"
         return "finished"
 
     def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
@@ -523,6 +550,7 @@ class Trainer:
             norm = clip_gradients(self.task.wrapped, self._clipped, self.config.optimizer.clip)
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
+        self._memory.look(self)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -530,11 +558,14 @@ class Trainer:
             self.scaler.update()
         if self.owned is not None:
             self.owned.share()
-        for parameter in self._clipped:
-            parameter.grad = None
+        self._forget_gradients()
         if self.averages is not None:
             self.averages.update()
         return norm
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._clipped:
+            parameter.grad = None
 
     def _evaluated(self) -> float | None:
         """Evaluate, remember what is best, and return what decides it."""
@@ -577,8 +608,21 @@ class Trainer:
 
     def _told_save(self, metric: float | None) -> None:
         with self._teller.pause():
-            path = self.save(metric)
-        self._teller.saved(path, self.position)
+            self._tell_saved(wait=True)
+            self._being_saved = (self.save(metric), self.position.step)
+        self._tell_saved()
+
+    def _tell_saved(self, wait: bool = False) -> None:
+        """Tell of a checkpoint once it is there; raise what has failed in the background."""
+        if self._being_saved is None:
+            return
+        if wait:
+            self._store.wait()
+        else:
+            self._store.check()
+        if not self._store.is_saving:
+            self._teller.saved(*self._being_saved)
+            self._being_saved = None
 
     # ------------------------------------------------------------------ the end
 
@@ -586,10 +630,12 @@ class Trainer:
         if status == "stopped":
             if self._saved_at != self.position.step:
                 self._told_save(None)
+            self._tell_saved(wait=True)
             self._teller.stopped(self.position)
             return RunResult("stopped", self.position.step, None, folder=self.folder.path)
         if not self.position.ended:
             self._finish()
+        self._tell_saved(wait=True)
         exchanged = self._exchanged()
         with self._weights_in_use(), self.placement.computing(), whole_model(self.task.wrapped):
             self._teller.asked(self)

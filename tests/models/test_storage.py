@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, CLIPVisionModel
 
 from cornstarch.errors import ConfigError
@@ -184,12 +185,12 @@ def test_wrappers_are_not_saved(wrapper: str, tmp_path: Path) -> None:
         model.language_model = torch.compile(model.language_model)
     else:
 
-        class DistributedDataParallel(nn.Module):  # the real one needs a process group
+        class Replicated(DistributedDataParallel):  # the real one needs a process group
             def __init__(self, module: nn.Module) -> None:
-                super().__init__()
+                nn.Module.__init__(self)
                 self.module = module
 
-        model.vision_encoder.module = DistributedDataParallel(model.vision_encoder.module)
+        model.vision_encoder.module = Replicated(model.vision_encoder.module)
     model.save_pretrained(tmp_path / "model")
     exact(MultimodalModel.from_pretrained(tmp_path / "model"), plain)
 

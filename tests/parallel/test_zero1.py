@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornstarch.parallel.zero1 import deal_out
+from cornstarch.plan.memory import deal_out
 from tests.parallel.work import dealt_out, refused_owners
 from tests.parity.pool import Pool
 

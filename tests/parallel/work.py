@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from cornstarch import MultimodalModel
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, processes
-from cornstarch.parallel.data import clip_gradients, full_value, gradients_kept_here, whole_model
+from cornstarch.parallel.clipping import clip_gradients
+from cornstarch.parallel.data import full_value, gradients_kept_here, whole_model
 from cornstarch.plan import DataPlan
 from tests import zoo
 

@@ -42,9 +42,9 @@ def trained(row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, f
     trainer.watching = False
     losses = []
     for batch in trainer.batches():
-        totals = trainer.totals(batch)
-        if totals.trained_tokens:
-            losses.append(float(trainer.step(batch, totals).loss))
+        result = trainer.step(batch)
+        if result.totals.trained_tokens:
+            losses.append(float(result.loss))
     return [processes.sum_over_ranks([loss])[0] for loss in losses], trainer.parameters()
 
 

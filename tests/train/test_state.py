@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.errors import ConfigError
 from cornstarch.train.checkpoint import CheckpointStore
@@ -317,11 +318,11 @@ def test_groups_in_another_order() -> None:
             assert all(torch.equal(again_optimizer.state[p][key], value) for key, value in expected.items())
 
 
-class DistributedDataParallel(nn.Module):
+class Replicated(DistributedDataParallel):
     """Stands for torch's, which needs a process group."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.module = module
 
 
@@ -333,8 +334,8 @@ def compile_inside(model: nn.Module) -> nn.Module:
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled": torch.compile,  # type: ignore[dict-item]
     "compiled inside": compile_inside,
-    "distributed": DistributedDataParallel,
-    "both": lambda model: torch.compile(DistributedDataParallel(model)),  # type: ignore[return-value]
+    "distributed": Replicated,
+    "both": lambda model: torch.compile(Replicated(model)),  # type: ignore[return-value]
 }
 
 

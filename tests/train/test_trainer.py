@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.train import Trainer, load_config, load_run
+from cornstarch.train.checkpoint.saving import Save
 from cornstarch.train.data.loader import StepBatch
 from cornstarch.train.failure import TrainingError
 from cornstarch.train.state import named_parameters
@@ -149,6 +150,40 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, hard: dict[str, Any]) -> None:
     if hard:
         assert second.averages is not None and whole.averages is not None
         assert_equal(second.averages.averages, whole.averages.averages)
+
+
+def test_saving_in_the_background_keeps_the_same(tmp_path: Path) -> None:
+    whole = trainer_of(tiny_config(tmp_path, f"output={tmp_path / 'whole'}", "checkpoint.every=2"))
+    whole.fit()
+    beside = trainer_of(tiny_config(tmp_path, "checkpoint.every=2", "checkpoint.background=true"))
+    beside.fit()
+    assert not beside._store.is_saving  # the run has waited for the last one
+    assert_equal(weights(beside), weights(whole))
+    saved = [line["text"] for line in lines(tmp_path / "run", "event") if line["event"] == "saved"]
+    assert saved == [line["text"] for line in lines(tmp_path / "whole", "event") if line["event"] == "saved"]
+    expected, found = whole._store.latest(), beside._store.latest()
+    assert expected is not None and found is not None and found.step == expected.step == 6
+    with expected.tensors() as a, found.tensors() as b:
+        assert set(a) == set(b)
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tiny_config(tmp_path, "checkpoint.every=2", "checkpoint.background=true"))
+    finish = Save.finish
+
+    def full_disk(save: Save, *rest: Any) -> Path:
+        if save.target.name.startswith("step_00000004"):
+            raise ConfigError("no space is left")
+        return finish(save, *rest)
+
+    monkeypatch.setattr(Save, "finish", full_disk)
+    with pytest.raises(ConfigError, match="no space is left"):
+        trainer.fit()
+    assert trainer.position.step <= 6
+    assert [one.step for one in trainer._store.list()] == [2]  # what was there before is whole
+    saved = [line["text"] for line in lines(tmp_path / "run", "event") if line["event"] == "saved"]
+    assert saved == ["step_00000002"]
 
 
 def test_a_changed_config_is_refused_with_the_difference(tmp_path: Path) -> None:

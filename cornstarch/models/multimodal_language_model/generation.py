@@ -22,9 +22,7 @@ def _batch_keys(model: MultimodalModel) -> set[str]:
     return keys
 
 
-def generate(
-    model: MultimodalModel, input_ids: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]
-) -> Any:
+def generate(model: MultimodalModel, input_ids: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Any:
     """Merge the encoders' tokens into the prompt and let the language model continue it."""
     keys = _batch_keys(model)
     batch = {name: value for name, value in kwargs.items() if name in keys}

@@ -58,9 +58,7 @@ class MultimodalProjector(PreTrainedModel):
     main_input_name = "inputs_embeds"
     supports_gradient_checkpointing = True
 
-    def __init__(
-        self, config: MultimodalProjectorConfig | None = None, projection: nn.Module | None = None
-    ) -> None:
+    def __init__(self, config: MultimodalProjectorConfig | None = None, projection: nn.Module | None = None) -> None:
         if config is None:
             config = MultimodalProjectorConfig(projection_type="custom" if projection is not None else "linear")
         if not isinstance(config, MultimodalProjectorConfig):

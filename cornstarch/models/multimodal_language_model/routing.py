@@ -106,7 +106,5 @@ def prepare_llm_inputs(
     return {
         name: value
         for name, value in llm_inputs.items()
-        if value is not None
-        and name in taken
-        and (name not in _OPTIONAL_INPUTS or accepts(language_model, name))
+        if value is not None and name in taken and (name not in _OPTIONAL_INPUTS or accepts(language_model, name))
     }

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -16,7 +17,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.get_base_model()  # type: ignore[operator]
         elif "_orig_mod" in module._modules:  # torch.compile
             module = module._modules["_orig_mod"]  # type: ignore[assignment]
-        elif type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        elif isinstance(module, DistributedDataParallel) or type(module).__name__ == "FullyShardedDataParallel":
             module = next(iter(module.children()))
         else:
             return module

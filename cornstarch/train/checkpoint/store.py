@@ -95,6 +95,11 @@ class CheckpointStore:
         self._background.start(lambda: save.finish(committed))
         return save.target
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being saved in the background."""
+        return self._background.is_running
+
     def check(self) -> None:
         """Raise what has failed in the background, if something has."""
         self._background.check()

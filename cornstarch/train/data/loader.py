@@ -196,12 +196,15 @@ class StepLoader:
     def _fetched(self) -> Iterator[_Fetched]:
         steps = _Steps(self.source, self.collator, self.batch_size // self.accumulation, self.rank, self.ranks)
         places = _Places(self.order, self.batch_size, self.start, self.epochs)
+        if not self.workers:
+            yield from map(steps.__getitem__, places)
+            return
         loader: DataLoader[_Fetched] = DataLoader(
             steps,
             batch_size=None,  # one item of `steps` is a whole step
             sampler=places,
             num_workers=self.workers,
-            prefetch_factor=self.prefetch if self.workers else None,
+            prefetch_factor=self.prefetch,
             # Its own random numbers: taking one of the model's would make a resumed run's dropout another.
             generator=torch.Generator(),
         )
@@ -251,7 +254,9 @@ class _Steps(Dataset[_Fetched]):
         portions: list[CollatedBatch] = []
         samples = 0
         for start in range(0, len(place.numbers), self._portion):
-            numbers = np.array_split(place.numbers[start : start + self._portion], self._ranks)[self._rank]
+            numbers = place.numbers[start : start + self._portion]
+            if self._ranks > 1:
+                numbers = np.array_split(numbers, self._ranks)[self._rank]
             good = self._prepared(numbers, place.epoch, skipped)
             samples += len(good)
             if good:

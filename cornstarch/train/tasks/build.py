@@ -39,9 +39,7 @@ _CLASSIFICATIONS = {
 }
 
 
-def build_task(
-    config: RunConfig, train: SampleSource | None = None, evaluation: SampleSource | None = None
-) -> Task:
+def build_task(config: RunConfig, train: SampleSource | None = None, evaluation: SampleSource | None = None) -> Task:
     """Return what a run trains: its model with adapters and frozen as described, and what belongs to it.
 
     Args:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +25,7 @@ CollateFunction = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 _LABELS = ("label", "labels")
 
 
-@dataclass(frozen=True)
-class PreparedRow:
+class PreparedRow(NamedTuple):
     """One row, decoded."""
 
     id: str
@@ -54,6 +52,8 @@ class RowCollator:
         """Decode one row."""
         if not sample.fields:
             raise SampleError("has no fields")
+        if all(isinstance(value, Tensor) and not value.requires_grad for value in sample.fields.values()):
+            return PreparedRow(sample.id, sample.epoch, sample.fields, {})  # nothing to decode
         items: dict[str, int] = {}
         fields = {name: self._decoded(value, items) for name, value in sample.fields.items()}
         if self.collate is None:

@@ -249,5 +249,3 @@ def check_files(folder: Path, files: Manifest, verify: bool) -> None:
 def _steers_loading(name: str) -> bool:
     """Whether transformers or PEFT would read weights from a file of this name."""
     return name.endswith((".safetensors", ".bin", ".index.json", "adapter_config.json"))
-
-

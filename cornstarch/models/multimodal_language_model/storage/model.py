@@ -263,7 +263,7 @@ def _given_callbacks(stored: StoredModel, callbacks: Callbacks) -> dict[str, dic
         unknown = [key for key in given if key not in allowed.get(name, ())]
         if name not in allowed or unknown:
             what = f"callbacks[{name!r}]" + (f"[{unknown[0]!r}]" if unknown else "")
-            raise ConfigError(f"{what}: this model knows {({key: sorted(names) for key, names in allowed.items()})}.")
+            raise ConfigError(f"{what}: this model knows { ({key: sorted(names) for key, names in allowed.items()}) }.")
     missing = {
         name: {key: "…" for key in keys if callbacks.get(name, {}).get(key) is None} for name, keys in needed.items()
     }

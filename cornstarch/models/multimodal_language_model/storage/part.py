@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -64,7 +65,7 @@ def without_wrappers(part: nn.Module) -> nn.Module:
     while True:
         if "_orig_mod" in part._modules:
             part = part.get_submodule("_orig_mod")
-        elif type(part).__name__ == "DistributedDataParallel":
+        elif isinstance(part, DistributedDataParallel):
             part = part.get_submodule("module")
         else:
             return part

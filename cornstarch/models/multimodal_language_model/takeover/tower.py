@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,9 +54,15 @@ class TowerFeatures(Features):
 
     def given(self) -> list[Tensor]:
         """Return all that the language model is given: tokens, and features for deeper layers."""
-        more = self.output.values() if self.hands_on_more else ()
-        parts = [part for value in more for part in (value if isinstance(value, list | tuple) else [value])]
-        return [self.tokens, *(part for part in parts if isinstance(part, Tensor))]
+        return [self.tokens, *(_tensors(self.output) if self.hands_on_more else ())]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
 
 
 @dataclass

@@ -1,0 +1,67 @@
+"""`cornstarch estimate`: what it prints, and every mistake as a message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.small_runs import Command
+
+RUN = """\
+model:
+  language_model:
+    tokenizer: none/none
+    config: {model_type: llama, vocab_size: 1000, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+             num_attention_heads: 4, num_key_value_heads: 2}
+data: {train: none.json, max_length: 128}
+loop: {batch_size: 16, steps: 1}
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Return a config whose data and tokenizer are nowhere: only shapes matter."""
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path / "run.yaml"
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    """Return the cells of the tables by the first of their row."""
+    lines = [[cell.strip().replace("\u00a0", " ") for cell in line.strip("│┃").split("│")] for line in out.splitlines()]
+    return {line[0]: line[1:] for line in lines if len(line) > 1}
+
+
+def test_every_kind_is_shown(run: Path, command: Command) -> None:
+    code, out, err = command("estimate", run, "parallel.data.kind=zero1", "--gpu", "H100", "--world", "4")
+    assert code == 0 and err == ""
+    found = rows(out)
+    assert found["language model"] == ["LlamaForCausalLM", "202,048", "202,048", "789.2 KiB"]
+    assert list(found)[-5:] == ["ddp", "zero1 *", "zero2", "zero3 = fsdp2", "hsdp, 2 copies"]
+    assert found["ddp"][:4] == ["789.2 KiB", "789.2 KiB", "1.5 MiB", "0 B"] and found["ddp"][-1] == "yes"
+    assert found["zero3 = fsdp2"][:2] == ["197.3 KiB", "197.3 KiB"]
+    assert (
+        "4 ranks on H100, 75.1\u00a0GiB each to plan with; 4 samples of 128 tokens on a rank at a time, in bf16" in out
+    )
+    assert out.splitlines()[-1].startswith("The config's kind, zero1, fits on H100: 75.1\u00a0GiB are left.")
+
+
+def test_a_narrow_terminal_cuts_no_figures(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = command("estimate", run, "--gpu", "cpu")
+    assert code == 0 and "activations" in out and "…" not in out
+
+
+WRONG = [
+    (["--gpu", "H1000"], "Did you mean H100?"),
+    (["--gpu", "A100"], "Did you mean A100-80 or A100-40?"),
+    (["--gpu", "H100", "--world", "0"], "world = 0"),
+    (["parallel.modules.model.tp=3", "--gpu", "H100", "--world", "4"], "multiples of 3"),
+    (["loop.batch_sise=3"], "batch_size"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_mistakes_are_messages(arguments: list[str], said: str, run: Path, command: Command) -> None:
+    code, _, err = command("estimate", run, *arguments)
+    assert code == 2 and said in err
