@@ -49,6 +49,7 @@ def train(
     from cornstarch.cli.paths import path_mistakes
     from cornstarch.demo import demo_config
     from cornstarch.launch import agree, current_world, launch, process_count, start_process_group
+    from cornstarch.plan.layout import Layout, check_executable
     from cornstarch.train.runs import RunFolder
     from cornstarch.train.source import as_data, read_config
     from cornstarch.train.tree import raise_mistakes
@@ -64,11 +65,15 @@ def train(
         assert reading.config is not None
         run = reading.config
     world = current_world()
+    count = 1 if nproc is None else process_count(nproc)
+    # Before an earlier run is set aside, and before any process is started.
+    plan = run.parallel.plan()
+    check_executable(plan)
+    Layout.of(plan, max(count, world.size), max(count, world.local_size))
     if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
             print(f"{run.folder}: the earlier run is now {aside}")
-    count = 1 if nproc is None else process_count(nproc)
     if count > 1:
         own = ["--allow-changes"] if allow_changes else []
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]

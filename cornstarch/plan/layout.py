@@ -292,6 +292,12 @@ def unexecutable(plan: Plan) -> list[str]:
     return reasons
 
 
+def check_executable(plan: Plan) -> None:
+    """Raise ConfigError with the reasons if a plan cannot be run yet."""
+    if reasons := unexecutable(plan):
+        raise ConfigError("parallel: this plan cannot be run yet.\n  " + "\n  ".join(reasons))
+
+
 def _spans(plan: Plan) -> list[Span]:
     """Return the sizes of what stands on ranks of its own, in the plan's order."""
     sizes = {name: (module.stages, module.cp, module.tp) for name, module in plan.modules.items()}
@@ -309,9 +315,9 @@ def _infer_dp(plan: Plan, world: int) -> int:
     works = [str(size) for size in (below, below + step) if size]
     works = works if below else [*works, str(2 * step)]
     copies = f" and the plan wants {plan.data.replicate} copies (hsdp)" if plan.data.replicate not in (None, 1) else ""
-    short = "are too few" if world < step else "do not divide evenly"
+    short = "do not divide evenly" if world > step else "are too few" if world > 1 else "is too few"
     raise ConfigError(
-        f"{world:,} ranks {short}: a replica takes {plan.replica:,}{_sum(plan)}{copies}.\n"
+        f"{world:,} rank{'s' if world > 1 else ''} {short}: a replica takes {plan.replica:,}{_sum(plan)}{copies}.\n"
         f"Sizes that work are multiples of {step:,}: {' or '.join(works)}."
     )
 

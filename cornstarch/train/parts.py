@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,12 +31,16 @@ class Part:
     weight_decay: float
     dtype: Precision | None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict, compare=False, repr=False)
-    vectors: frozenset[str] | None = field(default=None, compare=False, repr=False)
-    """The parameters of at most one dimension, where their shapes do not tell: FSDP 1 flattens all."""
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False, repr=False)
+    """The shapes of whole parameters, where their own do not tell: FSDP 1 flattens them and keeps a piece."""
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a whole parameter."""
+        return self.shapes.get(name, self.parameters[name].shape)
 
     def is_vector(self, name: str) -> bool:
         """Whether a parameter is a bias or belongs to a norm, so that it is not decayed."""
-        return self.parameters[name].dim() <= 1 if self.vectors is None else name in self.vectors
+        return len(self.shape(name)) <= 1
 
     @property
     def train(self) -> str:
@@ -51,17 +55,17 @@ class Part:
     @property
     def count(self) -> int:
         """Parameters."""
-        return sum(parameter.numel() for parameter in self.parameters.values())
+        return sum(self.shape(name).numel() for name in self.parameters)
 
     @property
     def trained_count(self) -> int:
         """Parameters that change."""
-        return sum(parameter.numel() for parameter in self.trained.values())
+        return sum(self.shape(name).numel() for name in self.trained)
 
     @property
     def bytes(self) -> int:
         """Memory of the parameters themselves."""
-        return sum(parameter.nbytes for parameter in self.parameters.values())
+        return sum(self.shape(name).numel() * parameter.itemsize for name, parameter in self.parameters.items())
 
 
 def parts_of(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) -> list[Part]:

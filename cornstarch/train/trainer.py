@@ -23,7 +23,7 @@ from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, apply_data_parallel, clip_gradients, data_mesh, processes
 from cornstarch.parallel.data import check_data_plan, gradients_kept_here, whole_model
-from cornstarch.plan import Layout
+from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.collate import CollatedBatch
@@ -158,6 +158,9 @@ class Trainer:
                 "inside `with cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
                 "use `cornstarch train`."
             )
+        plan = config.parallel.plan()
+        check_executable(plan)  # also in one process, which would leave it out without a word
+        self._layout = Layout.of(plan, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)))
         self.position = Position()
         self.folder = RunFolder(config.folder)
         self._given = (task, train_data, evaluation_data)
@@ -416,23 +419,19 @@ class Trainer:
 
     def _spread(self) -> None:
         """Let the processes train the model together."""
-        plan = self.config.parallel.plan()
-        layout = Layout.of(plan, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)))
+        plan, layout = self._layout.plan, self._layout
         for warning in layout.warnings:
             self._teller.note(warning)
-        reasons = layout.unexecutable()
-        if reasons:
-            raise ConfigError("parallel: this plan cannot be run yet.\n  " + "\n  ".join(reasons))
         check_data_plan(self.model, plan.data)
         if isinstance(self.task, ConversationTask) and self.task.model.encoders:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
-        vectors = frozenset(name for part in self.parts for name in part.parameters if part.is_vector(name))
+        shapes = {name: parameter.shape for part in self.parts for name, parameter in part.parameters.items()}
         mesh = data_mesh(self.placement.device.type, layout.replicate if plan.data.kind == "hsdp" else None)
         self._memory = MemoryWatch(self.model, self.config, layout.replicate)
         self.task.wrapped = apply_data_parallel(self.model, mesh, plan.data)
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
         spread = parts_of(self.model, self.config.model, self.config.optimizer)
-        self.parts = [replace(part, vectors=vectors) for part in spread]
+        self.parts = [replace(part, shapes=shapes) for part in spread]
         seed_all(self.config.seed + self.rank)  # each process drops out other values
 
     def _make_optimizer(self) -> None:

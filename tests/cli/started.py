@@ -9,9 +9,11 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -21,9 +23,14 @@ _CONTEXT.set_forkserver_preload(["cornstarch.cli.train", "cornstarch.train.train
 _PATIENCE = 120  # seconds, on a machine with other things to do
 
 
-def _run(arguments: list[str], folder: str, output: str, largest_file: int | None) -> None:
+def _run(
+    arguments: list[str], folder: str, output: str, largest_file: int | None, environment: Mapping[str, str]
+) -> None:
     """Be the command."""
     os.chdir(folder)
+    os.environ.update(environment)
+    if "PYTHONPATH" in environment:  # read when Python starts, which it has
+        sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -69,11 +76,56 @@ class Started:
         return self.process.exitcode, self.output.read_text()
 
 
-def start(*arguments: str, folder: Path, largest_file: int | None = None) -> Started:
+def start(
+    *arguments: str, folder: Path, largest_file: int | None = None, environment: Mapping[str, str] | None = None
+) -> Started:
     """Start `cornstarch` in a folder; no file that it writes may become larger than so many bytes."""
     number = sum(1 for _ in folder.glob("output-*.txt"))
     output = folder / f"output-{number}.txt"
     output.touch()
-    process = _CONTEXT.Process(target=_run, args=(list(arguments), str(folder), str(output), largest_file))
+    given = (list(arguments), str(folder), str(output), largest_file, dict(environment or {}))
+    process = _CONTEXT.Process(target=_run, args=given)
     process.start()
     return Started(process, output)
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """Hold a port that torch may open and nobody else is given."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **{name: str(n) for name, n in numbers.items()}}
+
+
+def together(
+    *arguments: str,
+    folder: Path,
+    second: tuple[str, ...] = (),
+    second_environment: Mapping[str, str] | None = None,
+) -> list[tuple[int, str]]:
+    """Run a command in two processes as torchrun would, and return how each ended and what it printed.
+
+    Args:
+        arguments: The command.
+        folder: Where it runs.
+        second: What the second process is told besides.
+        second_environment: More variables of the second.
+    """
+    with free_port() as port:
+        started = [
+            start(*arguments, folder=folder, environment=variables(0, 2, port)),
+            start(
+                *arguments, *second, folder=folder, environment={**variables(1, 2, port), **(second_environment or {})}
+            ),
+        ]
+        return [one.ended() for one in started]

@@ -144,7 +144,7 @@ class WatchedTrainer(Trainer):
             # A gradient that only some have could not be gathered: those would wait for ever.
             there = processes.gather_data([name for name, gradient in found.items() if gradient is not None])
             assert all(names == there[0] for names in there), [set(names) ^ set(there[0]) for names in there]
-            self.gradients.append({name: None if g is None else _array(g) for name, g in found.items()})
+            self.gradients.append({name: None if g is None else whole_array(g) for name, g in found.items()})
 
     def parameters(self) -> Values:
         """Return all parameters, whole."""
@@ -154,10 +154,11 @@ class WatchedTrainer(Trainer):
 def whole_parameters(model: nn.Module, wrapped: nn.Module | None) -> Values:
     """Return all parameters, whole; all processes have to ask together."""
     with _whole(wrapped):
-        return {name: _array(parameter) for name, parameter in named_parameters(model).items()}
+        return {name: whole_array(parameter) for name, parameter in named_parameters(model).items()}
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def whole_array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor whole; all processes have to ask together."""
     return full_value(tensor.detach()).clone().numpy()
 
 

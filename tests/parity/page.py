@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 
 from tests.parity.cell import FLOOR, OPTIMIZER, STEPS, TOLERANCE, Deviation, Matrix, Mismatch, farthest, together
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.pool import Failed
 from tests.parity.random_steps import End, trained, trained_by_hand
 from tests.parity.rows import ROWS
+from tests.parity.taken_apart import gradients
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
@@ -25,9 +29,13 @@ RANDOM = [(row, kind) for row in ("vision_audio", "lora", "projector") for kind 
 """Rows and kinds of data parallelism that are run for many random steps with the Trainer."""
 BY_HAND = [(way, frozen) for frozen in (False, True) for way in ("ddp", "fsdp1", "fsdp2")]
 """Ways to wrap a model with torch alone, and whether all but the projectors is frozen."""
+TAKEN_APART = [("qwen3-vl", "ddp"), ("qwen3-vl", "fsdp2"), ("llava", "ddp"), ("llava", "fsdp2")]
+"""Whole models, and kinds of data parallelism, that are trained on images in one process and text in the other."""
 MANY = 200
 MANY_LIMIT = 1e-3
 """How far weights may be off after so many steps, in which rounding grows."""
+
+WIDTH = 120
 
 _LONG = 600.0  # seconds
 _FAILED = "failed"
@@ -54,6 +62,12 @@ def by_hand(matrix: Matrix, way: str, frozen: bool, steps: int = MANY) -> tuple[
     return _off(matrix.workers.run(2, trained_by_hand, way, frozen, steps, seconds=_LONG), alone)
 
 
+def taken_apart(matrix: Matrix, family: str, kind: str) -> float:
+    """Return how far the gradients of a whole model, taken apart and trained in 2 processes, are from one process."""
+    alone = matrix.remembered(family, gradients, family, None)
+    return farthest(together(matrix.workers.run(2, gradients, family, kind)), alone)[0]
+
+
 def _off(found: list[End], alone: End) -> tuple[float, float]:
     losses = max(abs(f - e) / e for f, e in zip(found[0][0], alone[0], strict=True))
     return losses, farthest(together([weights for _, weights in found]), alone[1])[0]
@@ -70,13 +84,22 @@ class Run:
         self.found: Found = {}
         self.many: dict[str, tuple[float, float] | None] = {}
         """By title: the deviations of many steps; None: it failed."""
+        self.apart: dict[str, tuple[float] | None] = {}
+        """By title: the deviation of a model that is taken apart; None: it failed."""
         self.failures: list[str] = []
         self._start = time.monotonic()
 
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return time.monotonic() - self._start
+
     def everything(self) -> None:
-        """Run all cells, and the long runs."""
+        """Run all cells, the models taken apart, and the long runs."""
         for cell in cells():
             self.cell(cell)
+        for family, kind in TAKEN_APART:
+            self.model_apart(family, kind)
         for title, work in _long_runs(self.matrix):
             self.long_run(title, work)
 
@@ -91,6 +114,16 @@ class Run:
         self.found[cell] = result
         self._tell(title, f"{result.worst:.0e}" if isinstance(result, Deviation) else result.split("\n  ")[-1], problem)
 
+    def model_apart(self, family: str, kind: str) -> None:
+        """Run a whole model that is taken apart."""
+        title = f"{family}, {kind}"
+        try:
+            off = taken_apart(self.matrix, family, kind)
+            self.apart[title], told, problem = (off,), f"{off:.0e}", None if off < TOLERANCE else f"{off:.0e}"
+        except (Failed, Mismatch) as error:
+            self.apart[title], told, problem = None, _FAILED, str(error)
+        self._tell(f"taken apart: {title}", told, problem)
+
     def long_run(self, title: str, work: Callable[[], tuple[float, float]]) -> None:
         """Run many steps."""
         problem = None
@@ -103,7 +136,7 @@ class Run:
         self._tell(title, told, problem)
 
     def _tell(self, title: str, told: str, problem: str | None) -> None:
-        print(f"{time.monotonic() - self._start:5.0f} s  {title:60} {told}", flush=True)
+        print(f"{self.seconds:5.0f} s  {title:60} {told}", flush=True)
         if problem is not None:
             self.failures.append(f"{title}: {problem}")
 
@@ -136,9 +169,10 @@ def page(run: Run) -> str:
     tables = [
         line
         for name, load in LOADS.items()
-        for line in (f"## {load.title}", "", load.about, "", *_table(name, run.found, notes), "")
+        for line in (f"## {load.title}", "", fill(load.about, WIDTH), "", *_table(name, run.found, notes), "")
     ]
     return _TEXT.format(
+        result=_result(run),
         steps=STEPS,
         decay=OPTIMIZER["weight_decay"],
         clip=OPTIMIZER["clip"],
@@ -147,11 +181,10 @@ def page(run: Run) -> str:
         tolerance=TOLERANCE,
         worst=", ".join(f"{value:.0e} for {kind}" for kind, value in worst.items()).replace("loss", "losses"),
         tables="\n".join(tables),
-        notes="\n".join(f"{number}. {note}" for note, number in notes.items()),
+        notes="\n".join(fill(f"{number}. {note}", WIDTH, subsequent_indent="   ") for note, number in notes.items()),
         many=MANY,
-        long_runs="\n".join(_long_row(title, result) for title, result in run.many.items()),
-        versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")),
-        python=platform.python_version(),
+        long_runs="\n".join(_row(title, result) for title, result in run.many.items()),
+        apart="\n".join(_row(title, result) for title, result in run.apart.items()),
     )
 
 
@@ -179,9 +212,25 @@ def _mark(note: str, notes: dict[str, int]) -> str:
     return f" ({notes.setdefault(note, len(notes) + 1)})"
 
 
-def _long_row(title: str, result: tuple[float, float] | None) -> str:
-    shown = f"**{_FAILED}** | " if result is None else f"{result[0]:.0e} | {result[1]:.0e}"
+def _row(title: str, result: tuple[float, ...] | None) -> str:
+    shown = f"**{_FAILED}**" if result is None else " | ".join(f"{number:.0e}" if number else "0" for number in result)
     return f"| {title} | {shown} |"
+
+
+def _result(run: Run) -> str:
+    """Return in a sentence how many cells passed, and when and with what they were run."""
+    counts = dict.fromkeys(("passed", "refused", "failed"), 0)
+    for cell, result in run.found.items():
+        kind = "failed" if _problem(cell, result) else "passed" if isinstance(result, Deviation) else "refused"
+        counts[kind] += 1
+    tools = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    return fill(
+        f"**{len(run.found)} cells: {counts['passed']} passed, {counts['refused']} refused as not supported yet, "
+        f"{counts['failed']} failed.** Run on {datetime.now(UTC):%Y-%m-%d} with {tools} and Python "
+        f"{platform.python_version()}; the processes talked through gloo, on {os.cpu_count()} CPU cores, and all of it "
+        f"took {max(1, round(run.seconds / 60))} minutes.",
+        WIDTH,
+    )
 
 
 _ZEROS = (
@@ -197,7 +246,11 @@ _TEXT = """\
 
 Training in several processes must come to the same as training in one. This page shows that it does. Each cell is a
 model (row) trained for {steps} steps under one kind of parallelism (column), and once more in one process on the same
-samples, both through the same `Trainer`. Compared are
+samples, both through the same `Trainer`.
+
+{result}
+
+Compared are
 
 - the loss of every step, the norm of its gradients, and what it has counted: samples, tokens, images, sounds;
 - **every** gradient of every step before clipping, and whether there is one at all: what is frozen, or what no process
@@ -214,7 +267,20 @@ AdamW divides a gradient by its own size. With its usual eps of 1e-8, rounding i
 of a key's bias in attention) would become a step like any other, so here eps is {eps:g}. No parameter is left out.
 
 {tables}
+## Notes
+
 {notes}
+
+## Whole models, taken apart
+
+`MultimodalModel.from_multimodal` takes a Hugging Face model apart. Here two processes train one together: the first has
+images, the second text alone, and neither waits for ever. The number is the largest deviation of any gradient from one
+process that has both batches; 0 is no wonder, because halving is exact. Qwen3-VL hands features of deeper layers on
+beside the tokens; of LLaVA's vision tower the last layer is not used.
+
+| | gradients |
+|---|---|
+{apart}
 
 ## {many} random steps
 
@@ -233,7 +299,6 @@ the Trainer: `model.keep_encoders_running(processor.stand_ins())`, torch's own w
 make parity
 ```
 
-writes this page; this one was written with {versions}, Python {python}, gloo. `make test` runs some of the cells:
-every row and every column with every kind of batches. A new column is an entry in `tests/parity/columns.py`, a new row
-one in `tests/parity/rows.py`.
+writes this page. `make test` runs some of the cells: every row and every column with every kind of batches. A new
+column is an entry in `tests/parity/columns.py`, a new row one in `tests/parity/rows.py`.
 """

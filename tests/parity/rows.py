@@ -111,6 +111,13 @@ ROWS: dict[str, Row] = {
         asking("i"),
         ("vision", "language_model"),
     ),
+    "packed": Row(
+        "vision and LLM, packed rows",
+        {"encoders": {"vision": _vision("full")}, "language_model": _llm()},
+        asking("i"),
+        ("vision", "language_model"),
+        {"packing": True, "max_length": 64},
+    ),
     "moe": Row("MoE (Mixtral)", {"whole": _llm(_MIXTRAL, task="causal-lm")}, asking(), ("language_model",)),
     "t5": Row("T5", {"whole": _llm(_T5, task="seq2seq-lm")}, asking()),
     "mlp": Row("plain MLP", {"factory": {"function": "tests.parity.rows:Perceptron"}}, numbers),

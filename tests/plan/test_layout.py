@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import AXES, DataPlan, Layout, ModulePlan, Place, Plan
+from cornstarch.plan.layout import check_executable
 from cornstarch.plan.placement import Placement, Span, crossings, place_spans
 from tests.plan import brute_force
 
@@ -63,6 +64,7 @@ FITTING = [
     (EXAMPLE, 40, "40 ranks do not divide evenly: a replica takes 27 (vision 2 + audio 1 + language_model 3 stages × "
                   "cp 2 × tp 4 = 24).\nSizes that work are multiples of 27: 27 or 54."),
     (EXAMPLE, 26, "26 ranks are too few: a replica takes 27"),
+    (EXAMPLE, 1, "1 rank is too few: a replica takes 27"),
     (EXAMPLE, 1, "multiples of 27: 27 or 54."),
     (EXAMPLE, 28, "multiples of 27: 27 or 54."),
     (EXAMPLE, 100_000, "100,000 ranks do not divide evenly"),
@@ -378,6 +380,12 @@ def test_what_cannot_be_run_yet_is_told(plan: Plan, reasons: list[str]) -> None:
     said = Layout.of(plan, plan.replica * 2).unexecutable()
     assert len(said) == len(reasons)
     assert all(line.startswith(reason) for line, reason in zip(said, reasons, strict=True))
+    if not reasons:
+        check_executable(plan)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_executable(plan)
+    assert str(caught.value).splitlines() == ["parallel: this plan cannot be run yet.", *(f"  {line}" for line in said)]
 
 
 LOOKUPS = [

@@ -161,8 +161,10 @@ class StepLoader:
     def __post_init__(self) -> None:
         if self.batch_size % (self.accumulation * self.ranks):
             processes = f" × processes = {self.ranks}" if self.ranks > 1 else ""
+            step = self.accumulation * self.ranks
             raise ConfigError(
-                f"batch_size = {self.batch_size} is no multiple of accumulation = {self.accumulation}{processes}."
+                f"batch_size = {self.batch_size} is no multiple of accumulation = {self.accumulation}{processes}.\n"
+                f"Use {step}, {2 * step} or another multiple of {step}."
             )
         if sum(self.order.lengths) != len(self.source):
             raise ConfigError(f"The order is of {sum(self.order.lengths)} samples, the source has {len(self.source)}.")
