@@ -302,7 +302,7 @@ def _spans(plan: Plan) -> list[Span]:
     """Return the sizes of what stands on ranks of its own, in the plan's order."""
     sizes = {name: (module.stages, module.cp, module.tp) for name, module in plan.modules.items()}
     if plan.shared:
-        return [Span(tuple(sizes), *next(iter(sizes.values())))]
+        return [Span(tuple(sizes), *map(max, zip(*sizes.values(), strict=True)))]
     return [Span((name,), *size) for name, size in sizes.items()]
 
 
@@ -325,13 +325,11 @@ def _infer_dp(plan: Plan, world: int) -> int:
 def _sum(plan: Plan) -> str:
     """Return how the ranks of a replica add up: ` (vision 2 + language_model 3 × 2 × 4 = 24)`."""
     words = []
-    for name, module in plan.modules.items():
-        sizes = [("stages", module.stages), ("cp", module.cp), ("tp", module.tp)]
+    for span in _spans(plan):
+        sizes = [("stages", span.stages), ("cp", span.cp), ("tp", span.tp)]
         factors = [f"{size} stages" if axis == "stages" else f"{axis} {size}" for axis, size in sizes if size > 1]
-        words.append(f"{name} {' × '.join(factors) + ' = ' if len(factors) > 1 else ''}{module.ranks:,}")
-        if plan.shared:
-            words[-1] = words[-1].removeprefix(f"{name} ")
-            break
+        name = "" if plan.shared else f"{span.modules[0]} "
+        words.append(f"{name}{' × '.join(factors) + ' = ' if len(factors) > 1 else ''}{span.ranks:,}")
     return f" ({' + '.join(words)})" if plan.replica > 1 and (len(words) > 1 or "=" in words[0]) else ""
 
 

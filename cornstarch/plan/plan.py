@@ -12,6 +12,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -146,8 +147,9 @@ class Plan:
     data: DataPlan = field(default_factory=DataPlan)
     """Data parallelism of every module."""
     ranks: Ranks = "auto"
-    """shared: every rank holds all modules, which then have one stage and the same tp and cp. own: each module has
-    ranks of its own, and its own sizes (modality parallelism). auto: shared where that is possible, else own."""
+    """shared: every rank holds all modules, which then have one stage; a module whose tp or cp is smaller than the
+    largest, which it must divide, is there several times. own: each module has ranks of its own, and its own sizes
+    (modality parallelism). auto: shared where all have the same tp and cp, else own."""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.modules.items(), key=lambda item: item[0] == LANGUAGE_MODEL)  # stable
@@ -161,13 +163,15 @@ class Plan:
     @property
     def shared(self) -> bool:
         """Whether every rank holds all modules."""
-        return self.ranks == "shared" or (self.ranks == "auto" and _can_share([*map(vars, self.modules.values())]))
+        return self.ranks == "shared" or (self.ranks == "auto" and _are_alike([*map(vars, self.modules.values())]))
 
     @property
     def replica(self) -> int:
         """The ranks of one data-parallel replica of the whole model."""
-        ranks = [module.ranks for module in self.modules.values()]
-        return ranks[0] if self.shared else sum(ranks)
+        modules = self.modules.values()
+        if not self.shared:
+            return sum(module.ranks for module in modules)
+        return prod(max(getattr(module, axis) for module in modules) for axis in ("stages", "cp", "tp"))
 
     def kind(self, module: str) -> DataKind:
         """Return the data parallelism of one module."""
@@ -341,7 +345,8 @@ def _joint_mistakes(modules: Mapping[str, Mapping[str, Any]], data: Mapping[str,
     if ranks == "shared" and all_sizes and not _can_share([*modules.values()]):
         sizes = "; ".join(f"{name}: {m['stages']} × cp {m['cp']} × tp {m['tp']}" for name, m in modules.items())
         text = (
-            f"Modules on the same ranks have one stage each, and the same cp and tp.\nFound {sizes}.\nUse ranks: own."
+            "Modules on the same ranks have one stage each, and a cp and a tp that divide the largest.\n"
+            f"Found {sizes}.\nUse ranks: own."
         )
         found.append(Mistake(("ranks",), "shared", text))
     for name, module in modules.items():
@@ -355,6 +360,12 @@ def _joint_mistakes(modules: Mapping[str, Mapping[str, Any]], data: Mapping[str,
     return found
 
 
-def _can_share(modules: Sequence[Mapping[str, Any]]) -> bool:
+def _are_alike(modules: Sequence[Mapping[str, Any]]) -> bool:
     sizes = {(module["stages"], module["cp"], module["tp"]) for module in modules}
     return len(modules) == 1 or (len(sizes) == 1 and modules[0]["stages"] == 1)
+
+
+def _can_share(modules: Sequence[Mapping[str, Any]]) -> bool:
+    largest = {axis: max(module[axis] for module in modules) for axis in ("cp", "tp")}
+    fits = all(size % module[axis] == 0 for axis, size in largest.items() for module in modules)
+    return len(modules) == 1 or (fits and all(module["stages"] == 1 for module in modules))

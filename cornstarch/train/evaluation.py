@@ -9,6 +9,7 @@ from typing import Any
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
+from cornstarch.parallel.mesh import Replica
 from cornstarch.train.config import RunConfig, SourceConfig
 from cornstarch.train.data.exchange import ExchangedMedia
 from cornstarch.train.data.formats import SampleSource
@@ -41,8 +42,16 @@ class Evaluation:
 class Evaluator:
     """Evaluates a task on sources; training goes on as if nothing had happened."""
 
-    def __init__(self, task: Task, config: RunConfig, sources: Mapping[str, SampleSource], placement: Placement):
+    def __init__(
+        self,
+        task: Task,
+        config: RunConfig,
+        sources: Mapping[str, SampleSource],
+        placement: Placement,
+        replica: Replica | None = None,
+    ) -> None:
         self._task, self._config, self._sources, self._placement = task, config, dict(sources), placement
+        self._replica = replica or Replica.here()
 
     def __call__(self) -> Evaluation:
         """Evaluate on all sources."""
@@ -76,12 +85,13 @@ class Evaluator:
                     measured = self._task.measure(moved)
                 if portion.sample_ids:  # else it is a stand-in, which counts nothing
                     total = total + measured
-        return _over_processes(total, count)
+        return _over_processes(total, count) if self._replica.leads else _over_processes(Measures({}), 0)
 
     def _batches(self, source: SampleSource) -> Iterator[Any]:
         loop, data = self._config.loop, self._config.data
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
-        size = loop.batch_size // loop.accumulation // processes.size() * processes.size()
+        replica = self._replica
+        size = loop.batch_size // loop.accumulation // replica.count * replica.count
         skips = SkipCounter(data.skip_limit)
         return iter(
             StepLoader(
@@ -91,8 +101,8 @@ class Evaluator:
                 size,
                 workers=min(data.workers, -(-len(source) // size)),
                 prefetch=data.prefetch,
-                rank=processes.rank(),
-                ranks=processes.size(),
+                rank=replica.index,
+                ranks=replica.count,
                 epochs=1,
                 skips=skips,
             )

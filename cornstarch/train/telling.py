@@ -186,7 +186,7 @@ class Teller:
 
     def _log_training(self, result: StepResult, trainer: Trainer) -> None:
         line = self._throughput.line()
-        line["loss"] = processes.sum_over_ranks([line["loss"]])[0]
+        line["loss"] = processes.sum_over_ranks([line["loss"]])[0] / trainer.replica.alike
         record = {
             "kind": "train",
             "step": result.step,

@@ -23,6 +23,7 @@ from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, apply_data_parallel, clip_gradients, data_mesh, processes
 from cornstarch.parallel.data import check_data_plan, gradients_kept_here, whole_model
+from cornstarch.parallel.mesh import Replica
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
@@ -161,6 +162,7 @@ class Trainer:
         plan = config.parallel.plan()
         check_executable(plan)  # also in one process, which would leave it out without a word
         self._layout = Layout.of(plan, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)))
+        self.replica = Replica.of(self._layout, self.rank)
         self.position = Position()
         self.folder = RunFolder(config.folder)
         self._given = (task, train_data, evaluation_data)
@@ -244,7 +246,7 @@ class Trainer:
         self._open_data()
         self._make_model()
         self._make_optimizer()
-        self.evaluator = Evaluator(self.task, self.config, self.evaluation_sources, self.placement)
+        self.evaluator = Evaluator(self.task, self.config, self.evaluation_sources, self.placement, self.replica)
         self.watch = LossWatch(self.config, self.placement)
         if self.rank == 0:
             self.folder.store_config(self.config)
@@ -283,7 +285,7 @@ class Trainer:
                 if portion.trained_tokens != count:  # else its mean is the step's
                     loss = loss * (portion.trained_tokens / max(count, 1))
                 # Gradients are averaged over processes, but each has only its share of the sum.
-                scaled = loss * self.ranks if self.ranks > 1 else loss
+                scaled = loss * self.replica.shares if self.replica.shares > 1 else loss
                 if scaled.requires_grad:  # a portion of text alone teaches a projector nothing
                     (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             losses.append(loss.detach())
@@ -314,7 +316,8 @@ class Trainer:
 
         @cache
         def totals() -> StepTotals:
-            trained, tokens, samples, broken, too_long, stop, *counts = map(int, sums())
+            size = self.replica.size  # the processes of a replica have counted the same
+            trained, tokens, samples, broken, too_long, stop, *counts = (-(-int(one) // size) for one in sums())
             by_name = dict(zip(modalities, counts, strict=True))
             return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop > 0)
 
@@ -432,7 +435,8 @@ class Trainer:
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
         spread = parts_of(self.model, self.config.model, self.config.optimizer)
         self.parts = [replace(part, shapes=shapes) for part in spread]
-        seed_all(self.config.seed + self.rank)  # each process drops out other values
+        # Each process drops out other values, but those that compute the same.
+        seed_all(self.config.seed + self.rank // self.replica.alike)
 
     def _make_optimizer(self) -> None:
         config = self.config
@@ -444,7 +448,7 @@ class Trainer:
             self.owned = OwnedParameters(self._trained_parameters)
         self._own_names = None if self.owned is None else self.owned.names
         self.optimizer = make_optimizer(config.optimizer, self.parts, self._own_names)
-        scale_rates(self.optimizer, config.optimizer.scale_rate, self.ranks)
+        scale_rates(self.optimizer, config.optimizer.scale_rate, self.replica.count)
         self.total_steps = self._total_steps()
         self.rates = LearningRate(self.optimizer, config.schedule, self.total_steps)
         self.scaler = self.placement.scaler()
@@ -494,8 +498,8 @@ class Trainer:
             workers=config.data.workers,
             prefetch=config.data.prefetch,
             start=(position.epoch, position.batch),
-            rank=self.rank,
-            ranks=self.ranks,
+            rank=self.replica.index,
+            ranks=self.replica.count,
             epochs=epochs,
             skips=SkipCounter(config.data.skip_limit),
         )
@@ -507,7 +511,7 @@ class Trainer:
             restore(tensors, data, self.task.wrapped or self.model, self.optimizer, ema=averages, scaler=self.scaler)
         # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
         apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self._own_names)
-        scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.ranks)
+        scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.replica.count)
         known = Position()
         self.position = Position(**{key: value for key, value in data["position"].items() if hasattr(known, key)})
         if self.position.ended and self.position.step < self.total_steps and not self._stopped_early():

@@ -192,6 +192,8 @@ SHARING = [
     ((1, 2, 4), (1, 2, 4), True),
     ((1, 1, 1), (1, 1, 2), False),
     ((1, 1, 1), (1, 2, 1), False),
+    ((1, 2, 1), (1, 2, 4), False),
+    ((1, 1, 2), (1, 1, 3), False),
     ((1, 1, 1), (2, 1, 1), False),
     ((2, 1, 1), (2, 1, 1), False),
 ]
@@ -209,8 +211,11 @@ def test_modules_share_their_ranks_where_they_can(vision: Any, llm: Any, togethe
     assert plan.replica == (llm[1] * llm[2] if together else own)
     apart = Plan(modules, ranks="own")
     assert not apart.shared and apart.replica == own
-    if together:
+    largest = [max(sizes) for sizes in zip(vision, llm, strict=True)]
+    fits = all(big % one == 0 for sizes in (vision, llm) for big, one in zip(largest, sizes, strict=True))
+    if largest[0] == 1 and fits:
         assert Plan(modules, ranks="shared").shared
+        assert Plan(modules, ranks="shared").replica == largest[1] * largest[2]
     else:
         with pytest.raises(ConfigError, match="Modules on the same ranks have one stage each"):
             Plan(modules, ranks="shared")
