@@ -41,6 +41,8 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
     share of the tokens gives the sum over its tokens, divided by the tokens of all, times the number of processes.
     """
     match plan.kind:
+        case "ddp" if mesh.ndim == 2:  # in shards of one process: what is cut over others is no matter for DDP
+            return _fully_sharded_2(model, mesh, plan)
         case "ddp" | "zero1":
             return _replicated(model, mesh, plan)
         case "fsdp1":
@@ -61,8 +63,19 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module
         static_graph=plan.static_graph,
         gradient_as_bucket_view=plan.gradient_as_bucket_view,
         find_unused_parameters=plan.find_unused and not plan.static_graph,
+        broadcast_buffers=_keeps_buffers(model),
         **options,
     )
+
+
+def _keeps_buffers(model: nn.Module) -> bool:
+    """Whether a model has buffers that are saved with it, as running statistics are.
+
+    DDP sends them round in every step. Tables that can be computed at any time, as those of rotary embeddings, are not
+    saved, and do not change.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return not parameters.issuperset(model.state_dict())
 
 
 class _Replicated(DistributedDataParallel):
@@ -91,7 +104,7 @@ class _Replicated(DistributedDataParallel):
 
 
 def _fully_sharded_2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
-    reshard = plan.kind != "zero2" if plan.reshard_after_forward is None else plan.reshard_after_forward
+    reshard = plan.kind not in ("ddp", "zero2") if plan.reshard_after_forward is None else plan.reshard_after_forward
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES[plan.param_dtype], reduce_dtype=_DTYPES[plan.reduce_dtype], cast_forward_inputs=False
     )

@@ -447,6 +447,24 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     parallel: ParallelConfig = ParallelConfig()
 
+    @model_validator(mode="after")
+    def _modules_are_there(self) -> RunConfig:
+        model, named = self.model, set(self.parallel.modules)
+        known = {*model.encoders, "language_model"} if model.encoders else {"model", "language_model"}
+        wrong = sorted(named - known - {"model"})
+        if wrong:
+            raise ValueError(
+                f"`parallel.modules` has {', '.join(wrong)}; the model has {', '.join(sorted(known))}"
+                f"{', or `model` for all of them alike' if model.encoders else ''}"
+            )
+        missing = sorted(known - named)
+        if model.encoders and named and named != {"model"} and missing:
+            raise ValueError(
+                f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
+                "which stands for all of them"
+            )
+        return self
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
