@@ -5,11 +5,13 @@ Each entry says which versions it is for, why it is needed, and when it can go.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 
 def is_flattened(parameter: Any) -> bool:
@@ -32,3 +34,13 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, group in by_device.items():
         torch._foreach_mul_(group, factor.to(device))
+
+
+def buffer_options(sent: bool) -> dict[str, Any]:
+    """Return the argument of `DistributedDataParallel` that says whether buffers are sent round in every step.
+
+    torch 2.11 and 2.12 call it `broadcast_buffers`; 2.13 warns of that name and has `forward_sync_buffers`. Goes with
+    torch 2.12.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sent}

@@ -53,7 +53,8 @@ def _copies(gradient: Tensor) -> int:
         return world
     assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not added up yet"
     mesh = gradient.device_mesh
-    cut = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if placement.is_shard()]
+    # What is cut twice along one dim has a placement that is not called a shard.
+    cut = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
     return world // math.prod(cut)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cornstarch.compat import buffer_options
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.units import wrapping_units
@@ -63,7 +64,7 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module
         static_graph=plan.static_graph,
         gradient_as_bucket_view=plan.gradient_as_bucket_view,
         find_unused_parameters=plan.find_unused and not plan.static_graph,
-        broadcast_buffers=_keeps_buffers(model),
+        **buffer_options(_keeps_buffers(model)),
         **options,
     )
 

@@ -265,13 +265,12 @@ class Layout:
 
 def unexecutable(plan: Plan) -> list[str]:
     """Return why a plan can be laid out but not run yet; nothing if it can be run."""
-    axes = (("tp", "tensor parallelism"), ("cp", "context parallelism"), ("stages", "pipeline parallelism"))
     reasons = [
-        f"modules.{name}.{option} = {size}: {what} cannot be run yet. Use {option}: 1."
+        f"modules.{name}.stages = {module.stages}: pipeline parallelism cannot be run yet. Use stages: 1."
         for name, module in plan.modules.items()
-        for option, what in axes
-        if (size := getattr(module, option)) > 1
+        if module.stages > 1
     ]
+    largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
         for option in ("activation_checkpointing", "precision"):
             if getattr(module, option):
@@ -284,10 +283,20 @@ def unexecutable(plan: Plan) -> list[str]:
                 f"modules.{name}.zero = {plan.modules[name].zero}: {kind} for one module, where the others have "
                 f"{plan.data.kind}, cannot be run yet. Use data.kind alone."
             )
+        if module.tp > 1 and plan.data.kind in ("fsdp1", "zero1"):
+            reasons.append(
+                f"modules.{name}.tp = {module.tp}: data.kind = {plan.data.kind} knows whole matrices only. "
+                "Use the kind ddp, fsdp2, zero2, zero3 or hsdp."
+            )
+        if plan.shared and module.tp not in (1, largest):
+            reasons.append(
+                f"modules.{name}.tp = {module.tp}: beside a module with tp {largest} on the same ranks it cannot be "
+                f"run yet. Use 1 or {largest}."
+            )
     if not plan.shared:
         reasons.append(
             "Modules on ranks of their own (modality parallelism) cannot be run yet. "
-            "Use ranks: shared, with one stage and the same tp and cp for every module."
+            "Use ranks: shared, with one stage for every module."
         )
     return reasons
 

@@ -13,6 +13,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel.data import check_data_plan
 from cornstarch.plan import DataKind, DataPlan, Layout, Plan
 from cornstarch.plan.cluster import Device
+from cornstarch.plan.layout import check_executable
 from cornstarch.plan.memory import Memory, memory_of
 from cornstarch.plan.options import conflicts
 from cornstarch.report.figures import size as show_size
@@ -85,9 +86,14 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
         items: Images, and sounds, in each sample.
     """
     plan, loop = config.parallel.plan(), config.loop
-    reasons = Layout.of(plan, world, ranks_per_node).unexecutable()
-    if reasons:
-        raise ConfigError("parallel: this plan cannot be run yet.\n  " + "\n  ".join(reasons))
+    Layout.of(plan, world, ranks_per_node)
+    check_executable(plan)
+    cut = [name for name, module in plan.modules.items() if module.tp > 1 or module.cp > 1]
+    if cut:
+        raise ConfigError(
+            f"parallel.modules.{cut[0]}: Estimates know no tensor parallelism yet, and no context parallelism.\n"
+            "  Leave tp and cp at 1 to see what data parallelism alone takes: it is more than with them."
+        )
     precision = precision_on(config, device)
     model = model_on_meta(config)
     parts = parts_of(model, config.model, config.optimizer)

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.tensor import original_boxes
 from cornstarch.train.checkpoint.pieces import Box, Sharded, Tensorlike, copy_parts, parts_of
 from cornstarch.train.checkpoint.ranks import Ranks
 from cornstarch.train.checkpoint.reading import TensorReader
@@ -90,7 +91,7 @@ def settle(model: nn.Module) -> None:
 
 def held_parameters(model: nn.Module, ranks: Ranks) -> dict[str, Tensorlike]:
     """Return what this process holds of each parameter. Under FSDP1 all processes have to ask together."""
-    found: dict[str, Tensorlike] = dict(named_parameters(model))
+    found: dict[str, Tensorlike] = {**named_parameters(model), **_rearranged(model)}
     units = _flat_units(model)
     stray = [name for name, parameter in found.items() if is_flattened(parameter) and name not in units]
     if stray and ranks.size > 1:
@@ -114,6 +115,20 @@ def held_parameters(model: nn.Module, ranks: Ranks) -> dict[str, Tensorlike]:
             assert isinstance(parameter, Tensor)
             found[name] = Sharded(shapes[name], parameter, sum(counts[name][rank] for rank in before))
     return found
+
+
+def _rearranged(model: nn.Module) -> dict[str, Sharded]:
+    """Return the parameters that tensor parallelism keeps in another order than their own."""
+    parameters = dict(model.named_parameters())
+    found: dict[str, Sharded] = {}
+    for name, held in original_boxes(model).items():
+        boxes = tuple((_box(one.original), one.local) for one in held)
+        found[_original_name(model, name)] = Sharded(parameters[name].shape, parameters[name], boxes=boxes)
+    return found
+
+
+def _box(place: tuple[slice, ...]) -> Box:
+    return Box(tuple(one.start for one in place), tuple(one.stop - one.start for one in place))
 
 
 def _flat_units(model: nn.Module) -> dict[str, Any]:

@@ -81,8 +81,12 @@ def _groups(part: Part, decays: bool, only: Collection[str] | None) -> Iterator[
             ([p for name, p in trained.items() if part.is_vector(name)], {"weight_decay": 0.0}),
         ]
     for parameters, options in kinds:
-        if parameters:
-            yield {"params": parameters, "lr": part.learning_rate, **options}
+        # One kernel for many takes parameters of one mesh only: those cut by tensor parallelism have another.
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for alike in by_mesh.values():
+            yield {"params": alike, "lr": part.learning_rate, **options}
 
 
 def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:

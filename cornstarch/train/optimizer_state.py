@@ -117,7 +117,10 @@ def optimizer_differences(
     """Return in what the optimizers of all processes are not the saved one."""
     if saved["class"] != type(optimizer).__qualname__:
         return [f"it is {saved['class']} in the checkpoint, {type(optimizer).__qualname__} here"]
-    group_of = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
+    # Groups with equal options are as good as one: tensor parallelism has groups of its own for what it cuts.
+    group_of = {
+        name: json.dumps(group["options"], sort_keys=True) for group in saved["groups"] for name in group["parameters"]
+    }
     held = "(held by the optimizer)"
     found = [f"{name} {held} is in the checkpoint only" for name in group_of if name not in held_by_any]
     found += [f"{name} {held} is not in the checkpoint" for name in held_by_any if name not in group_of]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel import OwnedParameters, apply_data_parallel, clip_gradients, data_mesh, processes
-from cornstarch.parallel.data import check_data_plan, gradients_kept_here, whole_model
+from cornstarch.parallel import OwnedParameters, clip_gradients, processes, spread
+from cornstarch.parallel.apply import whole_sequences
+from cornstarch.parallel.data import gradients_kept_here, whole_model
 from cornstarch.parallel.mesh import Replica
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
@@ -358,7 +359,7 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Measure the model, with its averaged weights if there are any, on the evaluation data."""
-        with self._weights_in_use():
+        with self._weights_in_use(), whole_sequences(self.model):
             return self.evaluator()
 
     # ------------------------------------------------------------------ setting up
@@ -399,11 +400,7 @@ class Trainer:
                 f"model.given = {self.config.model.given}, and {'no' if given is None else 'a'} task was handed over. "
                 "A model made in Python goes through Trainer.from_objects, or Trainer(config, task=…)."
             )
-        self.task: Task = (
-            given
-            if given is not None
-            else build_task(self.config, self.sources, JoinedSources(list(self.evaluation_sources.values())))
-        )
+        self.task: Task = given if given is not None else self._built_task()
         self.model: nn.Module = self.task.model
         self.parts: list[Part] = parts_of(self.model, self.config.model, self.config.optimizer)
         keep_in_precision(self.parts, self.placement.dtype)
@@ -420,23 +417,24 @@ class Trainer:
         else:
             self._memory = MemoryWatch(self.model, self.config)
 
+    def _built_task(self) -> Task:
+        return build_task(self.config, self.sources, JoinedSources(list(self.evaluation_sources.values())))
+
     def _spread(self) -> None:
         """Let the processes train the model together."""
-        plan, layout = self._layout.plan, self._layout
+        layout = self._layout
         for warning in layout.warnings:
             self._teller.note(warning)
-        check_data_plan(self.model, plan.data)
         if isinstance(self.task, ConversationTask) and self.task.model.encoders:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
         shapes = {name: parameter.shape for part in self.parts for name, parameter in part.parameters.items()}
-        mesh = data_mesh(self.placement.device.type, layout.replicate if plan.data.kind == "hsdp" else None)
         self._memory = MemoryWatch(self.model, self.config, layout.replicate)
-        self.task.wrapped = apply_data_parallel(self.model, mesh, plan.data)
+        self.task.wrapped = spread(self.model, layout, self.placement.device.type)
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
-        spread = parts_of(self.model, self.config.model, self.config.optimizer)
-        self.parts = [replace(part, shapes=shapes) for part in spread]
+        parts = parts_of(self.model, self.config.model, self.config.optimizer)
+        self.parts = [replace(part, shapes=shapes) for part in parts]
         # Each process drops out other values, but those that compute the same.
-        seed_all(self.config.seed + self.rank // self.replica.alike)
+        seed_all(self.config.seed + self.replica.share)
 
     def _make_optimizer(self) -> None:
         config = self.config
@@ -640,7 +638,12 @@ class Trainer:
             self._finish()
         self._tell_saved(wait=True)
         exchanged = self._exchanged()
-        with self._weights_in_use(), self.placement.computing(), whole_model(self.task.wrapped):
+        with (
+            self._weights_in_use(),
+            self.placement.computing(),
+            whole_model(self.task.wrapped),
+            whole_sequences(self.model),
+        ):
             self._teller.asked(self)
         report = self._teller.ended("finished", self.position)
         last = self._teller.last_evaluation
@@ -678,7 +681,7 @@ class Trainer:
             return {}
         found: dict[str, dict[str, Any]] = {}
         for modality, kind in self.task.modalities().items():
-            with self._weights_in_use():
+            with self._weights_in_use(), whole_sequences(self.model):
                 evaluation = self.evaluator.exchanged(kind)
             if evaluation.sources:
                 found[modality] = evaluation.record()

@@ -60,7 +60,7 @@ def test_the_example(run: Run) -> None:
     assert out.startswith("3 modules on ranks of their own, 27 ranks in a replica\n  vision          tp 2\n")
     assert "54 ranks on 7 nodes of 8: 2 replicas of 27" in out
     assert "6     48–49  vision          0      0    0   0–1" in out
-    assert "- modules.vision.tp = 2: tensor parallelism cannot be run yet. Use tp: 1." in out
+    assert "- modules.language_model.stages = 3: pipeline parallelism cannot be run yet. Use stages: 1." in out
 
 
 def test_a_world_that_does_not_fit(run: Run) -> None:

@@ -4,37 +4,27 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from rich.console import Console
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-import cornstarch.train.trainer as trainer_module
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
 from cornstarch.parallel.data import full_value
-from cornstarch.train import Trainer, load_config
-from cornstarch.train.data.loader import StepBatch
+from cornstarch.train import load_config
 from cornstarch.train.data.sample import Sample
-from cornstarch.train.state import named_parameters
-from cornstarch.train.tasks import Task, build_task
+from cornstarch.train.witness import FLOOR, Witness, whole_parameters
 from tests.models import local_processors
 from tests.parity.columns import COLUMNS, LOADS, Load
 from tests.parity.pool import Pool
 from tests.parity.rows import ROWS, TOKENIZER
 from tests.parity.samples import alike, mixed
-from tests.zoo import disturb
 
 STEPS = 3
-TOLERANCE = 1e-4
-"""How far a number may be off: this times (its own size + FLOOR × the largest number beside it)."""
-FLOOR = 1e-2
 
 # AdamW divides a gradient by its own size. With its usual eps of 1e-8, rounding in a gradient that is zero in truth
 # (that of a key's bias: softmax does not see it) would become a step like any other. No parameter is left out.
@@ -72,15 +62,22 @@ def run(row: str, load: str, parallel: Mapping[str, Any], tokenizer: str, folder
     for batch in trainer.batches():
         result = trainer.step(batch)
         assert result.grad_norm is not None
-        losses.append(processes.sum_over_ranks([float(result.loss)])[0])
+        losses.append(processes.sum_over_ranks([float(result.loss)])[0] / trainer.replica.alike)
         norms.append(float(result.grad_norm))
         totals.append({**vars(result.totals), "items": dict(result.totals.items)})
-    return Outcome(losses, norms, totals, trainer.gradients, trainer.parameters())
+    gradients = [{name: None if g is None else g.numpy() for name, g in step.items()} for step in trainer.gradients]
+    return Outcome(losses, norms, totals, gradients, parameter_arrays(trainer.model, trainer.task.wrapped))
 
 
 def made(
-    row: str, samples: list[Sample], loop: Mapping[str, Any], parallel: Mapping[str, Any], tokenizer: str, folder: str
-) -> WatchedTrainer:
+    row: str,
+    samples: list[Sample],
+    loop: Mapping[str, Any],
+    parallel: Mapping[str, Any],
+    tokenizer: str,
+    folder: str,
+    **options: Any,
+) -> Witness:
     """Return a trainer of a row that is ready for its first step."""
     described = {
         "output": folder,
@@ -97,10 +94,10 @@ def made(
         "logging": {"progress": "none", "samples": 0},
         "parallel": dict(parallel),
     }  # fmt: skip
-    trainer = WatchedTrainer(load_config(None, base=described), train_data=samples, console=Console(file=io.StringIO()))
-    with mock.patch.object(trainer_module, "build_task", _disturbed):
-        trainer.setup()
-    return trainer
+    console = Console(file=io.StringIO())
+    witness = Witness(load_config(None, base=described), train_data=samples, console=console, **options)
+    witness.setup()
+    return witness
 
 
 def _replaced(value: Any, word: str, by: str) -> Any:
@@ -118,55 +115,14 @@ def _samples(row: str, load: Load) -> list[Sample]:
     return mixed(make) if load.mixed else alike(make, STEPS * load.batch_size)
 
 
-def _disturbed(*arguments: Any) -> Task:
-    """Build a task, with noise in every weight: behind the zeros and ones of a fresh model a mistake could hide."""
-    task = build_task(*arguments)
-    disturb(task.model)
-    return task
-
-
-class WatchedTrainer(Trainer):
-    """A trainer that keeps the gradients of every step, as they are before they are clipped."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.watching = True
-        self.gradients: list[Values] = []
-
-    def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
-        if self.watching:
-            self._watch()
-        return super()._changed_weights(batch, loss)
-
-    def _watch(self) -> None:
-        with _whole(self.task.wrapped, with_gradients=True):
-            found = {name: parameter.grad for name, parameter in named_parameters(self.model).items()}
-            # A gradient that only some have could not be gathered: those would wait for ever.
-            there = processes.gather_data([name for name, gradient in found.items() if gradient is not None])
-            assert all(names == there[0] for names in there), [set(names) ^ set(there[0]) for names in there]
-            self.gradients.append({name: None if g is None else whole_array(g) for name, g in found.items()})
-
-    def parameters(self) -> Values:
-        """Return all parameters, whole."""
-        return whole_parameters(self.model, self.task.wrapped)
-
-
-def whole_parameters(model: nn.Module, wrapped: nn.Module | None) -> Values:
+def parameter_arrays(model: nn.Module, wrapped: nn.Module | None) -> Values:
     """Return all parameters, whole; all processes have to ask together."""
-    with _whole(wrapped):
-        return {name: whole_array(parameter) for name, parameter in named_parameters(model).items()}
+    return {name: tensor.numpy() for name, tensor in whole_parameters(model, wrapped).items()}
 
 
 def whole_array(tensor: Tensor) -> np.ndarray:
     """Return a tensor whole; all processes have to ask together."""
     return full_value(tensor.detach()).clone().numpy()
-
-
-def _whole(wrapped: nn.Module | None, with_gradients: bool = False) -> AbstractContextManager[None]:
-    """Return a context in which parameters have their shapes; FSDP 1 hides them."""
-    if not isinstance(wrapped, FullyShardedDataParallel):
-        return nullcontext()
-    return FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=with_gradients)
 
 
 # ------------------------------------------------------------------------------------------------ the comparison
@@ -208,6 +164,8 @@ class Matrix:
     def cell(self, row: str, column: str, load: str) -> Deviation | str:
         """Run one cell; return how far it is from one process, or what was refused."""
         spread = COLUMNS[column]
+        if spread.is_cut:  # torch remembers meshes that are equal to those of an earlier job, whose groups have ended
+            self.workers.close()
         outcomes = self.workers.run(spread.ranks(ROWS[row]), run, row, load, spread.parallel(ROWS[row]), *self.places())
         if isinstance(outcomes[0], str):
             if any(outcome != outcomes[0] for outcome in outcomes):

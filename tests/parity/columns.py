@@ -23,6 +23,10 @@ class Column:
     """What `parallel.modules` says about every module: tp, cp."""
     last: Mapping[str, Any] = field(default_factory=dict)
     """What it says about the language model, or the whole model, besides: stages."""
+    ranks_of: str = "auto"
+    """Whether modules share their ranks; those of different sizes do only if it is said."""
+    encoders_only: bool = False
+    """Whether it says nothing about a model without encoders."""
     unused_are_zero: bool = False
     """Whether a trained parameter that the loss does not depend on has a gradient of zeros; one process has none."""
     refused: str | None = None
@@ -34,7 +38,23 @@ class Column:
         """Return the section `parallel` of a run."""
         modules = {name: dict(self.module) for name in row.modules}
         modules[row.modules[-1]].update(self.last)
-        return {"data": dict(self.data), "modules": modules if self.module or self.last else {}}
+        modules = modules if self.module or self.last else {}
+        return {"data": dict(self.data), "modules": modules, "ranks": self.ranks_of}
+
+    def loads(self, row: str) -> list[str]:
+        """Return what it is tried with: what is refused, once; what is cut, in portions only when it is mixed."""
+        if self.refusal(row):
+            return ["plain"]
+        return ["plain", "mixed"] if self.module or self.last else list(LOADS)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether matrices are cut over processes."""
+        return max(self.module.get("tp", 1), self.last.get("tp", 1)) > 1
+
+    def fits(self, row: Row) -> bool:
+        """Whether it says something about a row."""
+        return len(row.modules) > 1 or not self.encoders_only
 
     def ranks(self, row: Row) -> int:
         """Return how many processes it takes."""
@@ -57,6 +77,14 @@ class Load:
     mixed: bool = False
 
 
+# What cannot be cut inside its layers, and what cannot be cut along its tokens.
+UNCUT = {"mlp": "Perceptron has no layer that tensor parallelism knows how to cut"}
+IN_ONE_PIECE = {
+    "mlp": "Perceptron is not a transformers model: its tokens cannot be cut",
+    "t5": "its forward takes no position_ids, so each rank would count its tokens from 0",
+}
+BOTH = {**IN_ONE_PIECE, **UNCUT}
+
 COLUMNS: dict[str, Column] = {
     "ddp": Column("ddp", 2, {"kind": "ddp"}),
     "fsdp1": Column("fsdp1", 2, {"kind": "fsdp1"}, unused_are_zero=True),
@@ -65,8 +93,25 @@ COLUMNS: dict[str, Column] = {
     "zero2": Column("zero2", 2, {"kind": "zero2"}),
     "zero3": Column("zero3", 2, {"kind": "zero3"}),
     "hsdp": Column("hsdp 2 × 2", 4, {"kind": "hsdp", "replicate": 2}),
-    "tp": Column("tp 2", 1, module={"tp": 2}, refused="tensor parallelism cannot be run yet"),
-    "cp": Column("cp 2", 1, module={"cp": 2}, refused="context parallelism cannot be run yet"),
+    "tp": Column("tp 2", 1, module={"tp": 2}, refused_rows=UNCUT),
+    "dp_tp": Column("dp 2 × tp 2", 2, module={"tp": 2}, refused_rows=UNCUT),
+    "zero3_tp": Column("zero3 2 × tp 2", 2, {"kind": "zero3"}, module={"tp": 2}, refused_rows=UNCUT),
+    "encoder_tp": Column(
+        "encoders tp 2, LLM tp 1", 1, module={"tp": 2}, last={"tp": 1}, ranks_of="shared", encoders_only=True
+    ),
+    "llm_tp": Column(
+        "encoders tp 1, LLM tp 2", 1, module={"tp": 1}, last={"tp": 2}, ranks_of="shared", encoders_only=True
+    ),
+    "ring": Column("cp 2, ring", 1, module={"cp": 2, "cp_mode": "ring_attn"}, refused_rows=IN_ONE_PIECE),
+    "gather": Column("cp 2, gather", 1, module={"cp": 2, "cp_mode": "gather"}, refused_rows=IN_ONE_PIECE),
+    "ulysses": Column("cp 2, all to all", 1, module={"cp": 2, "cp_mode": "all_to_all"}, refused_rows=IN_ONE_PIECE),
+    "ring3": Column("cp 3, ring", 1, module={"cp": 3, "cp_mode": "ring_attn"}, refused_rows=IN_ONE_PIECE),
+    "encoder_cp": Column(
+        "encoders cp 2, LLM cp 1", 1, module={"cp": 2}, last={"cp": 1}, ranks_of="shared", encoders_only=True
+    ),
+    "tp_cp": Column("tp 2 × cp 2", 1, module={"tp": 2, "cp": 2}, refused_rows=BOTH),
+    "dp_cp": Column("dp 2 × cp 2", 2, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
+    "zero2_cp": Column("zero2 2 × cp 2", 2, {"kind": "zero2"}, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
     "pp": Column("pp 2", 1, last={"stages": 2}, refused="pipeline parallelism cannot be run yet"),
 }
 

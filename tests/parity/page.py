@@ -12,7 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 
-from tests.parity.cell import FLOOR, OPTIMIZER, STEPS, TOLERANCE, Deviation, Matrix, Mismatch, farthest, together
+from cornstarch.train.witness import FLOOR, TOLERANCE
+from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, farthest, together
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.pool import Failed
 from tests.parity.random_steps import End, trained, trained_by_hand
@@ -45,7 +46,9 @@ def cells() -> Iterator[Cell]:
     """Yield all cells; what is refused is asked once for each row."""
     for row in ROWS:
         for column, spread in COLUMNS.items():
-            for load in list(LOADS)[:1] if spread.refusal(row) else LOADS:
+            if not spread.fits(ROWS[row]):
+                continue
+            for load in spread.loads(row):
                 yield row, column, load
 
 

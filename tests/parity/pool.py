@@ -125,6 +125,7 @@ def _work(connection: Connection, port: int) -> None:
 def _done(store: dist.Store, rank: int, ranks: int, function: Callable[..., Any], arguments: Any) -> tuple[bool, Any]:
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_QUIET))
+        dist.barrier()  # one that ends at once would close its connections while others still make theirs
         return True, function(*arguments)
     except BaseException:
         return False, f"rank {rank}:\n{traceback.format_exc()}"

@@ -19,7 +19,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 from cornstarch import MultimodalModel, MultimodalProcessor
 from cornstarch.parallel import processes
 from tests.models import local_processors
-from tests.parity.cell import Values, made, whole_parameters
+from tests.parity.cell import Values, made, parameter_arrays
 from tests.parity.rows import ROWS
 from tests.parity.samples import WORDS, of_kinds
 from tests.zoo import ENCODERS, LANGUAGE_MODELS
@@ -45,7 +45,8 @@ def trained(row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, f
         result = trainer.step(batch)
         if result.totals.trained_tokens:
             losses.append(float(result.loss))
-    return [processes.sum_over_ranks([loss])[0] for loss in losses], trainer.parameters()
+    ends = parameter_arrays(trainer.model, trainer.task.wrapped)
+    return [processes.sum_over_ranks([loss])[0] for loss in losses], ends
 
 
 # ------------------------------------------------------------------------------------------------ without the Trainer
@@ -101,7 +102,7 @@ def trained_by_hand(way: str, frozen: bool, steps: int) -> End:
         optimizer.step()
         optimizer.zero_grad()
         losses += processes.sum_over_ranks([float(loss.detach())])
-    return losses, whole_parameters(model, wrapped)
+    return losses, parameter_arrays(model, wrapped)
 
 
 def _model(frozen: bool) -> MultimodalModel:

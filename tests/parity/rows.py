@@ -31,6 +31,7 @@ class Row:
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 _TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA = {"model_type": "llama", **_SIZES, **_TOKENS, "num_key_value_heads": 1, "max_position_embeddings": 128}
+_PHI3 = {**_LLAMA, "model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2}
 _MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 _T5 = {"model_type": "t5", **_TOKENS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
        "dropout_rate": 0.0}  # fmt: skip
@@ -118,6 +119,7 @@ ROWS: dict[str, Row] = {
         ("vision", "language_model"),
         {"packing": True, "max_length": 64},
     ),
+    "fused": Row("fused weights (Phi3)", {"whole": _llm(_PHI3, task="causal-lm")}, asking(), ("language_model",)),
     "moe": Row("MoE (Mixtral)", {"whole": _llm(_MIXTRAL, task="causal-lm")}, asking(), ("language_model",)),
     "t5": Row("T5", {"whole": _llm(_T5, task="seq2seq-lm")}, asking()),
     "mlp": Row("plain MLP", {"factory": {"function": "tests.parity.rows:Perceptron"}}, numbers),

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parity.cell import TOLERANCE, Deviation, Matrix, Mismatch, Outcome, compared, joined
+from cornstarch.train.witness import TOLERANCE
+from tests.parity.cell import Deviation, Matrix, Mismatch, Outcome, compared, joined
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.page import cells
 from tests.parity.rows import ROWS
@@ -20,12 +21,15 @@ DELICATE = [(row, column, "mixed") for row in ("projector", "lora") for column i
 def some() -> list[tuple[str, str, str]]:
     """Return cells in which every row and every column meet every load."""
     working = [name for name, column in COLUMNS.items() if column.refused is None]
-    turned = [
-        (row, working[(place + 3 * turn) % len(working)], load)
-        for place, row in enumerate(ROWS)
-        for turn, load in enumerate(LOADS)
-    ]
-    return list(dict.fromkeys([*turned, *DELICATE]))
+    chosen = [*DELICATE]
+    for place, name in enumerate(working):
+        column = COLUMNS[name]
+        rows = [row for row in ROWS if column.fits(ROWS[row]) and not column.refusal(row)]
+        some = [(rows[(place + 3 * turn) % len(rows)], load) for turn, load in enumerate(LOADS)]
+        chosen += [(row, name, load) for row, load in some if load in column.loads(row)][: 1 if column.is_cut else 3]
+    met = {(row, load) for row, _, load in chosen}
+    chosen += [(row, "fsdp2", load) for row in ROWS for load in LOADS if (row, load) not in met]
+    return list(dict.fromkeys(chosen))
 
 
 @pytest.mark.parametrize(("row", "column", "load"), some())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parity.cell import TOLERANCE, Matrix
+from cornstarch.train.witness import TOLERANCE
+from tests.parity.cell import Matrix
 from tests.parity.page import TAKEN_APART, taken_apart
 
 

@@ -364,14 +364,17 @@ def test_resharding_fits_the_shards() -> None:
 EXECUTABLE = [
     (Plan(), []),
     (Plan({"vision": ModulePlan(), "language_model": ModulePlan()}, DataPlan("hsdp", 2)), []),
-    (Plan({"model": ModulePlan(tp=2)}), ["modules.model.tp = 2: tensor parallelism cannot be run yet. Use tp: 1."]),
-    (Plan({"model": ModulePlan(cp=2)}), ["modules.model.cp = 2: context parallelism cannot be run yet. Use cp: 1."]),
+    (Plan({"model": ModulePlan(tp=2, cp=2)}), []),
+    (Plan({"model": ModulePlan(tp=2)}, DataPlan("zero1")), ["modules.model.tp = 2: data.kind = zero1 knows whole"]),
+    (Plan({"model": ModulePlan(tp=2)}, DataPlan("fsdp1")), ["modules.model.tp = 2: data.kind = fsdp1 knows whole"]),
+    (Plan({"a": ModulePlan(), "language_model": ModulePlan(tp=2)}, ranks="shared"), []),
+    (Plan({"a": ModulePlan(tp=2), "language_model": ModulePlan(tp=4)}, ranks="shared"),
+     ["modules.a.tp = 2: beside a module with tp 4 on the same ranks"]),
     (Plan({"model": ModulePlan(stages=2)}), ["modules.model.stages = 2: pipeline parallelism cannot be run yet."]),
     (Plan({"model": ModulePlan(zero=1)}, DataPlan("zero1")), []),
     (Plan({"model": ModulePlan(zero=1)}), ["modules.model.zero = 1: zero1 for one module"]),
     (Plan({"a": ModulePlan(), "language_model": ModulePlan()}, ranks="own"), ["Modules on ranks of their own"]),
-    (EXAMPLE, ["modules.vision.tp = 2", "modules.language_model.tp = 4", "modules.language_model.cp = 2",
-               "modules.language_model.stages = 3", "Modules on ranks of their own"]),
+    (EXAMPLE, ["modules.language_model.stages = 3", "Modules on ranks of their own"]),
 ]  # fmt: skip
 
 

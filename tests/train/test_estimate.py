@@ -188,7 +188,7 @@ def test_notes(overrides: list[str], said: str, tmp_path: Path) -> None:
 
 
 WRONG = [
-    (["parallel.modules.model.tp=2"], 4, "tensor parallelism cannot be run yet"),
+    (["parallel.modules.model.tp=2"], 4, "Estimates know no tensor parallelism yet"),
     (["parallel.modules.model.tp=3"], 4, "Sizes that work are multiples of 3"),
     (["parallel.data.kind=hsdp", "parallel.data.replicate=3"], 4, "the plan wants 3 copies"),
     ([], 0, "world = 0: expected a whole number"),

@@ -80,13 +80,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sharded:
-    """A tensor of which this process has an interval of the numbers in their order, as FSDP1 cuts them."""
+    """A tensor of which this process has a part that the tensor itself does not tell.
+
+    It is an interval of the numbers in their order, as FSDP1 cuts them; or boxes, as tensor parallelism cuts what is
+    fused: [query; key; value] of some heads.
+    """
 
     shape: torch.Size
     local: Tensor
-    """This process's numbers: the very memory, in whatever shape it has."""
-    start: int
+    """This process's numbers: the very memory, in whatever shape it has; or a DTensor of it."""
+    start: int = 0
     """Which number of the whole tensor the first one is."""
+    boxes: tuple[tuple[Box, tuple[slice, ...]], ...] | None = None
+    """Instead of an interval: boxes of the whole tensor, and where in memory they are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,7 +101,10 @@ class Sharded:
 
     @property
     def parts(self) -> list[tuple[Box, Tensor]]:
-        """The boxes that the interval is made of, with their numbers."""
+        """The boxes that are here, with their numbers."""
+        if self.boxes is not None:
+            memory = _memory(self.local)
+            return [(box, memory[place]) for box, place in self.boxes]
         flat = self.local.detach().reshape(-1)
         boxes = interval_boxes(self.shape, self.start, self.start + flat.numel())
         pieces = flat.split([box.numel for box in boxes]) if boxes else ()
@@ -103,7 +112,13 @@ class Sharded:
 
     def over(self, local: Tensor) -> Sharded:
         """Return another tensor that is cut in the same way: a moment of this parameter."""
-        return Sharded(self.shape, local, self.start)
+        return Sharded(self.shape, local, self.start, self.boxes)
+
+
+def _memory(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 Tensorlike: TypeAlias = Tensor | Sharded

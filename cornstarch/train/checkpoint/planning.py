@@ -50,9 +50,10 @@ def _described(tensor: Tensorlike) -> dict[str, Any]:
 
 def _mesh(tensor: Any) -> str:
     """Return the mesh that a tensor is spread over, for people: `replicate 2 x shard 4`."""
-    if isinstance(tensor, Sharded):
+    if isinstance(tensor, Sharded) and tensor.boxes is None:
         return "flat"
-    mesh = tensor.device_mesh
+    spread: Any = tensor.local if isinstance(tensor, Sharded) else tensor
+    mesh = spread.device_mesh
     names = mesh.mesh_dim_names or [f"axis {number}:" for number in range(mesh.ndim)]
     return " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
 

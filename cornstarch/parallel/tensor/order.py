@@ -1,0 +1,181 @@
+"""Tensors that are cut: which part each rank has, and where that part lies in the original tensor.
+
+A plain weight is cut into as many equal pieces as there are ranks. A fused one ([q; k; v] or [gate; up]) is made of
+parts, and each rank has its piece of each part, one behind the other. A DTensor knows only plain cuts, so the fused
+tensor that it describes is in *stored* order, rank by rank: [q0; k0; v0; q1; k1; v1]. What a checkpoint holds is in the
+original order; `original_boxes` tells how one lies in the other, also when FSDP2 has cut the pieces once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut."""
+
+    dim: int
+    parts: tuple[int, ...]
+    """The sizes of what is fused along the dim; a single one for a plain weight, which need not divide evenly."""
+    ranks: int
+
+    def piece(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return what a rank has of a whole tensor in its original order."""
+        steps = [-(-size // self.ranks) for size in self.parts]
+        pieces = [
+            part.narrow(self.dim, min(rank * step, size), min((rank + 1) * step, size) - min(rank * step, size))
+            for part, size, step in zip(tensor.split(self.parts, self.dim), self.parts, steps, strict=True)
+        ]
+        # A copy even of a single piece: a view would keep the whole tensor in memory.
+        return (
+            torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (stored, original, length) of the runs that the stored interval from `start` to `stop` is made of."""
+        if len(self.parts) == 1:
+            yield start, start, stop - start
+            return
+        local = sum(self.parts) // self.ranks
+        for rank in range(self.ranks):
+            stored, original = rank * local, 0
+            for part in self.parts:
+                length = part // self.ranks
+                first, last = max(start, stored), min(stop, stored + length)
+                if first < last:
+                    yield first, original + rank * length + first - stored, last - first
+                stored, original = stored + length, original + part
+
+
+def distribute(module: nn.Module, name: str, cut: Cut, mesh: DeviceMesh) -> None:
+    """Replace a whole parameter by a DTensor of which this process has its piece only; works on the meta device."""
+    parameter = module._parameters[name]
+    assert parameter is not None and parameter.shape[cut.dim] == sum(cut.parts), (name, cut)
+    with torch.no_grad():
+        local = cut.piece(parameter, mesh.get_local_rank())
+    distributed = DTensor.from_local(
+        local, mesh, [Shard(cut.dim)], run_check=False, shape=parameter.shape, stride=_strides(parameter.shape)
+    )
+    module._parameters[name] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    # FSDP2 makes other parameters of these, so it is the module that remembers.
+    module.__dict__.setdefault("cuts", {})[name] = cut
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def local_use(parameter: Any) -> Tensor:
+    """Return what this rank has of a parameter, to compute with."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not parameter.requires_grad:
+        with torch.no_grad():
+            return parameter.to_local()
+    return parameter.to_local()
+
+
+# ---------------------------------------------------------------------------------------------------- checkpoints
+
+
+@dataclass(frozen=True)
+class Held:
+    """A box of the original tensor, and where this process has it."""
+
+    original: Slices
+    local: Slices
+
+
+def named_cuts(model: nn.Module) -> dict[str, Cut]:
+    """Return how each parameter is cut that `shard_tensors` has cut, tied ones under their first name."""
+    found: dict[str, Cut] = {}
+    for prefix, module in model.named_modules():
+        for name, cut in module.__dict__.get("cuts", {}).items():
+            found[f"{prefix}.{name}" if prefix else name] = cut
+    return {name: found[name] for name, _ in model.named_parameters() if name in found}
+
+
+def original_boxes(model: nn.Module) -> dict[str, list[Held]]:
+    """Return, for each parameter that `shard_tensors` has cut, the boxes of the original tensor that are here.
+
+    It holds for the parameter, its gradient and an optimizer's moments, before and after `fully_shard`. A parameter
+    that is not named lies as its DTensor says, or is whole.
+    """
+    parameters = dict(model.named_parameters())
+    return {name: _boxes(parameters[name], cut) for name, cut in named_cuts(model).items()}
+
+
+def _boxes(tensor: Any, cut: Cut | None) -> list[Held]:
+    """Return what a process has of a DTensor; without a cut of ours, stored and original order are the same."""
+    chunks = tensor.__create_chunk_list__()
+    if not chunks or not min((*chunks[0].sizes, 1)):
+        return []
+    begin, size = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    there = [slice(first, first + count) for first, count in zip(begin, size, strict=True)]
+    here = [slice(0, count) for count in size]
+    if cut is None:
+        return [Held(tuple(there), tuple(here))]
+    boxes = []
+    for stored, original, length in cut.runs(begin[cut.dim], begin[cut.dim] + size[cut.dim]):
+        there[cut.dim] = slice(original, original + length)
+        here[cut.dim] = slice(stored - begin[cut.dim], stored - begin[cut.dim] + length)
+        boxes.append(Held(tuple(there), tuple(here)))
+    return boxes
+
+
+def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return tensors whole and in their original order; all processes must call it.
+
+    Args:
+        model: The model.
+        tensors: What lies as the parameters of these names do: their gradients, say. The parameters, if left out.
+    """
+    cuts, parameters = named_cuts(model), dict(model.named_parameters())
+    given = parameters if tensors is None else tensors
+    with torch.no_grad():
+        return {name: _whole(tensor, cuts.get(name), parameters[name]) for name, tensor in given.items()}
+
+
+def _whole(tensor: Tensor, cut: Cut | None, parameter: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # What torch computes may name an equal mesh of groups that have ended; the parameter's is the one in use.
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else tensor.device_mesh
+    local = tensor.to_local()
+    whole = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
+    for box in _boxes(tensor, cut):
+        whole[box.original] = local[box.local]
+    # Everyone has zeros where others have numbers; adding bytes to zeros changes none of them.
+    flat = whole.view(-1).view(torch.uint8)
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():  # FSDP2 over a cut has a kind of its own, which is no `Shard`
+            dist.all_reduce(flat, group=mesh.get_group(axis))
+    return whole
+
+
+def load_full_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Copy whole tensors in their original order into the parameters of a model that `shard_tensors` has cut.
+
+    What is not cut, or cut by FSDP2 alone, is left to others. `tensors` may hold anything that can be sliced: tensors,
+    or slices of a safetensors file, of which only what this process has is read.
+    """
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, boxes in original_boxes(model).items():
+            local: Any = parameters[name].detach()
+            for box in boxes:
+                local.to_local()[box.local].copy_(tensors[name][box.original])
+
+
+__all__ = ["Cut", "Held", "full_tensors", "load_full_tensors", "original_boxes"]

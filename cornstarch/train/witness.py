@@ -1,0 +1,179 @@
+"""Steps of which every number is kept, in one process or several, and how far two such records are apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from cornstarch.parallel import processes
+from cornstarch.parallel.tensor import full_tensors
+from cornstarch.train.data.loader import StepBatch
+from cornstarch.train.holdings import named_parameters
+from cornstarch.train.tasks.task import Task
+from cornstarch.train.trainer import Trainer
+
+TOLERANCE = 1e-4
+"""How far a number may be off: this times (its own size + FLOOR × the largest number beside it)."""
+FLOOR = 1e-2
+_NUMBERS, _RECORD = "numbers.safetensors", "record.json"
+
+
+class Witness(Trainer):
+    """A trainer that keeps the gradients of every step, as they are before they are clipped.
+
+    Its weights have noise: behind the zeros and ones of a fresh model a mistake could hide.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.watching = True
+        self.gradients: list[dict[str, Tensor | None]] = []
+
+    def _built_task(self) -> Task:
+        task = super()._built_task()
+        disturb(task.model)
+        return task
+
+    def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
+        if self.watching:
+            self.gradients.append(self._whole_gradients())
+        return super()._changed_weights(batch, loss)
+
+    def _whole_gradients(self) -> dict[str, Tensor | None]:
+        with _whole(self.task.wrapped, with_gradients=True):
+            found = {name: parameter.grad for name, parameter in named_parameters(self.model).items()}
+            there = {name: gradient for name, gradient in found.items() if gradient is not None}
+            # A gradient that only some have could not be gathered: those would wait for ever.
+            names = processes.gather_data(sorted(there))
+            assert all(one == names[0] for one in names), [set(one) ^ set(names[0]) for one in names]
+            whole = full_tensors(self.model, there)
+            return {name: whole[name].clone() if name in whole else None for name in found}
+
+
+def whole_parameters(model: nn.Module, wrapped: nn.Module | None) -> dict[str, Tensor]:
+    """Return all parameters, whole; all processes have to ask together."""
+    with _whole(wrapped):
+        own = {name: parameter.detach() for name, parameter in named_parameters(model).items()}
+        return {name: tensor.clone() for name, tensor in full_tensors(model, own).items()}
+
+
+@contextmanager
+def _whole(wrapped: nn.Module | None, with_gradients: bool = False) -> Iterator[None]:
+    """Run a block in which parameters have their shapes; FSDP 1 hides them."""
+    if not isinstance(wrapped, FullyShardedDataParallel):
+        yield
+        return
+    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=with_gradients):
+        yield
+
+
+def disturb(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
+    """Add noise to every parameter, the same in every process."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=noise).to(parameter))
+
+
+# ---------------------------------------------------------------------------------------------------- records
+
+
+def record(witness: Witness, folder: Path) -> None:
+    """Do all steps of a run and write what they came to; all processes have to call it."""
+    witness.setup()
+    losses, norms = [], []
+    for batch in witness.batches():
+        result = witness.step(batch)
+        losses.append(processes.sum_over_ranks([float(result.loss)])[0] / witness.replica.alike)
+        norms.append(None if result.grad_norm is None else float(result.grad_norm))
+    whole = whole_parameters(witness.model, witness.task.wrapped)
+    numbers = {f"parameter {name}": value for name, value in whole.items()}
+    for step, gradients in enumerate(witness.gradients):
+        numbers |= {f"gradient {step} {name}": value for name, value in gradients.items() if value is not None}
+    if processes.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.contiguous() for name, value in numbers.items()}, folder / _NUMBERS)
+        parts = {part.name: list(part.parameters) for part in witness.parts}
+        said = {"losses": losses, "norms": norms, "parts": parts}
+        (folder / _RECORD).write_text(json.dumps(said), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class PartDifference:
+    """How far the gradients and the parameters of one part are off."""
+
+    part: str
+    gradients: float
+    parameters: float
+    begins: str | None
+    """The wrong gradient that is computed first: the last one of the part in the order of the model."""
+    missing: tuple[str, ...]
+    """Gradients that only one of the two records has."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a record is from that of one process; 0 is equal to the bit."""
+
+    loss: float
+    parts: list[PartDifference]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether rounding explains it."""
+        wrong = [one for one in self.parts if one.missing or max(one.gradients, one.parameters) > TOLERANCE]
+        return self.loss <= TOLERANCE and not wrong
+
+    @property
+    def begins(self) -> str | None:
+        """The module where the first wrong gradient is."""
+        wrong = [one.begins for one in self.parts if one.begins is not None]
+        return wrong[-1].rpartition(".")[0] if wrong else None
+
+
+def difference(found: Path, expected: Path) -> Difference:
+    """Compare two records."""
+    ours, theirs = (json.loads((folder / _RECORD).read_text(encoding="utf-8")) for folder in (found, expected))
+    a, b = load_file(found / _NUMBERS), load_file(expected / _NUMBERS)
+    pairs = zip(ours["losses"] + ours["norms"], theirs["losses"] + theirs["norms"], strict=True)
+    loss = max(abs(x - y) / (abs(y) or 1.0) for x, y in pairs if x is not None)
+    parts = [_part_difference(name, parameters, a, b) for name, parameters in theirs["parts"].items()]
+    return Difference(loss, parts)
+
+
+def _part_difference(
+    part: str, names: list[str], found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> PartDifference:
+    own = set(names)
+    keys = [key for key in sorted({*found, *expected}) if key.split(" ")[-1] in own]
+    both = {key for key in keys if key in found and key in expected}
+    missing = tuple(key for key in keys if key not in both)
+    off = {kind: _farthest([k for k in keys if k in both and k.startswith(kind)], found, expected) for kind in
+           ("gradient", "parameter")}  # fmt: skip
+    order = {name: number for number, name in enumerate(names)}
+    wrong = sorted((order[key.split(" ")[-1]], key) for key, far in off["gradient"].items() if far > TOLERANCE)
+    begins = wrong[-1][1].split(" ")[-1] if wrong else None
+    largest = {kind: max(values.values(), default=0.0) for kind, values in off.items()}
+    return PartDifference(part, largest["gradient"], largest["parameter"], begins, missing)
+
+
+def _farthest(keys: list[str], found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    floor = FLOOR * max((float(expected[key].abs().max()) for key in keys if expected[key].numel()), default=0.0)
+    return {
+        key: float(((found[key] - expected[key]).abs() / (expected[key].abs() + floor).clamp(min=1e-30)).max())
+        for key in keys
+        if expected[key].numel()
+    }
+
+
+__all__ = ["Difference", "PartDifference", "Witness", "difference", "disturb", "record", "whole_parameters"]

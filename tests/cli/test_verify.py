@@ -1,0 +1,61 @@
+"""`cornstarch verify`: a plan on a tiny twin, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cornstarch.cli import main as command_line
+from cornstarch.train.source import dump_config
+from tests.train.tiny import tiny_config
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs `cornstarch verify` in a folder with a run; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command_line, "COMMANDS", ("verify", "schema"))
+    Path("run.yaml").write_text(dump_config(tiny_config(tmp_path)))
+
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            command_line.main(["verify", "run.yaml", *arguments])
+        captured = capfd.readouterr()
+        assert "Traceback" not in captured.err
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run_command
+
+
+def test_a_plan_that_is_right(run: Run) -> None:
+    code, out, _ = run("parallel.modules.model.tp=2", "--nproc", "2")
+    assert code == 0
+    assert "A tiny twin of the model, 2 processes against one:" in out
+    assert [line.split("  ")[0] for line in out.splitlines() if "e-" in line] == [
+        "vision encoder", "vision projector", "language model", "loss",
+    ]  # fmt: skip
+    assert out.endswith("The plan does what one process does.\n")
+    assert not Path("run").exists()  # the run's own folder is left alone
+
+
+WRONG = [
+    (["parallel.modules.model.tpp=2"], "tpp"),
+    (["parallel.modules.model.stages=2"], "pipeline parallelism cannot be run yet"),
+    (["parallel.modules.model.tp=2", "--nproc", "3"], "3 ranks do not divide evenly: a replica takes 2"),
+    (["data.train=[{path: nowhere.json}]"], "nowhere.json"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG)
+def test_mistakes_are_told_before_anything_starts(run: Run, arguments: list[str], said: str) -> None:
+    code, out, err = run(*arguments)
+    assert code == 2 and said in err and out == ""
+
+
+def test_one_process_has_nothing_to_compare(run: Run) -> None:
+    code, out, _ = run("--nproc", "1")
+    assert code == 0 and "there is nothing to compare" in out

@@ -1,0 +1,75 @@
+"""Tiny twins: the same options, few and narrow layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    WhisperConfig,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from cornstarch.models.twin import twin_config
+
+LARGE: list[tuple[PreTrainedConfig, Any]] = [
+    (LlamaConfig(num_key_value_heads=8), AutoModelForCausalLM),
+    (MixtralConfig(), AutoModelForCausalLM),
+    (GPT2Config(), AutoModelForCausalLM),
+    (Gemma3TextConfig(), AutoModelForCausalLM),
+    (CLIPVisionConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16), CLIPVisionModel),
+]
+
+
+@pytest.mark.parametrize(("config", "kind"), LARGE, ids=lambda value: type(value).__name__)
+def test_a_twin_is_small_and_runs(config: PreTrainedConfig, kind: Any) -> None:
+    twin = twin_config(config, 2)
+    assert type(twin) is type(config) and twin.num_hidden_layers < config.num_hidden_layers
+    make = getattr(kind, "from_config", None) or kind
+    with torch.device("meta"):
+        small, large = (sum(p.numel() for p in make(one).parameters()) for one in (twin, config))
+    assert small < large / 10
+    model = make(twin)
+    if kind is CLIPVisionModel:
+        assert model(torch.zeros(1, 3, twin.image_size, twin.image_size)).last_hidden_state.isfinite().all()
+    else:
+        assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_what_is_cut_stays_a_multiple() -> None:
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336)
+    for size in (2, 4, 8):
+        twin = twin_config(config, size)
+        assert twin.num_key_value_heads % size == twin.num_attention_heads % size == twin.intermediate_size % size == 0
+        assert twin.num_attention_heads // twin.num_key_value_heads > 1  # heads are still grouped
+    assert twin_config(config, 3).num_key_value_heads == 8  # 3 does not divide 8: the mistake must show
+
+
+def test_a_layer_of_every_kind_is_kept() -> None:
+    config = Gemma3TextConfig(num_hidden_layers=12)
+    twin = twin_config(config)
+    assert set(twin.layer_types) == set(config.layer_types) and len(twin.layer_types) == twin.num_hidden_layers
+
+
+def test_options_and_data_stay() -> None:
+    config = LlamaConfig(tie_word_embeddings=True, attention_bias=True, attention_dropout=0.3, vocab_size=777)
+    twin = twin_config(config)
+    assert twin.tie_word_embeddings and twin.attention_bias and twin.vocab_size == 777
+    assert twin.attention_dropout == 0.0
+    assert config.attention_dropout == 0.3 and config.num_hidden_layers == 32  # the original is as it was
+
+
+def test_configs_inside_configs() -> None:
+    twin = twin_config(Qwen2_5_VLConfig())
+    assert twin.text_config.num_hidden_layers <= 4
+    assert twin.text_config.hidden_size < Qwen2_5_VLConfig().text_config.hidden_size
+    assert twin_config(WhisperConfig(encoder_layers=12, decoder_layers=12)).encoder_layers == 2

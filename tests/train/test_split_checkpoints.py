@@ -1,0 +1,80 @@
+"""Checkpoints of models that are cut inside their layers and along their tokens, loaded in other layouts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cornstarch.train.checkpoint import CheckpointStore, state_hash
+from tests.models import local_processors
+from tests.parity.cell import made
+from tests.parity.pool import pool
+from tests.parity.rows import ROWS
+from tests.parity.samples import alike
+
+STEPS, BATCH = 4, 4
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp 2": (2, {"modules": {"model": {"tp": 2}}}),
+    "cp 2": (2, {"modules": {"model": {"cp": 2}}}),
+    "zero3 2": (2, {"data": {"kind": "zero3"}}),
+    "zero3 2, tp 2": (4, {"data": {"kind": "zero3"}, "modules": {"model": {"tp": 2}}}),
+}
+PAIRS = [
+    ("fused", "tp 2", "one process"),
+    ("fused", "one process", "zero3 2, tp 2"),
+    ("fused", "zero3 2, tp 2", "tp 2"),
+    ("fused", "zero3 2, tp 2", "cp 2"),
+    ("vision_audio", "cp 2", "tp 2"),
+    ("vision_audio", "tp 2", "zero3 2"),
+    ("lora", "zero3 2, tp 2", "one process"),
+]
+
+
+def saved(row: str, parallel: Mapping[str, Any], steps: int, tokenizer: str, folder: str) -> list[float]:
+    """Train to a step, from the checkpoint that is there, save, and return this process's losses."""
+    samples = alike(ROWS[row].make, STEPS * BATCH)
+    loop = {"steps": STEPS, "batch_size": BATCH}
+    trainer = made(row, samples, loop, parallel, tokenizer, folder, allow_changes=True)
+    trainer.watching = False
+    losses = []
+    if trainer.position.step < steps:
+        for batch in trainer.batches():
+            losses.append(float(trainer.step(batch).loss))
+            if trainer.position.step == steps:
+                break
+    trainer.save()
+    return losses
+
+
+def hash_of(folder: Path) -> str:
+    newest = CheckpointStore(folder / "checkpoints", keep=9).latest()
+    assert newest is not None
+    with newest.tensors() as tensors:
+        return state_hash(tensors)
+
+
+@pytest.mark.parametrize(("row", "saving", "loading"), PAIRS)
+def test_any_layout_loads_any_other(row: str, saving: str, loading: str, tmp_path: Path) -> None:
+    tokenizer = str(tmp_path / "tokenizer")
+    local_processors.tokenizer().save_pretrained(tokenizer)
+    first, second, whole = (str(tmp_path / name) for name in ("first", "second", "whole"))
+
+    def run(layout: str, steps: int, folder: str) -> list[list[float]]:
+        pool().close()  # torch remembers meshes of an earlier job
+        ranks, parallel = LAYOUTS[layout]
+        return pool().run(ranks, saved, row, parallel, steps, tokenizer, folder)
+
+    run(saving, 2, first)
+    before = hash_of(Path(first))
+    shutil.copytree(first, second)
+    run(loading, 2, second)  # loads, and saves what it has loaded
+    assert hash_of(Path(second)) == before
+    found = run(loading, STEPS, second)
+    (expected,) = run("one process", STEPS, whole)
+    cut = sum(loss[-1] for loss in found) / (2 if "tp" in loading else 1)
+    assert cut == pytest.approx(expected[-1], rel=1e-4)
