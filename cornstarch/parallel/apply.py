@@ -27,7 +27,9 @@ def spread(model: nn.Module, layout: Layout, device_type: str) -> nn.Module:
     for module, plan in planned_modules(model, layout):
         if plan.tp > 1:
             assert meshes.tensor is not None
-            shard_tensors(module.module if isinstance(module, ModalEncoderModule) else module, meshes.tensor)
+            encoder = module.module if isinstance(module, ModalEncoderModule) else None
+            vocabulary = plan.tp_vocabulary and encoder is None
+            shard_tensors(encoder or module, meshes.tensor, sequence=plan.tp_sequence, vocabulary=vocabulary)
         if plan.cp > 1 and isinstance(module, ModalEncoderModule):
             shard_items(module, meshes.context(plan.cp))
         elif plan.cp > 1:

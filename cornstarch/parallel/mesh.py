@@ -23,7 +23,7 @@ class Replica:
     size: int = 1
     """Processes of a replica."""
     alike: int = 1
-    """So many processes of a replica compute the same loss, as with tensor parallelism; the others have other tokens."""
+    """So many processes of a replica compute the same loss, as with tensor parallelism; others have other tokens."""
     share: int = 0
     """Which of all shares of a step's tokens this process has."""
     leads: bool = True

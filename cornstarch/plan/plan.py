@@ -63,6 +63,10 @@ class ModulePlan:
     """Compute activations again in the backward pass instead of keeping them."""
     precision: Precision | None = None
     """What the module is computed in. Default: the run's."""
+    tp_sequence: bool = False
+    """Cut activations between attention and feed-forward layers, too, along tokens (sequence parallelism)."""
+    tp_vocabulary: bool = False
+    """Cut the table of embeddings and the head of a language model, too, by words."""
 
     def __post_init__(self) -> None:
         raise_mistakes(_module_mistakes(read_fields(ModulePlan, vars(self), ("ModulePlan",)), ("ModulePlan",)))
@@ -76,7 +80,8 @@ class ModulePlan:
         """Return the sizes, and what differs from the defaults, on one line."""
         sizes = [f"{self.stages} stages"] if self.stages > 1 else []
         sizes += [f"cp {self.cp} ({self.cp_mode}, {self.cp_distribution})"] if self.cp > 1 else []
-        sizes += [f"tp {self.tp}"] if self.tp > 1 else []
+        further = [word for word in ("sequence", "vocabulary") if getattr(self, f"tp_{word}")]
+        sizes += [f"tp {self.tp}" + (f" ({', '.join(further)})" if further else "")] if self.tp > 1 else []
         words = [" × ".join(sizes) or "one rank"]
         words += [f"ZeRO-{self.zero}"] if self.zero is not None else []
         words += ["activation checkpointing"] if self.activation_checkpointing else []
@@ -321,14 +326,19 @@ def _rank_mistakes(ranks: Any) -> list[Mistake]:
 def _module_mistakes(read: Fields, path: Path) -> list[Mistake]:
     """Return what is wrong with the options of a module, alone and together."""
     values = _sound(read, _MODULE)
+    found = list(read.mistakes)
+    for option in ("tp_sequence", "tp_vocabulary"):
+        if values.get(option) and values.get("tp") == 1:
+            text = "It goes with tensor parallelism, and tp is 1: nothing is cut.\nSet tp, or leave it out."
+            found.append(Mistake((*path, option), "true", text))
     distribution = values.get("cp_distribution")
     if values.get("cp_mode") != "all_to_all" or distribution not in ("zigzag", "makespan_min"):
-        return read.mistakes
+        return found
     text = (
         "With all_to_all every rank attends over all tokens, for some of the heads: there is nothing to balance.\n"
         "Use uniform or auto, or the mode ring_attn or gather."
     )
-    return [*read.mistakes, Mistake((*path, "cp_distribution"), shown(distribution), text)]
+    return [*found, Mistake((*path, "cp_distribution"), shown(distribution), text)]
 
 
 def _data_mistakes(read: Fields, path: Path) -> list[Mistake]:

@@ -363,6 +363,10 @@ class ModuleParallelConfig(Section):
     """Compute activations again in the backward pass instead of keeping them."""
     precision: Precision | None = None
     """What the module is computed in. Default: the run's."""
+    tp_sequence: bool = False
+    """Cut activations between attention and feed-forward layers, too, along tokens (sequence parallelism)."""
+    tp_vocabulary: bool = False
+    """Cut the table of embeddings and the head of a language model, too, by words."""
 
 
 class DataParallelConfig(Section):

@@ -84,6 +84,8 @@ IN_ONE_PIECE = {
     "t5": "its forward takes no position_ids, so each rank would count its tokens from 0",
 }
 BOTH = {**IN_ONE_PIECE, **UNCUT}
+ONE_LIST = {**UNCUT, "lora": "self_attn has adapters", "t5": "it has an encoder and a decoder"}
+OWN_LOSS = {**UNCUT, "t5": "it computes its loss itself, from all logits"}
 
 COLUMNS: dict[str, Column] = {
     "ddp": Column("ddp", 2, {"kind": "ddp"}),
@@ -94,6 +96,10 @@ COLUMNS: dict[str, Column] = {
     "zero3": Column("zero3", 2, {"kind": "zero3"}),
     "hsdp": Column("hsdp 2 × 2", 4, {"kind": "hsdp", "replicate": 2}),
     "tp": Column("tp 2", 1, module={"tp": 2}, refused_rows=UNCUT),
+    "tp_sequence": Column("tp 2, sequence", 1, module={"tp": 2}, last={"tp_sequence": True}, refused_rows=ONE_LIST),
+    "tp_vocabulary": Column(
+        "tp 2, vocabulary", 1, module={"tp": 2}, last={"tp_vocabulary": True}, refused_rows=OWN_LOSS
+    ),
     "dp_tp": Column("dp 2 × tp 2", 2, module={"tp": 2}, refused_rows=UNCUT),
     "zero3_tp": Column("zero3 2 × tp 2", 2, {"kind": "zero3"}, module={"tp": 2}, refused_rows=UNCUT),
     "encoder_tp": Column(

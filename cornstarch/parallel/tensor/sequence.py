@@ -127,6 +127,8 @@ def check_sequence(model: nn.Module, plan: TensorPlan) -> None:
     name, layers = _layers_of(model)
     regions = {region.owner: region for region in plan.regions}
     why = None if layers else "it has no list of layers"
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        why = "it has an encoder and a decoder, with a list of layers each"
     for number, layer in enumerate(layers):
         if f"{name}.{number}" in regions:
             why = "its feed-forward layers lie openly in its layers"
