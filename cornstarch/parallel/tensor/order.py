@@ -144,10 +144,10 @@ def full_tensors(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) 
     cuts, parameters = named_cuts(model), dict(model.named_parameters())
     given = parameters if tensors is None else tensors
     with torch.no_grad():
-        return {name: _whole(tensor, cuts.get(name), parameters[name]) for name, tensor in given.items()}
+        return {name: _whole(tensor, cuts.get(name), parameters.get(name)) for name, tensor in given.items()}
 
 
-def _whole(tensor: Tensor, cut: Cut | None, parameter: Tensor) -> Tensor:
+def _whole(tensor: Tensor, cut: Cut | None, parameter: Tensor | None) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     # What torch computes may name an equal mesh of groups that have ended; the parameter's is the one in use.
