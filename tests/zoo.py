@@ -29,6 +29,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from cornstarch.models import twin
+
 VOCABULARY = 64
 HIDDEN = 32
 LAYERS = 2
@@ -52,18 +54,12 @@ def generator(seed: int) -> torch.Generator:
 
 
 def disturb(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
-    """Add noise to every parameter.
-
-    Fresh models hold zeros (biases, gates) and very small weights, behind which a wrong dependency hides.
-    """
-    noise = generator(seed)
+    """Add noise to every parameter; what a model left as memory happened to be is zero."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(scale * torch.randn(parameter.shape, generator=noise))
+    twin.disturb(model, seed, scale)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,14 @@
 
 While no spec is in use, this name behaves as "sdpa". With a spec, transformers still says what each layer asks for
 (causal, sliding, chunked): its mask function is asked with positions within the document instead of the row.
+
+Something else may make the masks for a while (`make_masks_by`), and a mask may be an object that attends by itself
+(`AttendingMask`): that is how rows that are cut over ranks enter.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,6 +35,38 @@ _FLEX_MIN_HEAD_DIM = 16
 _UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
 
 _current: ContextVar[MaskSpec | None] = ContextVar("cornstarch_mask", default=None)
+_maker: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_mask_maker", default=None)
+
+
+class AttendingMask(ABC):
+    """A mask that attends by itself; it travels through a model's layers in the place of a tensor."""
+
+    @abstractmethod
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        dropout: float,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Attend for a layer: [B, tokens, heads, width]."""
+
+
+def make_masks_by(maker: Callable[..., Any]) -> Callable[[], None]:
+    """Let `maker` make the masks of layers, with the arguments of `make_mask`; return what ends it."""
+    token = _maker.set(maker)
+    return lambda: _maker.reset(token)
+
+
+def mask_in_use() -> MaskSpec | None:
+    """Return what `use_mask` was given."""
+    return _current.get()
 
 
 @contextmanager
@@ -60,8 +96,21 @@ def make_mask(
     config: Any = None,
     use_flex: bool = True,
     **options: Any,
-) -> Tensor | BlockMask | None:
+) -> Any:
     """Make one kind of layer's mask; transformers calls it once per kind and forward pass."""
+    maker = _maker.get()
+    if maker is not None:
+        return maker(
+            batch_size,
+            q_length,
+            kv_length,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            use_vmap=use_vmap,
+            config=config,
+            use_flex=use_flex,
+            options=options,
+        )
     spec = _current.get()
     if spec is None or spec.is_plain:
         sdpa_mask = AttentionMaskInterface()["sdpa"]
@@ -80,10 +129,10 @@ def make_mask(
         )
         return mask
     end = kv_offset + kv_length
-    _check_mask_function(attention_mask, q_length, use_vmap, options)
-    _check_index_scaling(config, end)
+    check_mask_function(attention_mask, q_length, use_vmap, options)
+    check_index_scaling(config, end)
     spec = _rows(spec, batch_size).to(device).extended(end)
-    pattern = mask_function if attention_mask is None else _within_document(mask_function, attention_mask.to(device))
+    pattern = mask_function if attention_mask is None else within_document(mask_function, attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS:
         return spec.block_mask(pattern)
@@ -92,7 +141,8 @@ def make_mask(
     return spec.dense(pattern, queries, keys)
 
 
-def _within_document(mask_function: Visibility, attention_mask: Tensor) -> Visibility:
+def within_document(mask_function: Visibility, attention_mask: Tensor) -> Visibility:
+    """Return transformers' rule on positions within a document."""
     # transformers counts chunks from the end of the left padding, which it subtracts from the indices it is asked
     # with; positions within a document have no padding, so it is added first. Windows only see differences.
     left_padding = (attention_mask.cumsum(dim=-1) == 0).sum(dim=-1)
@@ -114,7 +164,8 @@ def _rows(spec: MaskSpec, batch_size: int) -> MaskSpec:
     return spec.repeat_interleave(batch_size // rows)  # generation repeats each prompt for its beams and samples
 
 
-def _check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any]) -> None:
+def check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any]) -> None:
+    """Refuse what transformers has mixed into its rule by row index."""
     if use_vmap:
         raise UnsupportedModelError("The model adds a mask function of its own, which may depend on row indices.")
     # Without an attention mask transformers looks for documents in the position ids. If it finds any, it mixes them
@@ -123,7 +174,8 @@ def _check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap:
         raise ConfigError("A model under use_mask(spec) needs its 2-D attention_mask too (1: token, 0: padding).")
 
 
-def _check_index_scaling(config: Any, end: int) -> None:
+def check_index_scaling(config: Any, end: int) -> None:
+    """Refuse models that scale queries by their index in a row of `end` tokens."""
     # With temperature tuning (Llama 4) a query is scaled by its index in the row, in steps of floor_scale tokens:
     # equal to the index in its document only before the first step.
     if getattr(config, "attn_temperature_tuning", False) and end >= getattr(config, "floor_scale", end + 1):
@@ -135,6 +187,32 @@ def _check_index_scaling(config: Any, end: int) -> None:
 
 
 def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | AttendingMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend for a layer: as its mask does, or by `attend_by_kernel`."""
+    if isinstance(attention_mask, AttendingMask):
+        attended = attention_mask.attend(
+            module, query, key, value, dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux, options=options
+        )
+        return attended, None
+    if _maker.get() is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} was handed no mask by transformers' mask functions, so that nothing says what "
+            "its tokens may see on other ranks"
+        )
+    return attend_by_kernel(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
+
+
+def attend_by_kernel(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

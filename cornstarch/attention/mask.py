@@ -166,30 +166,43 @@ class MaskSpec:
             everyone if keys is None else keys,
         )
 
-    def block_mask(self, pattern: Visibility = CAUSAL) -> BlockMask:
-        """Return the mask as a FlexAttention block mask of all tokens.
+    def block_mask(
+        self, pattern: Visibility = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> BlockMask:
+        """Return the mask as a FlexAttention block mask: of all tokens, or of these token indices.
 
         Equal to torch's `create_block_mask`, which either compiles for half a minute or builds the whole mask first.
         """
         rows, tokens = self.documents.shape
         visibility = self.visibility(pattern)
-        some, every = _blocks(visibility, rows, tokens, self.documents.device)
+        everyone = torch.arange(tokens, device=self.documents.device)
+        asking = everyone if queries is None else queries
+        asked = everyone if keys is None else keys
+        some, every = _blocks(visibility, rows, asking, asked)
         return BlockMask.from_kv_blocks(
             *_listed(some & ~every),
             *_listed(every),
             BLOCK_SIZE=_BLOCK,
-            mask_mod=visibility,
-            seq_lengths=(tokens, tokens),
+            mask_mod=visibility if queries is None and keys is None else _placed(visibility, asking, asked),
+            seq_lengths=(len(asking), len(asked)),
         )
 
 
-def _blocks(visibility: Visibility, rows: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return in which blocks some query sees some key, and in which every one every: bool [B, 1, S/block, S/block]."""
-    keys = torch.arange(tokens, device=device)
+def _placed(visibility: Visibility, queries: Tensor, keys: Tensor) -> Visibility:
+    """Return a rule on numbers of queries and keys instead of token indices."""
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visibility(row, head, queries[query], keys[key])
+
+    return visible
+
+
+def _blocks(visibility: Visibility, rows: int, asking: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return in which blocks some query sees some key, and in which every one every: bool [B, 1, Q/block, K/block]."""
     some, every = [], []
-    for queries in keys.split(_BLOCK_ROWS * _BLOCK):  # in strips, so that the whole mask is never in memory
+    for queries in asking.split(_BLOCK_ROWS * _BLOCK):  # in strips, so that the whole mask is never in memory
         mask = evaluate(visibility, rows, queries, keys)
-        mask = nn.functional.pad(mask, (0, -tokens % _BLOCK, 0, -len(queries) % _BLOCK))
+        mask = nn.functional.pad(mask, (0, -len(keys) % _BLOCK, 0, -len(queries) % _BLOCK))
         blocks = mask.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
         some.append(blocks.any(dim=-1).any(dim=3))
         every.append(blocks.all(dim=-1).all(dim=3))

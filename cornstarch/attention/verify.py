@@ -43,7 +43,7 @@ def attend_through_masks(language_model: nn.Module) -> None:
     before = {part: part.config._attn_implementation for part in _parts(model)}
     try:
         reference = None
-        if not _on_meta(model):
+        if not is_on_meta(model):
             reference = _eager_logits(language_model, model)
         model.set_attn_implementation(implementation)
         if model.config._attn_implementation != implementation:
@@ -60,6 +60,11 @@ def attend_through_masks(language_model: nn.Module) -> None:
             f"{type(model).__name__} cannot attend through masks as data (packed documents, bidirectional spans): "
             f"{reason.rstrip('.')}. Use it with one causal sample per row, or take another language model."
         ) from fault
+
+
+def trust_masks(model: nn.Module) -> None:
+    """Let `attend_through_masks` take a model as checked: it cannot be run yet, and is verified in another way."""
+    _verified.add(model)
 
 
 def _transformers_model(module: nn.Module) -> PreTrainedModel:
@@ -83,7 +88,8 @@ def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
-def _on_meta(model: nn.Module) -> bool:
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether the model has no weights yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -102,12 +108,12 @@ def _eager_logits(language_model: nn.Module, model: PreTrainedModel) -> Tensor:
 
 def _verify(language_model: nn.Module, reference: Tensor) -> None:
     """Raise `UnsupportedModelError` with the reason unless the model obeys a spec."""
-    tolerance = _tolerance(language_model, reference.device)
+    tolerance = logits_tolerance(language_model, reference.device)
     with evaluating(language_model):
         tokens = _tokens(_transformers_model(language_model))
         second = tokens[_PADDING + _FIRST :]
         alone = _logits(language_model, second[None], MaskSpec.from_documents(torch.ones_like(second)[None]))[0]
-        off = _typical_distance(alone, reference)
+        off = typical_distance(alone, reference)
         if not off <= tolerance:
             raise UnsupportedModelError(
                 "its attention uses something that only its own code understands, or its positions do not count "
@@ -134,7 +140,7 @@ def _verify_documents(language_model: nn.Module, tokens: Tensor, alone: Tensor, 
         raise UnsupportedModelError(
             f"tokens of one document depend on another document of the row (relative change {leak:.1e})"
         )
-    off = _typical_distance(first[0], alone)
+    off = typical_distance(first[0], alone)
     if not off <= tolerance:
         raise UnsupportedModelError(
             "a document behind another gives other logits than alone (relative difference "
@@ -192,13 +198,16 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     return float(difference / expected.double().norm())
 
 
-def _typical_distance(found: Tensor, expected: Tensor) -> float:
-    """The median over tokens: in low precision a single token may jump, when it is sent to another expert."""
+def typical_distance(found: Tensor, expected: Tensor) -> float:
+    """The relative distance of logits.
+
+    The median over tokens: in low precision a single token may jump, when it is sent to another expert.
+    """
     return statistics.median(_distance(*pair) for pair in zip(found, expected, strict=True))
 
 
-def _tolerance(model: nn.Module, device: torch.device) -> float:
-    """The tolerance of the coarsest numbers that the model computes with."""
+def logits_tolerance(model: nn.Module, device: torch.device) -> float:
+    """The largest distance that rounding explains, by the coarsest numbers that the model computes with."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))

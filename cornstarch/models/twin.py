@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 _LAYERS, _EXPERTS, _HEAD = 2, 4, 16
@@ -115,4 +117,16 @@ def _head_size(config: PreTrainedConfig, size: int) -> int:
     return min(own if type(own) is int else size, _HEAD)
 
 
-__all__ = ["twin_config"]
+def disturb(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
+    """Add noise to every parameter, the same in every process.
+
+    Fresh models hold zeros (biases, gates) and very small weights, behind which a wrong dependency hides.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(scale * torch.randn(parameter.shape, generator=noise).to(parameter))
+
+
+__all__ = ["disturb", "twin_config"]

@@ -111,7 +111,7 @@ def _fully_sharded_2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.M
     )
     # Pages of a CPU are pinned for a GPU to read them; without one there is nothing to pin for.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
-    units = _units(model, plan)
+    units = sharded_units(model, plan)
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
     # The model itself is in use from the first layer to the last: freeing it in between would only cost time.
@@ -135,7 +135,7 @@ def _fully_sharded_1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.M
             "parallel.data.offload = true\n  fsdp1 keeps shards in memory that is pinned for a GPU, and this run is on "
             "the CPU, where they are already. Leave it out, or use fsdp2."
         )
-    units = {id(unit) for unit in [*_units(model, plan), *_frozen_children(model)]}
+    units = {id(unit) for unit in [*sharded_units(model, plan), *frozen_modules(model)]}
     precision = None
     if plan.param_dtype or plan.reduce_dtype or plan.buffer_dtype:
         precision = MixedPrecision(
@@ -157,14 +157,15 @@ def _fully_sharded_1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.M
     )
 
 
-def _units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
+def sharded_units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
+    """Return the modules that a plan gathers and frees together; what is in none belongs to the model itself."""
     if plan.wrap == "none":
         return []
     classes = None if plan.wrap == "auto" else list(plan.wrap)
     return wrapping_units(model, classes, plan.wrap_min_parameters or 0)
 
 
-def _frozen_children(module: nn.Module, table: nn.Module | None = None) -> Iterator[nn.Module]:
+def frozen_modules(module: nn.Module, table: nn.Module | None = None) -> Iterator[nn.Module]:
     """Yield the outermost modules that are frozen as a whole: FSDP 1 would make zero gradients for them.
 
     A table of embeddings is a module of its own, because a multimodal model looks up words before it calls its language
@@ -175,7 +176,7 @@ def _frozen_children(module: nn.Module, table: nn.Module | None = None) -> Itera
     for child in module.children():
         parameters = list(child.parameters())
         if any(parameter.requires_grad for parameter in parameters) or _holds(child, table):
-            yield from _frozen_children(child, table)
+            yield from frozen_modules(child, table)
         elif parameters and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield child
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.memory import deal_out
+from cornstarch.plan.dealing import deal_out
 
 
 class OwnedParameters:

@@ -9,12 +9,12 @@ included. `textbook` has the well-known formulas, which they come down to when e
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.dealing import deal_out
 from cornstarch.plan.plan import DataPlan
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -203,17 +203,6 @@ def _owned(size: ModelSize, data: DataPlan, ranks: int, rank: int | None) -> Mem
     for parameter, owner in zip(trained, owners, strict=True):
         states[owner] += size.state(parameter, parameter.shape)
     return replace(_replicated(size, data), optimizer=max(states) if rank is None else states[rank])
-
-
-def deal_out(sizes: Sequence[int], owners: int) -> list[int]:
-    """Return an owner for each size, largest first to whoever has least; ties go to the lower number."""
-    load = [(0, number) for number in range(owners)]  # a heap already
-    dealt = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        least, owner = load[0]
-        dealt[index] = owner
-        heapq.heapreplace(load, (least + sizes[index], owner))
-    return dealt
 
 
 def _sliced(size: ModelSize, shards: int, index: int) -> Memory:

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cornstarch.train.config import RunConfig
+    from cornstarch.train.results import RunResult, StepResult
     from cornstarch.train.source import config_difference, dump_config, load_config
-    from cornstarch.train.trainer import RunResult, StepResult, Trainer
+    from cornstarch.train.trainer import Trainer
     from cornstarch.train.using import export_run, load_run
 
 __all__ = [
@@ -17,8 +18,8 @@ __all__ = [
 # Looked up when first asked for (PEP 562): the command line reads configs and must not wait for torch.
 _MODULES = {
     "RunConfig": "cornstarch.train.config",
-    "RunResult": "cornstarch.train.trainer",
-    "StepResult": "cornstarch.train.trainer",
+    "RunResult": "cornstarch.train.results",
+    "StepResult": "cornstarch.train.results",
     "Trainer": "cornstarch.train.trainer",
     "export_run": "cornstarch.train.using",
     "load_run": "cornstarch.train.using",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.data import _frozen_children, _units, local_value
+from cornstarch.parallel.data import frozen_modules, local_value, sharded_units
 from cornstarch.plan import DataPlan
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
 from cornstarch.report.figures import size as show_size
@@ -49,7 +49,7 @@ def _unit_numbers(model: nn.Module, data: DataPlan) -> dict[int, int]:
     """Return the unit of each parameter that is in one; of units inside units it is the inner one."""
     if data.kind in ("ddp", "zero1"):
         return {}
-    units = [*_units(model, data), *(_frozen_children(model) if data.kind == "fsdp1" else ())]
+    units = [*sharded_units(model, data), *(frozen_modules(model) if data.kind == "fsdp1" else ())]
     numbered = sorted(enumerate(units), key=lambda pair: -sum(1 for _ in pair[1].parameters()))
     return {id(parameter): number for number, unit in numbered for parameter in unit.parameters()}
 

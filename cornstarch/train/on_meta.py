@@ -21,7 +21,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import accepts, argument_names, unwrap
 from cornstarch.train.build import adapted, build_model, load_part
 from cornstarch.train.config import RunConfig, WholeModelConfig
-from cornstarch.train.tasks.build import _declare, _is_exported, _multimodal_class, _task_name
+from cornstarch.train.tasks.build import declare_trained, is_exported, multimodal_class, task_name
 from cornstarch.train.tasks.loading import WHERE, whole_config, whole_of
 from cornstarch.train.tasks.module import factory_task
 
@@ -64,10 +64,10 @@ def _made(config: RunConfig) -> nn.Module:
 
 
 def _whole(config: RunConfig, whole: WholeModelConfig) -> nn.Module:
-    task = _task_name(config, whole, None)
+    task = task_name(config, whole, None)
     if task == "multimodal":
         model = _multimodal(whole)
-        _declare(model, whole)
+        declare_trained(model, whole)
         return model
     model_config: Any = whole_config(config)
     if whole.labels is not None:
@@ -79,10 +79,10 @@ def _whole(config: RunConfig, whole: WholeModelConfig) -> nn.Module:
 
 
 def _multimodal(whole: WholeModelConfig) -> MultimodalModel:
-    if _is_exported(whole):  # its parts are described by its folder only, and read with it
+    if is_exported(whole):  # its parts are described by its folder only, and read with it
         assert whole.path is not None
         return MultimodalModel.from_pretrained(whole.path, trust_remote_code=whole.trust_remote_code).to("meta")
-    return MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=_multimodal_class(whole), weights=False))
+    return MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole), weights=False))
 
 
 # ---------------------------------------------------------------------------------------------------- a batch

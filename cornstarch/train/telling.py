@@ -30,7 +30,8 @@ from cornstarch.train.runs import METRICS, REPORT, RunFolder
 from cornstarch.train.source import as_data
 
 if TYPE_CHECKING:
-    from cornstarch.train.trainer import Position, StepResult, Trainer
+    from cornstarch.train.results import Position, StepResult
+    from cornstarch.train.trainer import Trainer
 
 _SKIPPED_SHOWN = 5
 _COLUMNS = ("parameters", "trained", "memory", "train", "rate", "decay")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -40,9 +37,11 @@ from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperpar
 from cornstarch.train.parts import Part, keep_in_precision, parts_of
 from cornstarch.train.precision import choose_placement
 from cornstarch.train.recompute import recompute_activations
+from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals, begin_totals
 from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder
 from cornstarch.train.source import load_config
 from cornstarch.train.state import capture, restore, seed_all
+from cornstarch.train.stopping import Stopping
 from cornstarch.train.tasks import build_task
 from cornstarch.train.tasks.conversation import ConversationTask
 from cornstarch.train.tasks.module import LossFunction, module_task
@@ -50,76 +49,7 @@ from cornstarch.train.tasks.stacking import CollateFunction
 from cornstarch.train.tasks.task import Task
 from cornstarch.train.telling import Teller
 
-Status = Literal["finished", "stopped"]
-
 _LOOKED_AT = 20  # samples of a source, to find one that can be used
-
-
-@dataclass
-class Position:
-    """How far a run is; what a checkpoint says beside weights and states."""
-
-    step: int = 0
-    """Steps of the optimizer that are done."""
-    epoch: int = 0
-    batch: int = 0
-    """The next batch of the epoch."""
-    tokens: int = 0
-    samples: int = 0
-    seconds: float = 0.0
-    """Time spent training, over all starts."""
-    broken: int = 0
-    too_long: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    evaluations_without_improvement: int = 0
-    ended: bool = False
-    """Nothing is left to do."""
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """What a step has in all processes together."""
-
-    trained_tokens: int
-    tokens: int
-    samples: int
-    items: Mapping[str, int]
-    """By modality."""
-    broken: int
-    too_long: int
-    """Samples that were left out."""
-    stop: bool
-    """Whether a process was told to end."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did."""
-
-    step: int
-    """Its number, counted from 1."""
-    loss: Tensor
-    """The mean over all trained tokens of the step, on the device; of several processes, this one's share of it."""
-    learning_rate: float
-    grad_norm: Tensor | None
-    """Before clipping; None if nothing is clipped."""
-    totals: StepTotals
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended."""
-
-    status: Status
-    """finished, or stopped by a signal (the same call goes on)."""
-    step: int
-    evaluation: dict[str, Any] | None
-    """The measures of the last evaluation."""
-    exchanged: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By modality: the measures with its items exchanged between samples."""
-    folder: Path = Path()
-    report: Path | None = None
 
 
 class Trainer:
@@ -178,7 +108,7 @@ class Trainer:
         self._ready = False
         self._saved_at: int | None = None
         self._being_saved: tuple[Path, int] | None = None
-        self._signal: int | None = None
+        self.stopping = Stopping()
 
     @classmethod
     def from_objects(
@@ -222,7 +152,7 @@ class Trainer:
             self.setup()
             if was_finished and self.position.ended:
                 return self._as_it_was()
-            with self._teller.telling(self.position, self.total_steps), self._signals():
+            with self._teller.telling(self.position, self.total_steps), self.stopping.listening():
                 try:
                     status = self._trained() if not self.position.ended else "finished"
                     return self._closed(status)
@@ -274,7 +204,8 @@ class Trainer:
         portions and dealt out to processes. All processes must call it. If none of them has a token to train on,
         because whatever there was is broken, nothing changes and the step does not count.
         """
-        totals_of_all = self._begin_totals(batch)  # on their way while the first portion is computed
+        # On their way while the first portion is computed.
+        totals_of_all = begin_totals(batch, self._modalities, self.stopping.asked, self.replica.size)
         rate = self.rates.set(self.position.step)
         losses: list[Tensor] = []
         for number, portion in enumerate(batch.portions, start=1):
@@ -303,26 +234,6 @@ class Trainer:
         position.tokens += totals.tokens
         position.samples += totals.samples
         return StepResult(position.step, loss, rate, norm, totals)
-
-    def _begin_totals(self, batch: StepBatch) -> Callable[[], StepTotals]:
-        """Begin to add up what a step has in all processes; return what waits for it."""
-        modalities = self._modalities
-        items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
-        tokens = sum(portion.tokens for portion in batch.portions)
-        too_long = sum(sample.too_long for sample in batch.skipped)
-        broken = len(batch.skipped) - too_long
-        sums = processes.begin_sum(
-            [batch.trained_tokens, tokens, batch.samples, broken, too_long, self._signal is not None, *items]
-        )
-
-        @cache
-        def totals() -> StepTotals:
-            size = self.replica.size  # the processes of a replica have counted the same
-            trained, tokens, samples, broken, too_long, stop, *counts = (-(-int(one) // size) for one in sums())
-            by_name = dict(zip(modalities, counts, strict=True))
-            return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop > 0)
-
-        return totals
 
     def _pass(self, batch: StepBatch, totals: StepTotals) -> None:
         """Note that a batch is behind the run."""
@@ -521,7 +432,7 @@ class Trainer:
     def _trained(self) -> Status:
         config, position = self.config, self.position
         for batch in self.batches():
-            if self._signal is not None and self.ranks == 1:  # the batch is left for the next start
+            if self.stopping.asked and self.ranks == 1:  # the batch is left for the next start
                 return "stopped"
             result = self.step(batch)
             if not result.totals.trained_tokens:
@@ -696,31 +607,10 @@ class Trainer:
             with self.averages.in_use():
                 yield
 
-    # ------------------------------------------------------------------ signals
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """On SIGTERM, or the first Ctrl-C, end after the step that is running; a second Ctrl-C ends at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if self._signal is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._signal = number
-
-        before: dict[int, Any] = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended the run."""
-        return self._signal == signal.SIGINT
+        return self.stopping.by_keyboard
 
 
-__all__ = ["Position", "RunResult", "StepResult", "Trainer"]
+__all__ = ["Trainer"]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from cornstarch.models.twin import disturb
 from cornstarch.parallel import processes
 from cornstarch.parallel.tensor import full_tensors
 from cornstarch.train.data.loader import StepBatch
@@ -74,15 +74,6 @@ def _whole(wrapped: nn.Module | None, with_gradients: bool = False) -> Iterator[
         return
     with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=with_gradients):
         yield
-
-
-def disturb(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
-    """Add noise to every parameter, the same in every process."""
-    noise = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(scale * torch.randn(parameter.shape, generator=noise).to(parameter))
 
 
 # ---------------------------------------------------------------------------------------------------- records
@@ -158,8 +149,10 @@ def _part_difference(
     keys = [key for key in sorted({*found, *expected}) if key.split(" ")[-1] in own]
     both = {key for key in keys if key in found and key in expected}
     missing = tuple(key for key in keys if key not in both)
-    off = {kind: _farthest([k for k in keys if k in both and k.startswith(kind)], found, expected) for kind in
-           ("gradient", "parameter")}  # fmt: skip
+    off = {
+        kind: deviations(found, {key: expected[key] for key in both if key.startswith(kind)})
+        for kind in ("gradient", "parameter")
+    }
     order = {name: number for number, name in enumerate(names)}
     wrong = sorted((order[key.split(" ")[-1]], key) for key, far in off["gradient"].items() if far > TOLERANCE)
     begins = wrong[-1][1].split(" ")[-1] if wrong else None
@@ -167,13 +160,14 @@ def _part_difference(
     return PartDifference(part, largest["gradient"], largest["parameter"], begins, missing)
 
 
-def _farthest(keys: list[str], found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    floor = FLOOR * max((float(expected[key].abs().max()) for key in keys if expected[key].numel()), default=0.0)
+def deviations(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return how far each number is off: the largest |a − b| / (|b| + FLOOR × the largest |b| of all)."""
+    there = {name: value for name, value in expected.items() if value.numel()}
+    floor = FLOOR * max((float(value.abs().max()) for value in there.values()), default=0.0)
     return {
-        key: float(((found[key] - expected[key]).abs() / (expected[key].abs() + floor).clamp(min=1e-30)).max())
-        for key in keys
-        if expected[key].numel()
+        name: float(((found[name] - value).abs() / (value.abs() + floor).clamp(min=1e-30)).max())
+        for name, value in there.items()
     }
 
 
-__all__ = ["Difference", "PartDifference", "Witness", "difference", "disturb", "record", "whole_parameters"]
+__all__ = ["Difference", "PartDifference", "Witness", "deviations", "difference", "record", "whole_parameters"]

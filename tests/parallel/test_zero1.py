@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornstarch.plan.memory import deal_out
+from cornstarch.plan.dealing import deal_out
 from tests.parallel.work import dealt_out, refused_owners
 from tests.parity.pool import Pool
 

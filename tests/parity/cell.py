@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from cornstarch.parallel import processes
 from cornstarch.parallel.data import full_value
 from cornstarch.train import load_config
 from cornstarch.train.data.sample import Sample
-from cornstarch.train.witness import FLOOR, Witness, whole_parameters
+from cornstarch.train.witness import Witness, deviations, whole_parameters
 from tests.models import local_processors
 from tests.parity.columns import COLUMNS, LOADS, Load
 from tests.parity.pool import Pool
@@ -251,7 +252,5 @@ def farthest(found: Values, expected: Values) -> tuple[float, str]:
     odd = {n: "none" if found[n] is None else "one" for n in found if (found[n] is None) != (expected[n] is None)}
     if odd:
         raise Mismatch(f"here is a gradient where one process has none, or none where it has one: {odd}")
-    both = {name: (value, np.asarray(expected[name])) for name, value in found.items() if value is not None}
-    floor = FLOOR * max((float(np.abs(e).max(initial=0.0)) for _, e in both.values()), default=0.0)
-    offs = [(float((np.abs(f - e) / (np.abs(e) + floor)).max()), name) for name, (f, e) in both.items()]
-    return max(offs, default=(0.0, "nothing"))
+    ours, theirs = ({n: torch.from_numpy(v) for n, v in one.items() if v is not None} for one in (found, expected))
+    return max(((off, name) for name, off in deviations(ours, theirs).items()), default=(0.0, "nothing"))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from cornstarch.errors import ConfigError
 from cornstarch.plan import DataKind, DataPlan
 from cornstarch.plan.cluster import DEVICES, device
-from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, deal_out, memory_of, textbook
+from cornstarch.plan.dealing import deal_out
+from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of, textbook
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAM = {4: StateSize(8), 2: StateSize(4)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from math import inf, isfinite
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cornstarch.attention import MaskSpec, use_mask
-from cornstarch.attention.verify import evaluating
+from cornstarch.attention.verify import evaluating, logits_tolerance, typical_distance
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.modes import too_few_heads
@@ -29,8 +28,6 @@ from cornstarch.parallel.context.modes import too_few_heads
 # Layers that hand something from token to token beside attention, by what transformers calls them.
 _MIXERS = re.compile(r"linear_attention|recurrent|mamba|conv|ssm|rwkv|lightning|hybrid|sparse|compress|indexed")
 _MIXER_PARAMETERS = re.compile(r"(.*\.)?(A_log|dt_bias|conv1d\.weight|time_(decay|mix\w*|first))")
-# Largest relative difference of two ways to compute the same logits, as in cornstarch.attention.verify.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 def check_tokens(model: nn.Module, ranks: int, mode: str = "ring_attn") -> None:
@@ -105,11 +102,6 @@ def layer_count(inner: nn.Module) -> int:
     return 0
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether the model has no weights yet."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 # ------------------------------------------------------------------------------------------------ on the model itself
 
 
@@ -128,7 +120,7 @@ def verify_model(model: nn.Module, whole: Callable[[], AbstractContextManager[No
         raise _refused(name, f"its forward raised {type(error).__name__}: {error}") from error
     most = torch.tensor(found, device=next(model.parameters()).device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    tolerance = _tolerance(model)
+    tolerance = logits_tolerance(model, most.device)
     if not float(most) <= tolerance:
         raise _refused(
             name,
@@ -171,16 +163,6 @@ def _off(
     dist.all_reduce(loss, group=group)
     keep = found.token_index if spec is None else found.token_index[spec.documents[0, found.token_index] > 0]
     own = torch.isin(found.token_index, keep)
-    distances = [
-        float((one.double() - other.double()).norm() / other.double().norm())
-        for one, other in zip(found.logits[0, own], expected.logits[0, keep], strict=True)
-    ]
-    # The median over tokens: in low precision a single token may jump, when it is sent to another expert.
-    of_logits = statistics.median(distances) if distances else 0.0
+    of_logits = typical_distance(found.logits[0, own], expected.logits[0, keep]) if len(keep) else 0.0
     of_loss = abs(float(loss - expected.loss)) / max(abs(float(expected.loss)), 1e-6)
     return max(of_logits, of_loss) if isfinite(of_logits + of_loss) else inf
-
-
-def _tolerance(model: nn.Module) -> float:
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)

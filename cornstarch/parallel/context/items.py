@@ -27,7 +27,7 @@ from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModu
 from cornstarch.models.multimodal_language_model.items import mask_of, patch_counts
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.exchange import gather
-from cornstarch.plan.memory import deal_out
+from cornstarch.plan.dealing import deal_out
 
 _STACKED, _FLAT, _ONE_ROW = 1, 2, 3  # [N, …]; [tokens of all items, …]; [1, tokens of all items, …]
 _MIXES_ITEMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.tensor.adapters import cut_adapters
 from cornstarch.parallel.tensor.check import check_tensor_plan
 from cornstarch.parallel.tensor.collectives import copy_in
@@ -26,7 +27,7 @@ from cornstarch.parallel.tensor.layers import (
     with_summed_output,
 )
 from cornstarch.parallel.tensor.order import Cut, distribute, local_use, named_cuts
-from cornstarch.parallel.tensor.plan import plan_regions, transformers_model
+from cornstarch.parallel.tensor.plan import plan_regions
 from cornstarch.parallel.tensor.regions import Region, child, linear
 from cornstarch.parallel.tensor.sequence import cut_sequence
 from cornstarch.parallel.tensor.styles import Style
@@ -57,7 +58,7 @@ def shard_tensors(
     """
     if mesh.ndim != 1:
         raise ConfigError(f"Tensor parallelism needs a mesh with one axis, found {mesh.ndim}: give mesh['tp'].")
-    inner = transformers_model(model)
+    inner = unwrap(model)
     if named_cuts(inner):
         raise ConfigError(f"{type(inner).__name__} is cut over ranks already; cut it once.")
     check_tensor_plan(model, mesh.size(), plan=plan, sequence=sequence, vocabulary=vocabulary)

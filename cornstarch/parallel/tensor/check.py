@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.parallel.tensor.plan import plan_regions, transformers_model
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.tensor.plan import plan_regions
 from cornstarch.parallel.tensor.regions import Region, child
 from cornstarch.parallel.tensor.sequence import check_sequence
 from cornstarch.parallel.tensor.styles import Style
@@ -31,7 +32,7 @@ def check_tensor_plan(
     No process group is needed, and the model may be on the meta device. The arguments are those of `shard_tensors`.
     """
     found = plan_regions(model, plan)
-    inner = transformers_model(model)
+    inner = unwrap(model)
     for region in found.regions:
         _check_adapters(inner, region)
     if sequence:

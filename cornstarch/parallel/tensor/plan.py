@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.tensor.regions import Region, child, find_regions, linear, widths
 from cornstarch.parallel.tensor.styles import ALIASES, Style
 
@@ -59,7 +60,7 @@ def _single(model: nn.Module, name: str, style: Style) -> Region | None:
 
 def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None) -> TensorPlan:
     """Return what of a model is cut; raise `UnsupportedModelError` if nothing is."""
-    inner = transformers_model(model)
+    inner = unwrap(model)
     if plan is not None:
         _check_names(inner, plan)
     own = _styles_of(inner, plan if plan is not None else own_plan(inner))
@@ -98,17 +99,6 @@ def kept_whole(model: nn.Module) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------------- reading
-
-
-def transformers_model(model: Any) -> nn.Module:
-    """Return the model inside PEFT or torch.compile."""
-    while True:
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
 
 
 def text_config(model: nn.Module) -> Any:

@@ -63,7 +63,7 @@ def _described(config: RunConfig, train: SampleSource | None, evaluation: Sample
     if config.model.factory is not None:
         return factory_task(config)
     whole = whole_of(config)
-    name = _task_name(config, whole, train)
+    name = task_name(config, whole, train)
     if name == "multimodal":
         return _whole_multimodal(config, whole)
     if name == "causal-lm":
@@ -73,15 +73,15 @@ def _described(config: RunConfig, train: SampleSource | None, evaluation: Sample
     return seq2seq_task(config) if name == "seq2seq-lm" else masked_task(config)
 
 
-def _task_name(config: RunConfig, whole: WholeModelConfig, train: SampleSource | None) -> str:
+def task_name(config: RunConfig, whole: WholeModelConfig, train: SampleSource | None) -> str:
     if whole.task != "auto":
         return whole.task
-    if _is_exported(whole):
+    if is_exported(whole):
         return "multimodal"
     return task_of(part_config(WHERE, whole), config.data, train)
 
 
-def _is_exported(whole: WholeModelConfig) -> bool:
+def is_exported(whole: WholeModelConfig) -> bool:
     """Whether the model is one that Cornstarch has saved."""
     return whole.path is not None and (Path(whole.path) / _EXPORTED).is_file()
 
@@ -97,7 +97,7 @@ def _language_model(config: RunConfig, whole: WholeModelConfig) -> ConversationT
 
 
 def _whole_multimodal(config: RunConfig, whole: WholeModelConfig) -> ConversationTask:
-    if _is_exported(whole):
+    if is_exported(whole):
         assert whole.path is not None
         model = MultimodalModel.from_pretrained(whole.path, trust_remote_code=whole.trust_remote_code)
         folder = Path(whole.path) / PROCESSOR_FOLDER
@@ -105,13 +105,13 @@ def _whole_multimodal(config: RunConfig, whole: WholeModelConfig) -> Conversatio
             raise ConfigError(f"{WHERE}.path = {whole.path}\n  It has no folder {PROCESSOR_FOLDER!r} with a processor.")
         processor = MultimodalProcessor.from_pretrained(folder, model=model)
     else:
-        model = MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=_multimodal_class(whole)))
+        model = MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole)))
         processor = _processor_of(model, whole)
-    _declare(model, whole)
+    declare_trained(model, whole)
     return ConversationTask("multimodal", model, ChatCollator(processor, config.data))
 
 
-def _multimodal_class(whole: WholeModelConfig) -> Any:
+def multimodal_class(whole: WholeModelConfig) -> Any:
     for name in part_config(WHERE, whole).architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -126,7 +126,7 @@ def _processor_of(model: MultimodalModel, whole: WholeModelConfig) -> Multimodal
     return MultimodalProcessor(items, tokenizer, model, predefined_tokens={name: tokens[name] for name in items})
 
 
-def _declare(model: MultimodalModel, whole: WholeModelConfig) -> None:
+def declare_trained(model: MultimodalModel, whole: WholeModelConfig) -> None:
     """Set what is trained: everything, nothing, or adapters in the language model."""
     everything = whole.train == "full"
     if whole.train == "lora":
