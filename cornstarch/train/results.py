@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
-
-from cornstarch.parallel import processes
-from cornstarch.train.data.loader import StepBatch
 
 Status = Literal["finished", "stopped"]
 
@@ -81,30 +77,3 @@ class RunResult:
     """By modality: the measures with its items exchanged between samples."""
     folder: Path = Path()
     report: Path | None = None
-
-
-def begin_totals(
-    batch: StepBatch, modalities: Sequence[str], stop: bool, replica_size: int
-) -> Callable[[], StepTotals]:
-    """Begin to add up what a step has in all processes; return what waits for it.
-
-    Args:
-        batch: What this process has.
-        modalities: Their names, the same in all processes.
-        stop: Whether this process was told to end.
-        replica_size: So many processes have, and count, the same.
-    """
-    items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in modalities]
-    tokens = sum(portion.tokens for portion in batch.portions)
-    too_long = sum(sample.too_long for sample in batch.skipped)
-    broken = len(batch.skipped) - too_long
-    sums = processes.begin_sum([batch.trained_tokens, tokens, batch.samples, broken, too_long, stop, *items])
-
-    @cache
-    def totals() -> StepTotals:
-        # Rounded up: of the processes of a replica one alone may have been told to end.
-        trained, tokens, samples, broken, too_long, stop, *counts = (-(-int(one) // replica_size) for one in sums())
-        by_name = dict(zip(modalities, counts, strict=True))
-        return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop > 0)
-
-    return totals

@@ -25,6 +25,7 @@ from cornstarch.parallel.mesh import Replica
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
+from cornstarch.train.counting import Counter
 from cornstarch.train.data.collate import CollatedBatch
 from cornstarch.train.data.formats import JoinedSources, SampleSource, open_sources
 from cornstarch.train.data.loader import SkipCounter, StepBatch, StepLoader
@@ -37,7 +38,7 @@ from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperpar
 from cornstarch.train.parts import Part, keep_in_precision, parts_of
 from cornstarch.train.precision import choose_placement
 from cornstarch.train.recompute import recompute_activations
-from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals, begin_totals
+from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
 from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder
 from cornstarch.train.source import load_config
 from cornstarch.train.state import capture, restore, seed_all
@@ -191,7 +192,7 @@ class Trainer:
         self.setup()
         if self.position.step >= self.total_steps:
             return
-        for batch in self._loader():
+        for batch in self._counter.ahead(iter(self._loader()), lambda: self.total_steps - self.position.step):
             self._teller.skipped(batch.skipped)
             yield batch
             if self.position.step >= self.total_steps:
@@ -204,8 +205,8 @@ class Trainer:
         portions and dealt out to processes. All processes must call it. If none of them has a token to train on,
         because whatever there was is broken, nothing changes and the step does not count.
         """
-        # On their way while the first portion is computed.
-        totals_of_all = begin_totals(batch, self._modalities, self.stopping.asked, self.replica.size)
+        # On their way, at the latest, while the first portion is computed.
+        totals_of_all = self._counter.totals(batch)
         rate = self.rates.set(self.position.step)
         losses: list[Tensor] = []
         for number, portion in enumerate(batch.portions, start=1):
@@ -349,7 +350,8 @@ class Trainer:
 
     def _make_optimizer(self) -> None:
         config = self.config
-        self._modalities = list(self.task.modalities())
+        modalities = list(self.task.modalities())
+        self._counter = Counter(modalities, self.replica.size, lambda: self.stopping.asked)
         self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
         self._clipped = list(self._trained_parameters.values())
         self.owned = None

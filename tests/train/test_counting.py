@@ -1,0 +1,90 @@
+"""Totals of several steps travel in one exchange, and are what each step has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from cornstarch.parallel import processes
+from cornstarch.train.counting import Counter
+from cornstarch.train.data.collate import CollatedBatch
+from cornstarch.train.data.loader import StepBatch
+
+
+def batch(index: int) -> StepBatch:
+    portion = CollatedBatch({}, trained_tokens=10 + index, tokens=20 + index, sample_ids=[], items={"vision": index})
+    return StepBatch([portion], epoch=0, index=index, skipped=[], samples=2)
+
+
+@pytest.fixture
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """Two processes with the same counts; what was exchanged, in order."""
+    seen: list[list[float]] = []
+
+    def begin_sum(values: Sequence[float]) -> Callable[[], list[float]]:
+        seen.append(list(values))
+        first, *rest = values
+        return lambda: [float(first), *(2.0 * one for one in rest)]  # the wish is that of one process alone
+
+    monkeypatch.setattr(processes, "begin_sum", begin_sum)
+    monkeypatch.setattr(processes, "is_alone", lambda: False)
+    return seen
+
+
+def totals_of(counter: Counter, batches: Iterator[StepBatch], left: int) -> list[tuple[int, int, int, int]]:
+    found = []
+    for one in counter.ahead(batches, lambda: left - len(found)):
+        totals = counter.totals(one)()
+        found.append((one.index, totals.trained_tokens, totals.samples, totals.items["vision"]))
+    return found
+
+
+def test_short_steps_are_counted_several_at_a_time(exchanges: list[list[float]]) -> None:
+    counter = Counter(["vision"], 1, lambda: False)
+    found = totals_of(counter, map(batch, range(30)), left=30)
+    assert found == [(index, 2 * (10 + index), 4, 2 * index) for index in range(30)]
+    assert len(exchanges) < 10
+    assert sum((len(one) - 2) // 6 for one in exchanges) == 30
+
+
+def test_no_more_batches_are_drawn_than_there_are_steps_left(exchanges: list[list[float]]) -> None:
+    drawn: list[int] = []
+
+    def batches() -> Iterator[StepBatch]:
+        for index in range(100):
+            drawn.append(index)
+            yield batch(index)
+
+    assert len(totals_of(Counter(["vision"], 1, lambda: False), batches(), left=12)) == 12
+    assert drawn == list(range(12))
+
+
+def test_long_steps_are_counted_one_at_a_time(
+    exchanges: list[list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("cornstarch.train.counting.time.monotonic", lambda: 2.0 * next(clock))
+    totals_of(Counter(["vision"], 1, lambda: False), map(batch, range(5)), left=5)
+    assert len(exchanges) == 5
+
+
+def test_processes_of_a_replica_count_the_same_once(exchanges: list[list[float]]) -> None:
+    assert totals_of(Counter(["vision"], 2, lambda: False), iter([batch(3)]), left=1) == [(3, 13, 2, 3)]
+
+
+def test_a_signal_reaches_all_with_the_next_exchange(exchanges: list[list[float]]) -> None:
+    told = [False]
+    counter = Counter(["vision"], 2, lambda: told[0])
+    stops = []
+    for one in counter.ahead(map(batch, range(40)), lambda: 40 - len(stops)):
+        stops.append(counter.totals(one)().stop)
+        told[0] = one.index >= 10
+    assert not any(stops[:11])
+    assert all(stops[11 + 8 :])
+
+
+def test_a_batch_that_was_not_drawn_here_is_counted_when_it_is_asked_for(exchanges: list[list[float]]) -> None:
+    counter = Counter(["vision"], 1, lambda: False)
+    assert counter.totals(batch(5))().trained_tokens == 30
+    assert len(exchanges) == 1
