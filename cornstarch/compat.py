@@ -5,8 +5,12 @@ Each entry says which versions it is for, why it is needed, and when it can go.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,3 +48,134 @@ def buffer_options(sent: bool) -> dict[str, Any]:
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sent}
+
+
+# ------------------------------------------------------------------------------------------------ reading weights
+
+_reading = threading.RLock()
+Reader = Callable[[Any, list[str], Any], Mapping[str, Any]]
+
+
+@contextmanager
+def weights_through(reader: Reader) -> Iterator[None]:
+    """Run a block in which `from_pretrained` loads the tensors that `reader` gives it, in place of all of its files'.
+
+    The reader is called with the model on the meta device, the files, and transformers' own settings of this load
+    (`weight_mapping`, `hf_quantizer`, `ignore_mismatched_sizes`). It may change the model, and returns by stored name
+    whatever gives a tensor for `[...]`.
+
+    transformers 5.17 to 5.22 have `distributed_config` for this, which cuts models as transformers does only, and which
+    changes from release to release. Goes when a function of one's own can be given there.
+    """
+    from transformers import PreTrainedModel
+
+    loader: Any = PreTrainedModel
+    with _reading:  # one at a time: what is replaced is there once for all threads
+        original, own = loader._load_pretrained_model, threading.get_ident()
+
+        def load(model: Any, state_dict: Any, files: Any, settings: Any, *others: Any, **options: Any) -> Any:
+            if threading.get_ident() == own:
+                state_dict = reader(model, files, settings)
+            return original(model, state_dict, files, settings, *others, **options)
+
+        loader._load_pretrained_model = staticmethod(load)
+        try:
+            yield
+        finally:
+            loader._load_pretrained_model = staticmethod(original)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What transformers makes of a stored tensor."""
+
+    names: tuple[str, ...]
+    """The parameters or buffers of the model that it goes to."""
+    steps: tuple[tuple[str, int | None], ...] = ()
+    """What is done on the way: the operation, and its dim, None where that does not say all. Nothing: it is renamed."""
+    source: int = 0
+    """Which of the kinds of tensors that are put together it is."""
+    sources: int = 1
+    """How many kinds there are."""
+
+
+def destinations(
+    base_prefix: str, names: Collection[str], stored: Iterable[str], mapping: Any
+) -> dict[str, Destination]:
+    """Return where transformers' loader puts each stored tensor; those that it has no place for are left out.
+
+    transformers 5.17 to 5.22 rename with functions of `core_model_loading`, which have no promise to stay. Goes when
+    there is a public way to ask.
+
+    Args:
+        base_prefix: The model's `base_model_prefix`.
+        names: The names of the model's parameters and buffers.
+        stored: The names in the files.
+        mapping: The `weight_mapping` of this load.
+    """
+    from transformers import core_model_loading as loading
+
+    entries = copy.deepcopy(list(mapping or []))  # they remember what they met
+    renamings = [entry for entry in entries if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in entries if isinstance(entry, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    there: Any = dict.fromkeys(names, True)
+    found: dict[str, Destination] = {}
+    for key in sorted(stored, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, base_prefix, there)
+        if name not in there and key in there:
+            name, pattern = loading.rename_source_key(key, [], [], base_prefix, there)
+        if name in there:
+            found[key] = Destination((name,)) if pattern is None else _converted(name, pattern, by_pattern[pattern])
+    for entry, own in zip(mapping or [], entries, strict=True):
+        entry._was_used |= own._was_used  # what was used is undone when the model is saved
+    return found
+
+
+def _converted(name: str, pattern: str, converter: Any) -> Destination:
+    first = converter.target_patterns[0]
+    return Destination(
+        tuple(name.replace(first, target) for target in converter.target_patterns),
+        tuple((type(operation).__name__, _only_dim(operation)) for operation in converter.operations),
+        converter.source_patterns.index(pattern),
+        len(converter.source_patterns),
+    )
+
+
+def _only_dim(operation: Any) -> int | None:
+    options = {name: value for name, value in vars(operation).items() if value is not None}
+    return options["dim"] if options.keys() == {"dim"} else None
+
+
+def backward_of_inputs(
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
+    inputs: Sequence[Tensor],
+    weights: Sequence[torch.nn.Parameter],
+) -> Any:
+    """Compute the gradients of inputs alone, into their `grad`; return what `backward_of_weights` goes on from.
+
+    torch 2.11 to 2.15 have this for their own zero-bubble schedules only, which lose gradients behind frozen stages;
+    the two functions themselves are right, also where some weights are frozen. Goes when there is a public one.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    given = None if gradients is None else list(gradients)
+    return stage_backward_input(list(roots), given, list(inputs), iter(weights))[1]
+
+
+def backward_of_weights(weights: Sequence[torch.nn.Parameter], left: Any) -> None:
+    """Compute the gradients of weights that `backward_of_inputs` has left, and add them to their `grad`."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), left)
+
+
+def default_store() -> torch.distributed.Store:
+    """Return the store over which the processes of a run found one another.
+
+    torch 2.11 to 2.15 have no public way to it once the process group is there.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()

@@ -36,6 +36,7 @@ _UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
 
 _current: ContextVar[MaskSpec | None] = ContextVar("cornstarch_mask", default=None)
 _maker: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_mask_maker", default=None)
+_attender: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_attender", default=None)
 
 
 class AttendingMask(ABC):
@@ -62,6 +63,12 @@ def make_masks_by(maker: Callable[..., Any]) -> Callable[[], None]:
     """Let `maker` make the masks of layers, with the arguments of `make_mask`; return what ends it."""
     token = _maker.set(maker)
     return lambda: _maker.reset(token)
+
+
+def attend_by(attender: Callable[..., Any]) -> Callable[[], None]:
+    """Let `attender` attend for layers, as (module, query, key, value, mask, options); return what ends it."""
+    token = _attender.set(attender)
+    return lambda: _attender.reset(token)
 
 
 def mask_in_use() -> MaskSpec | None:
@@ -198,7 +205,11 @@ def attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend for a layer: as its mask does, or by `attend_by_kernel`."""
+    """Attend for a layer: as its mask does, as whoever attends for it now does, or by `attend_by_kernel`."""
+    attender = _attender.get()
+    if attender is not None:
+        asked = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **options}
+        return attender(module, query, key, value, attention_mask, asked)
     if isinstance(attention_mask, AttendingMask):
         attended = attention_mask.attend(
             module, query, key, value, dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux, options=options

@@ -101,6 +101,8 @@ def _plan_of(values: Node) -> tuple[tuple[str, ...], Node]:
     section = values.value.get("parallel", Node({}, values.where))
     if section.value is None:
         section = Node({}, section.where)
+    if isinstance(section.value, dict):  # how a run goes about it is no part of the plan
+        section = Node({name: node for name, node in section.value.items() if name != "verify"}, section.where)
     if isinstance(section.value, dict) and "modules" not in section.value:
         modules = tree_of(_modules_of(values.value.get("model")), section.where)
         section = Node({**section.value, "modules": modules}, section.where)

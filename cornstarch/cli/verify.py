@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,9 +48,7 @@ def verify(
     from cornstarch.cli.train import quiet_libraries
 
     quiet_libraries()
-    from cornstarch.train.source import dump_config
-    from cornstarch.train.verification import processes_for, twin_run
-    from cornstarch.train.witness import difference
+    from cornstarch.train.verification import TrialError, processes_for, tried, twin_run
 
     ranks, replicas = processes_for(plan) if nproc is None else (nproc, Layout.of(plan, nproc).dp)
     if ranks == 1:
@@ -60,34 +57,19 @@ def verify(
     with TemporaryDirectory() as folder:
         place = Path(folder)
         twin = twin_run(run, place / "run", replicas)
-        one = twin.model_copy(update={"parallel": type(twin.parallel)(), "output": place / "alone"})
-        for name, described in (("several", twin), ("one", one)):
-            (place / f"{name}.yaml").write_text(dump_config(described), encoding="utf-8")
         print(f"{plan.describe()}\n\nA tiny twin of the model, {ranks} processes against one:", flush=True)
-        _run(place, "one", 1)
-        _run(place, "several", ranks)
-        found = difference(place / "record several", place / "record one")
+        try:
+            found = tried(twin, ranks, place)
+        except TrialError as error:
+            if not error.is_shown:
+                print(error, file=sys.stderr)
+            raise typer.Exit(error.code) from None
     print(_table(found))
     if not found.is_equal:
-        where = f" The first wrong gradient is in {found.begins}." if found.begins else ""
+        where = f" It begins in {found.begins}." if found.begins else ""
         print(f"\nThe plan does something else than one process.{where} Do not train with it.", file=sys.stderr)
         raise typer.Exit(DIFFERENT)
     print("\nThe plan does what one process does.")
-
-
-def _run(place: Path, name: str, ranks: int) -> None:
-    from cornstarch.launch import launch
-
-    command = [
-        sys.executable,
-        "-m",
-        "cornstarch.train.verification",
-        f"{place / name}.yaml",
-        f"{place / 'record'} {name}",
-    ]
-    code = subprocess.run(command).returncode if ranks == 1 else launch(command, ranks, place / "logs")
-    if code:
-        raise typer.Exit(code)
 
 
 def _table(found: Difference) -> str:

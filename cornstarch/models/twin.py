@@ -33,15 +33,15 @@ _EXPERT_COUNTS = re.compile(r"num_(local_)?experts|n_routed_experts")
 _DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|drop_path|drop_rate|drop_prob).*")
 
 
-def twin_config(config: PreTrainedConfig, multiple: int = 1) -> PreTrainedConfig:
+def twin_config(config: PreTrainedConfig, multiple: int = 1, layers: int = _LAYERS) -> PreTrainedConfig:
     """Return a config of the same class and options with few and narrow layers, and without dropout.
 
     The vocabulary, positions and sizes of images stay, so that the same data fits. What is cut over processes (heads,
-    widths, experts) stays a multiple of `multiple` where it was one. A layer of every kind is kept.
+    widths, experts) stays a multiple of `multiple` where it was one. So many layers are left, and one of every kind.
     """
     twin = copy.deepcopy(config)
     for part in _parts(twin):
-        _shorten(part)
+        _shorten(part, layers)
         _narrow(part, multiple)
         for name, value in list(vars(part).items()):
             if _DROPOUT.fullmatch(name) and isinstance(value, float):
@@ -57,15 +57,15 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(value)
 
 
-def _shorten(config: PreTrainedConfig) -> None:
-    """Keep the first layer of every kind, and at least two."""
+def _shorten(config: PreTrainedConfig, layers: int) -> None:
+    """Keep the first layer of every kind, and at least so many."""
     for name in _LAYER_COUNTS:
         count = vars(config).get(name)
-        if type(count) is not int or count <= _LAYERS:
+        if type(count) is not int or count <= layers:
             continue
         lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count}
         kinds = {repr([value[layer] for value in lists.values()]): layer for layer in reversed(range(count))}
-        kept = sorted({*kinds.values(), *range(_LAYERS)})
+        kept = sorted({*kinds.values(), *range(layers)})
         setattr(config, name, len(kept))
         for key, value in lists.items():
             setattr(config, key, [value[layer] for layer in kept])

@@ -4,32 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import shard_items, shard_tokens, tokens_are_cut, whole_rows
 from cornstarch.parallel.data import apply_data_parallel, check_data_plan
+from cornstarch.parallel.loading import loaded_whole
 from cornstarch.parallel.mesh import Meshes
-from cornstarch.parallel.tensor import shard_tensors
+from cornstarch.parallel.tensor import cut_added_adapters, is_cut, shard_tensors
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import WHOLE_MODEL, ModulePlan
 
 
-def spread(model: nn.Module, layout: Layout, device_type: str) -> nn.Module:
+class TensorCut:
+    """How one module's matrices are cut over ranks; called with the module, it cuts it."""
+
+    def __init__(self, plan: ModulePlan, meshes: Meshes, is_encoder: bool) -> None:
+        assert meshes.tensor is not None
+        self.mesh, self.sequence = meshes.tensor, plan.tp_sequence
+        self.vocabulary = plan.tp_vocabulary and not is_encoder
+
+    def __call__(self, module: Any) -> None:
+        """Cut a module; of one that was cut while it was read, the adapters that it has been given since."""
+        if is_cut(unwrap(module)):
+            cut_added_adapters(module, self.mesh)
+        else:
+            shard_tensors(module, self.mesh, sequence=self.sequence, vocabulary=self.vocabulary)
+
+
+def tensor_cut(layout: Layout, meshes: Meshes, name: str, is_encoder: bool = False) -> TensorCut | None:
+    """Return how a module's matrices are cut, for those who read its weights; None if they are not."""
+    plan = plan_of(layout, name)
+    return TensorCut(plan, meshes, is_encoder) if plan.tp > 1 else None
+
+
+def spread(model: nn.Module, layout: Layout, device_type: str, meshes: Meshes | None = None) -> nn.Module:
     """Return what to call instead of the model, whose parameters and tokens are now shared out as the layout says.
 
     All processes must call it, with the same weights. Make the optimizer afterwards. A loss that a process then has is
     the sum over its tokens, divided by the tokens of its replica; gradients are averaged over processes.
+
+    Args:
+        model: The model, whole, or with modules that were cut as `tensor_cut` says while they were read.
+        layout: How it is shared out.
+        device_type: cpu or cuda.
+        meshes: Those of the layout, if there are some already: modules must be cut over the same ones.
     """
     check_data_plan(model, layout.plan.data)
-    meshes = Meshes(layout, device_type)
+    meshes = meshes or Meshes(layout, device_type)
     for module, plan in planned_modules(model, layout):
+        is_encoder = isinstance(module, ModalEncoderModule)
         if plan.tp > 1:
-            assert meshes.tensor is not None
-            encoder = module.module if isinstance(module, ModalEncoderModule) else None
-            vocabulary = plan.tp_vocabulary and encoder is None
-            shard_tensors(encoder or module, meshes.tensor, sequence=plan.tp_sequence, vocabulary=vocabulary)
+            TensorCut(plan, meshes, is_encoder)(module.module if is_encoder else module)
         if plan.cp > 1 and isinstance(module, ModalEncoderModule):
             shard_items(module, meshes.context(plan.cp))
         elif plan.cp > 1:
@@ -37,6 +66,14 @@ def spread(model: nn.Module, layout: Layout, device_type: str) -> nn.Module:
     if meshes.data.size() == 1 and layout.plan.data.kind == "ddp":
         return model  # there is nobody to average with
     return apply_data_parallel(model, meshes.data, layout.plan.data)
+
+
+def whole_reasons(model: nn.Module, layout: Layout) -> dict[str, str]:
+    """Return why modules whose matrices are cut were read whole, by the names of their classes."""
+    cut = [module for module, plan in planned_modules(model, layout) if plan.tp > 1]
+    inner = [unwrap(module.module if isinstance(module, ModalEncoderModule) else module) for module in cut]
+    reasons = {type(module).__name__: loaded_whole(module) for module in inner}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 @contextmanager
@@ -49,13 +86,18 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 
 def planned_modules(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, ModulePlan]]:
     """Yield each module of a model with its part of the plan."""
-    plans = layout.plan.modules
     if not isinstance(model, MultimodalModel):
-        yield model, next(iter(plans.values()))
+        yield model, next(iter(layout.plan.modules.values()))
         return
     for name, encoder in model.encoders.items():
-        yield encoder, plans.get(name) or plans[WHOLE_MODEL]
-    yield model.language_model, plans.get("language_model") or plans[WHOLE_MODEL]
+        yield encoder, plan_of(layout, name)
+    yield model.language_model, plan_of(layout, "language_model")
 
 
-__all__ = ["planned_modules", "spread", "whole_sequences"]
+def plan_of(layout: Layout, name: str) -> ModulePlan:
+    """Return the part of the plan for a module of this name in a multimodal model."""
+    plans = layout.plan.modules
+    return plans.get(name) or plans[WHOLE_MODEL]
+
+
+__all__ = ["planned_modules", "spread", "tensor_cut", "whole_reasons", "whole_sequences"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,48 +14,70 @@ from torch.distributed.tensor import DTensor
 from cornstarch.compat import multiply_all
 
 
-def clip_gradients(wrapped: nn.Module | None, parameters: Sequence[nn.Parameter], most: float) -> Tensor:
+def clip_gradients(
+    wrapped: nn.Module | None,
+    parameters: Sequence[nn.Parameter],
+    most: float,
+    holders: int | None = None,
+    copies: Collection[nn.Parameter] = (),
+) -> Tensor:
     """Scale gradients so that their norm, over all parameters on all processes, is at most `most`; return the norm.
 
-    All processes must call it. A gradient that is no DTensor must be the same on all of them.
+    All processes must call it. A gradient that is no DTensor must be the same on all of its holders.
+
+    Args:
+        wrapped: What is called instead of the model.
+        parameters: Those of this process.
+        most: The largest norm.
+        holders: So many processes hold these parameters, together or each; others hold others. Default: all.
+        copies: Those of the parameters that count in another process, which has them, too.
     """
     if isinstance(wrapped, FullyShardedDataParallel):
         return wrapped.clip_grad_norm_(most)
-    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+    if holders is None and not any(isinstance(parameter, DTensor) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, most)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     here = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     with torch.no_grad():
-        norm = _norm(gradients, here, parameters[0].device)
+        uncounted = {id(parameter.grad) for parameter in copies}
+        counted = [
+            (gradient, part) for gradient, part in zip(gradients, here, strict=True) if id(gradient) not in uncounted
+        ]
+        norm = _norm(counted, holders or dist.get_world_size(), _device(parameters))
         multiply_all(here, torch.clamp(most / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _norm(gradients: Sequence[Tensor], here: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the norm of gradients of which each process has the parts `here`; one exchange of one number.
+def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    if parameters:
+        return parameters[0].device
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _norm(gradients: Sequence[tuple[Tensor, Tensor]], holders: int, device: torch.device) -> Tensor:
+    """Return the norm of gradients, each with the part that this process has; one exchange of one number.
 
     Each process adds the squares of what it holds, divided by the number of processes that hold the same. There may be
     no gradient at all: text alone teaches a projector nothing.
     """
     by_copies: dict[int, list[Tensor]] = {}
-    for gradient, part in zip(gradients, here, strict=True):
-        by_copies.setdefault(_copies(gradient), []).append(part)
+    for gradient, part in gradients:
+        by_copies.setdefault(_copies(gradient, holders), []).append(part)
     squares = [torch.nn.utils.get_total_norm(parts).float() ** 2 / copies for copies, parts in by_copies.items()]
     total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
     dist.all_reduce(total)
     return total.sqrt()
 
 
-def _copies(gradient: Tensor) -> int:
-    """Return how many processes hold the same part of a gradient."""
-    world = dist.get_world_size()
+def _copies(gradient: Tensor, holders: int) -> int:
+    """Return how many of the holders of a gradient hold the same part."""
     if not isinstance(gradient, DTensor):
-        return world
+        return holders
     assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not added up yet"
     mesh = gradient.device_mesh
     # What is cut twice along one dim has a placement that is not called a shard.
     cut = [mesh.size(axis) for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-    return world // math.prod(cut)
+    return holders // math.prod(cut)
 
 
 __all__ = ["clip_gradients"]

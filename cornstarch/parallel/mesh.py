@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
 from cornstarch.plan.layout import Layout
+from cornstarch.plan.stages import place_of
 
 
 @dataclass(frozen=True)
@@ -23,30 +26,33 @@ class Replica:
     size: int = 1
     """Processes of a replica."""
     alike: int = 1
-    """So many processes of a replica compute the same loss, as with tensor parallelism; others have other tokens."""
+    """So many processes of a replica compute the same loss, as with tensor parallelism; others have other tokens, or
+    none."""
     share: int = 0
     """Which of all shares of a step's tokens this process has."""
     leads: bool = True
-    """Whether this process is the first of its replica, which speaks for it."""
+    """Whether this process is the first of those of its replica that have a loss, and speaks for it."""
+    shares: int = 1
+    """Processes that have different shares of a step's tokens."""
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Replica:
-        """Return the replica of a rank, where all modules share their ranks."""
-        (span,) = layout.placement.spans
-        place = layout.place(rank)
-        cp = list(layout.plan.modules.values())[-1].cp  # of what has the loss: the language model is the last
-        share = place.dp * cp + place.cp % cp
-        return cls(place.dp, layout.dp, span.ranks, span.ranks // cp, share, place.cp == place.tp == 0)
+        """Return the replica of a rank."""
+        place, size = layout.place(rank), layout.plan.replica
+        last, plan = list(layout.plan.modules.items())[-1]  # what has the loss: the language model is the last
+        shares, leads = layout.dp * plan.cp, place.cp == place.tp == 0
+        if not layout.plan.is_pipeline:
+            share = place.dp * plan.cp + place.cp % plan.cp
+            return cls(place.dp, layout.dp, size, size // plan.cp, share, leads, shares)
+        # Stages draw different random numbers, but not the processes that matrices are cut over.
+        share = (place_of(layout, rank) * layout.dp + place.dp) * layout.span(place.modules[-1]).cp + place.cp
+        has_loss = last in place.modules and place.stage == layout.span(last).stages_of(last) - 1
+        return cls(place.dp, layout.dp, size, plan.tp, share, has_loss and leads, shares)
 
     @classmethod
     def here(cls) -> Replica:
         """Return this process as a replica of its own."""
-        return cls(processes.rank(), processes.size(), share=processes.rank())
-
-    @property
-    def shares(self) -> int:
-        """Processes that have different shares of a step's tokens."""
-        return self.count * self.size // self.alike
+        return cls(processes.rank(), processes.size(), share=processes.rank(), shares=processes.size())
 
 
 class Meshes:
@@ -54,6 +60,12 @@ class Meshes:
 
     All processes must make it, and ask for the same sizes of `context` in the same order.
     """
+
+    data: DeviceMesh
+    """The processes that hold the same parts of matrices: one axis, or two for HSDP. A module that is there several
+    times in a replica is on all of them."""
+    tensor: DeviceMesh | None
+    """The processes that matrices are cut over."""
 
     def __init__(self, layout: Layout, device_type: str) -> None:
         (self._span,) = layout.placement.spans
@@ -65,11 +77,8 @@ class Meshes:
         axes = {"dp": shares} if replicate is None else {"replicate": replicate, "shard": shares // replicate}
         whole = {**axes, "tp": tp} if tp > 1 else axes
         mesh = init_device_mesh(device_type, tuple(whole.values()), mesh_dim_names=tuple(whole))
-        self.data: DeviceMesh = mesh[tuple(axes)] if tp > 1 else mesh
-        """The processes that hold the same parts of matrices: one axis, or two for HSDP. A module that is there several
-        times in a replica is on all of them."""
-        self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None
-        """The processes that matrices are cut over."""
+        self.data = mesh[tuple(axes)] if tp > 1 else mesh
+        self.tensor = mesh["tp"] if tp > 1 else None
         self._context: dict[int, DeviceMesh] = {}
 
     def context(self, cp: int) -> DeviceMesh:
@@ -78,6 +87,43 @@ class Meshes:
             shape = (self._layout.dp * self._span.cp // cp, cp, self._span.tp)
             self._context[cp] = init_device_mesh(self._device, shape, mesh_dim_names=("other", "cp", "tp"))["cp"]
         return self._context[cp]
+
+
+class StageMeshes:
+    """The device meshes of one stage, whose ranks are its own.
+
+    Only the processes of a group make it, so that many stages cost no more than one.
+    """
+
+    def __init__(self, layout: Layout, device_type: str) -> None:
+        rank = processes.rank()
+        place = layout.place(rank)
+        ranks = layout.mesh(place.modules[0])[place.stage]
+        dp, cp, tp = ranks.shape
+        axes = {"dp": dp * cp}
+        if layout.replicate is not None:
+            axes = {"replicate": layout.replicate, "shard": dp * cp // layout.replicate}
+        whole = {**axes, "tp": tp} if tp > 1 else axes
+        mesh = _mesh_of(ranks.reshape(tuple(whole.values())), tuple(whole), rank, device_type)
+        self.data: DeviceMesh = mesh[tuple(axes)] if tp > 1 else mesh
+        """The processes that hold the same parts of matrices: one axis, or two for HSDP."""
+        self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None
+        """The processes that matrices are cut over."""
+        self.cp: DeviceMesh | None = None
+        """The processes that tokens, or items, are dealt out to."""
+        if cp > 1:
+            self.cp = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), rank, device_type)
+
+
+def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], rank: int, device_type: str) -> DeviceMesh:
+    """Return a mesh over some of all processes, of which this one is one."""
+    at = np.argwhere(ranks == rank)[0]
+    groups = []
+    for axis in range(ranks.ndim):
+        line = ranks[tuple(slice(None) if i == axis else int(at[i]) for i in range(ranks.ndim))]
+        groups.append(dist.new_group(line.tolist(), use_local_synchronization=True))
+    whole = torch.from_numpy(np.ascontiguousarray(ranks)).to(torch.int)
+    return DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], device_type, whole, mesh_dim_names=names)
 
 
 def data_mesh(device_type: str, replicate: int | None = None) -> DeviceMesh:

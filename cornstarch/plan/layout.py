@@ -31,7 +31,7 @@ class Place(NamedTuple):
     """What one rank holds."""
 
     modules: tuple[str, ...]
-    """One module, or all of them where they share their ranks."""
+    """One module, or those that share their ranks."""
     stage: int
     """The pipeline stage of the module."""
     dp: int
@@ -108,12 +108,12 @@ class Layout:
         self._check_index("rank", rank, self.world)
         span, dp, offset = self.placement.locate(rank)
         stage, within = divmod(offset, span.stage_ranks)
-        return Place(span.modules, stage, dp, *divmod(within, span.tp))
+        return Place(span.held(stage), stage, dp, *divmod(within, span.tp))
 
     def rank(self, module: str, stage: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank that holds a place."""
         span = self.span(module)
-        sizes = {"stage": span.stages, "dp": self.dp, "cp": span.cp, "tp": span.tp}
+        sizes = {"stage": span.stages_of(module), "dp": self.dp, "cp": span.cp, "tp": span.tp}
         for (name, size), index in zip(sizes.items(), (stage, dp, cp, tp), strict=True):
             self._check_index(f"{name} of {module}", index, size)
         return self.placement.start(span, dp) + (stage * span.cp + cp) * span.tp + tp
@@ -133,7 +133,8 @@ class Layout:
     def mesh(self, module: str) -> Ranks:
         """Return the ranks of a module as an array with the axes (pp, dp, cp, tp)."""
         span = self.span(module)
-        inside = np.arange(span.ranks, dtype=np.int64).reshape(span.stages, 1, span.cp, span.tp)
+        stages = span.stages_of(module)
+        inside = np.arange(stages * span.stage_ranks, dtype=np.int64).reshape(stages, 1, span.cp, span.tp)
         return inside + self.placement.starts(span)[None, :, None, None]
 
     def ranks(self, module: str) -> Ranks:
@@ -168,7 +169,7 @@ class Layout:
         """Return the part of a module's mesh that holds the group of a place, and nothing else."""
         span = self.span(module)
         free = {"pp": (0,), "dp": (1,), "cp": (2,), "tp": (3,)}.get(axis, (1, 2))
-        sizes = (span.stages, self.dp, span.cp, span.tp)
+        sizes = (span.stages_of(module), self.dp, span.cp, span.tp)
         here = (place.stage, place.dp, place.cp, place.tp)
         index = [
             np.arange(n) if i in free else np.array([at]) for i, (n, at) in enumerate(zip(sizes, here, strict=True))
@@ -181,14 +182,14 @@ class Layout:
         """Return all groups by (module, axis); modules that share their ranks have the same arrays."""
         found: dict[tuple[str, Axis], Ranks] = {}
         for span in self.placement.spans:
-            mesh = self.mesh(span.modules[0])
+            meshes = {span.stages_of(module): self.mesh(module) for module in span.modules}
             for axis in AXES:
-                shapes: dict[tuple[int, int], Ranks] = {}
+                shapes: dict[tuple[int, ...], Ranks] = {}
                 for module in span.modules:
-                    shape = self.data_shape(module)
-                    if shape not in shapes:
-                        shapes[shape] = _groups(mesh, axis, shape)
-                    found[module, axis] = shapes[shape]
+                    stages, shape = span.stages_of(module), self.data_shape(module)
+                    if (stages, *shape) not in shapes:
+                        shapes[stages, *shape] = _groups(meshes[stages], axis, shape)
+                    found[module, axis] = shapes[stages, *shape]
         return found
 
     # ---------------------------------------------------------------------------------------- what to know
@@ -236,7 +237,8 @@ class Layout:
         rows: list[tuple[str, ...]] = [("module", "ranks", "pp", "dp", "cp", "tp", "data parallelism")]
         for name in self.plan.modules:
             span = self.span(name)
-            sizes = (self.dp * span.ranks, span.stages, self.dp, span.cp, span.tp)
+            stages = span.stages_of(name)
+            sizes = (self.dp * stages * span.stage_ranks, stages, self.dp, span.cp, span.tp)
             rows.append((name, *(f"{size:,}" for size in sizes), self._data_words(name)))
         return "\n".join([head, "", *columns(rows, right=range(1, 6))])
 
@@ -265,11 +267,7 @@ class Layout:
 
 def unexecutable(plan: Plan) -> list[str]:
     """Return why a plan can be laid out but not run yet; nothing if it can be run."""
-    reasons = [
-        f"modules.{name}.stages = {module.stages}: pipeline parallelism cannot be run yet. Use stages: 1."
-        for name, module in plan.modules.items()
-        if module.stages > 1
-    ]
+    reasons = _unexecutable_pipeline(plan) if plan.is_pipeline else []
     largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
         for option in ("activation_checkpointing", "precision"):
@@ -293,11 +291,31 @@ def unexecutable(plan: Plan) -> list[str]:
                 f"modules.{name}.tp = {module.tp}: beside a module with tp {largest} on the same ranks it cannot be "
                 f"run yet. Use 1 or {largest}."
             )
-    if not plan.shared:
+    return reasons
+
+
+def _unexecutable_pipeline(plan: Plan) -> list[str]:
+    kind, reasons = plan.data.kind, []
+    if kind == "fsdp1":
+        reasons.append("data.kind = fsdp1: it cannot shard the stages of a pipeline. Use fsdp2.")
+    if kind not in ("ddp", "zero1") and plan.schedule == "zero_bubble":
         reasons.append(
-            "Modules on ranks of their own (modality parallelism) cannot be run yet. "
-            "Use ranks: shared, with one stage for every module."
+            f"schedule = zero_bubble: {kind} gathers parameters for a whole backward pass, which this schedule takes "
+            "apart. Use the kind ddp or zero1, or the schedule 1f1b."
         )
+    for modules in plan.sharing:
+        for name in modules:
+            module, (_, cp, tp) = plan.modules[name], plan.sizes(modules)
+            if (module.cp, module.tp) != (cp, tp):
+                reasons.append(
+                    f"modules.{name}: tp {module.tp} and cp {module.cp} beside a module with tp {tp} and cp {cp} on "
+                    "the same ranks of a pipeline cannot be run yet. Use the same, or ranks: own."
+                )
+            if module.virtual_stages > 1 and kind not in ("ddp", "zero1"):
+                reasons.append(
+                    f"modules.{name}.virtual_stages = {module.virtual_stages}: with {kind} it cannot be run yet. "
+                    "Use the kind ddp or zero1."
+                )
     return reasons
 
 
@@ -309,10 +327,8 @@ def check_executable(plan: Plan) -> None:
 
 def _spans(plan: Plan) -> list[Span]:
     """Return the sizes of what stands on ranks of its own, in the plan's order."""
-    sizes = {name: (module.stages, module.cp, module.tp) for name, module in plan.modules.items()}
-    if plan.shared:
-        return [Span(tuple(sizes), *map(max, zip(*sizes.values(), strict=True)))]
-    return [Span((name,), *size) for name, size in sizes.items()]
+    encoders = tuple(plan.modules)[:-1] if plan.ranks == "first_stage" else ()
+    return [Span(modules, *plan.sizes(modules), first=encoders) for modules in plan.sharing]
 
 
 def _infer_dp(plan: Plan, world: int) -> int:
@@ -337,7 +353,7 @@ def _sum(plan: Plan) -> str:
     for span in _spans(plan):
         sizes = [("stages", span.stages), ("cp", span.cp), ("tp", span.tp)]
         factors = [f"{size} stages" if axis == "stages" else f"{axis} {size}" for axis, size in sizes if size > 1]
-        name = "" if plan.shared else f"{span.modules[0]} "
+        name = "" if len(plan.sharing) == 1 else f"{' and '.join(span.modules)} "
         words.append(f"{name}{' × '.join(factors) + ' = ' if len(factors) > 1 else ''}{span.ranks:,}")
     return f" ({' + '.join(words)})" if plan.replica > 1 and (len(words) > 1 or "=" in words[0]) else ""
 

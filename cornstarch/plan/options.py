@@ -1,4 +1,4 @@
-"""Which options of data parallelism make no sense together, each with the reason; no torch."""
+"""Which options of a plan make no sense together, each with the reason; no torch."""
 
 from __future__ import annotations
 
@@ -117,3 +117,35 @@ def _wrapping(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "wrap_min_parameters", "With wrap: none the model is one unit, whatever its size.\nLeave one of them out."
     if values.get("prefetch"):
         yield "prefetch", "With wrap: none the model is one unit, so there is no next one to fetch.\nUse wrap: auto."
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def rank_conflicts(ranks: Any, modules: Mapping[str, Mapping[str, Any]], language_model: str) -> str | None:
+    """Return why modules of such sizes cannot stand as `ranks` says; None if they can, or if it says nothing known."""
+    encoders = {name: module for name, module in modules.items() if name != language_model}
+    if len(modules) == 1 or ranks not in ("shared", "colocated", "first_stage"):
+        return None
+    if ranks == "shared":
+        rule = "Modules on the same ranks have one stage each, and a cp and a tp that divide the largest."
+        fits = _fit(modules, modules) and all(module["stages"] == 1 for module in modules.values())
+    elif ranks == "colocated":
+        rule = "Encoders on the same ranks have the same number of stages, and a cp and a tp that divide the largest."
+        fits = _fit(encoders, encoders) and len({module["stages"] for module in encoders.values()}) == 1
+    else:
+        rule = (
+            "Encoders in the language model's first stage have one stage each, and a cp and a tp that divide its own."
+        )
+        whole = {language_model: modules[language_model]} if language_model in modules else modules
+        fits = _fit(encoders, whole) and all(module["stages"] == 1 for module in encoders.values())
+    if fits:
+        return None
+    sizes = "; ".join(f"{name}: {m['stages']} × cp {m['cp']} × tp {m['tp']}" for name, m in modules.items())
+    return f"{rule}\nFound {sizes}.\nUse ranks: own."
+
+
+def _fit(modules: Mapping[str, Mapping[str, Any]], around: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Say whether the cp and tp of modules divide the largest of those that they stand with."""
+    largest = {axis: max(module[axis] for module in around.values()) for axis in ("cp", "tp")}
+    return all(size % module[axis] == 0 for axis, size in largest.items() for module in modules.values())

@@ -123,7 +123,7 @@ def _by_group(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
             first = start + group * span.tp
             for low, high in _cut(first, first + span.tp - 1, layout.ranks_per_node):
                 tp = (low - first, high - first)
-                yield Row((low, high), span.modules, (stage, stage), (dp, dp), (cp, cp), tp)
+                yield Row((low, high), span.held(stage), (stage, stage), (dp, dp), (cp, cp), tp)
 
 
 def _joined(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
@@ -149,14 +149,17 @@ def _by_stage(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
         for stage in range(span.stages):
             first = start + stage * span.stage_ranks
             ranks = (first, first + span.stage_ranks - 1)
-            yield Row(ranks, span.modules, (stage, stage), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
+            yield Row(ranks, span.held(stage), (stage, stage), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
 
 
 def _by_module(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+    last = span.stages - 1
+    runs = [(0, 0), (1, last)] if span.first and last else [(0, last)]  # stages that hold the same modules
     for dp in range(replicas):
         start = layout.placement.start(span, dp)
-        ranks, stages = (start, start + span.ranks - 1), (0, span.stages - 1)
-        yield Row(ranks, span.modules, stages, (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
+        for low, high in runs:
+            ranks = (start + low * span.stage_ranks, start + (high + 1) * span.stage_ranks - 1)
+            yield Row(ranks, span.held(low), (low, high), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
 
 
 # ------------------------------------------------------------------------------------------------ SVG
@@ -215,7 +218,9 @@ def _heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str], int]
     for index, span in enumerate(layout.placement.spans):
         y += 22
         sizes = " × ".join([f"{span.stages} stages", f"dp {layout.dp:,}", f"cp {span.cp}", f"tp {span.tp}"])
-        words = f"{name_of(span.modules)}: {sizes if span.stages > 1 else sizes.partition(' × ')[2]}"
+        inside = f", with {name_of(span.first)} in the first" if span.first and span.stages > 1 else ""
+        words = f"{name_of(span.held(span.stages - 1))}: "
+        words += f"{sizes}{inside}" if span.stages > 1 else sizes.partition(" × ")[2]
         colour = _COLOURS[index % len(_COLOURS)]
         parts.append(f'<rect x="{_MARGIN}" y="{y - 11}" width="13" height="13" rx="3" fill="{colour}"/>')
         parts.append(f'<text x="{_MARGIN + 20}" y="{y}">{_escaped(words)}</text>')

@@ -29,6 +29,16 @@ class Span:
     tp: int
     before: int = 0
     """Ranks of other spans that stand before it in a replica."""
+    first: tuple[str, ...] = ()
+    """Those of the modules that the first stage alone holds."""
+
+    def held(self, stage: int) -> tuple[str, ...]:
+        """Return the modules that a stage holds."""
+        return self.modules if stage == 0 or not self.first else tuple(m for m in self.modules if m not in self.first)
+
+    def stages_of(self, module: str) -> int:
+        """Return the number of stages that hold a module."""
+        return 1 if module in self.first else self.stages
 
     @property
     def stage_ranks(self) -> int:

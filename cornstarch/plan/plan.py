@@ -27,11 +27,12 @@ from cornstarch.plan.mistakes import (
     shown,
     suggestion,
 )
-from cornstarch.plan.options import conflicts
+from cornstarch.plan.options import conflicts, rank_conflicts
+from cornstarch.schedule.policies import Policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DataKind = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp"]
-Ranks = Literal["auto", "shared", "own"]
+Ranks = Literal["auto", "shared", "own", "colocated", "first_stage"]
 
 LANGUAGE_MODEL = "language_model"
 """The module at which all encoders meet."""
@@ -56,7 +57,10 @@ class ModulePlan:
     """Which tokens each rank gets: equal runs, runs from both ends, what balances the work of the mask, or what fits
     the mask best."""
     stages: int = field(default=1, metadata={"least": 1})
-    """Pipeline stages that the layers are cut into."""
+    """Pipeline stages: sets of ranks that hold some of the layers each."""
+    virtual_stages: int = field(default=1, metadata={"least": 1})
+    """Parts of the layers that each of these sets holds: they are cut into stages × virtual_stages parts, which are
+    dealt out in turn (interleaving)."""
     zero: Literal[0, 1, 2, 3] | None = None
     """The ZeRO stage of this module alone; 0: nothing is sharded. Default: what the plan's `data.kind` says."""
     activation_checkpointing: bool = False
@@ -79,6 +83,7 @@ class ModulePlan:
     def describe(self) -> str:
         """Return the sizes, and what differs from the defaults, on one line."""
         sizes = [f"{self.stages} stages"] if self.stages > 1 else []
+        sizes = [f"{sizes[0]} of {self.virtual_stages} parts"] if self.virtual_stages > 1 else sizes
         sizes += [f"cp {self.cp} ({self.cp_mode}, {self.cp_distribution})"] if self.cp > 1 else []
         further = [word for word in ("sequence", "vocabulary") if getattr(self, f"tp_{word}")]
         sizes += [f"tp {self.tp}" + (f" ({', '.join(further)})" if further else "")] if self.tp > 1 else []
@@ -154,29 +159,57 @@ class Plan:
     ranks: Ranks = "auto"
     """shared: every rank holds all modules, which then have one stage; a module whose tp or cp is smaller than the
     largest, which it must divide, is there several times. own: each module has ranks of its own, and its own sizes
-    (modality parallelism). auto: shared where all have the same tp and cp, else own."""
+    (modality parallelism). colocated: the encoders share ranks, and the language model has its own. first_stage: the
+    encoders stand on the ranks of the language model's first stage, and run inside it. auto: shared where all have one
+    stage and the same tp and cp, else own."""
+    schedule: Policy = "1f1b"
+    """In which order the stages of a pipeline work (docs/schedules.md)."""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.modules.items(), key=lambda item: item[0] == LANGUAGE_MODEL)  # stable
         object.__setattr__(self, "modules", MappingProxyType(dict(ordered)))
         raise_mistakes([*_name_mistakes(list(self.modules)), *_type_mistakes(self.modules, self.data)])
         modules = {name: vars(module) for name, module in self.modules.items()}
-        raise_mistakes([*_rank_mistakes(self.ranks), *_joint_mistakes(modules, vars(self.data), self.ranks)])
+        joint = _joint_mistakes(modules, vars(self.data), self.ranks, self.schedule)
+        raise_mistakes([*_choice_mistakes(self.ranks, self.schedule), *joint])
 
     # ---------------------------------------------------------------------------------------- what follows from it
 
     @property
     def shared(self) -> bool:
         """Whether every rank holds all modules."""
-        return self.ranks == "shared" or (self.ranks == "auto" and _are_alike([*map(vars, self.modules.values())]))
+        everywhere = self.ranks != "first_stage" or len(self.modules) == 1 or not self.is_pipeline
+        return len(self.sharing) == 1 and everywhere
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a replica has several sets of ranks that work one after the other."""
+        return len(self.sharing) > 1 or any(module.stages > 1 for module in self.modules.values())
 
     @property
     def replica(self) -> int:
         """The ranks of one data-parallel replica of the whole model."""
-        modules = self.modules.values()
-        if not self.shared:
-            return sum(module.ranks for module in modules)
-        return prod(max(getattr(module, axis) for module in modules) for axis in ("stages", "cp", "tp"))
+        return sum(prod(self.sizes(modules)) for modules in self.sharing)
+
+    @property
+    def sharing(self) -> tuple[tuple[str, ...], ...]:
+        """The modules, those together that stand on the same ranks."""
+        *encoders, last = self.modules
+        if self.ranks in ("shared", "first_stage") or (self.ranks == "auto" and self._are_alike):
+            return (tuple(self.modules),)
+        if self.ranks == "colocated" and encoders:
+            return tuple(encoders), (last,)
+        return tuple((name,) for name in self.modules)
+
+    @property
+    def _are_alike(self) -> bool:
+        sizes = {(module.stages, module.cp, module.tp) for module in self.modules.values()}
+        return len(self.modules) == 1 or (len(sizes) == 1 and all(stages == 1 for stages, _, _ in sizes))
+
+    def sizes(self, modules: Sequence[str]) -> tuple[int, int, int]:
+        """Return the stages, cp and tp of the ranks on which some modules stand together: the largest of each."""
+        stages, cp, tp = (max(getattr(self.modules[name], axis) for name in modules) for axis in ("stages", "cp", "tp"))
+        return stages, cp, tp
 
     def kind(self, module: str) -> DataKind:
         """Return the data parallelism of one module."""
@@ -188,11 +221,19 @@ class Plan:
         """Return the plan as a few lines of text."""
         width = max(map(len, self.modules))
         ranks = "1 rank" if self.replica == 1 else f"{self.replica:,} ranks"
-        many = f"{len(self.modules)} modules " if len(self.modules) > 1 else "1 module "
-        together = "on the same ranks" if self.shared else "on ranks of their own"
-        lines = [f"{many}{together if len(self.modules) > 1 else ''}".rstrip() + f", {ranks} in a replica"]
+        many = f"{len(self.modules)} modules" if len(self.modules) > 1 else "1 module"
+        lines = [f"{many}{self._where()}, {ranks} in a replica"]
         lines += [f"  {name:{width}}  {module.describe()}" for name, module in self.modules.items()]
-        return "\n".join([*lines, f"data parallelism: {self.data.describe()}"])
+        lines += [f"data parallelism: {self.data.describe()}"]
+        return "\n".join([*lines, *([f"schedule: {self.schedule}"] if self.is_pipeline else [])])
+
+    def _where(self) -> str:
+        if len(self.modules) == 1:
+            return ""
+        if self.shared:
+            return " on the same ranks"
+        where = {"colocated": ", the encoders on the same ranks", "first_stage": ", the encoders in the first stage"}
+        return where.get(self.ranks, " on ranks of their own")
 
     # ---------------------------------------------------------------------------------------- plain data
 
@@ -212,10 +253,10 @@ class Plan:
         data = dict(vars(self.data))
         data["wrap"] = list(self.data.wrap) if isinstance(self.data.wrap, tuple) else self.data.wrap
         modules = {name: dict(vars(module)) for name, module in self.modules.items()}
-        return {"modules": modules, "data": data, "ranks": self.ranks}
+        return {"modules": modules, "data": data, "ranks": self.ranks, "schedule": self.schedule}
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(self.modules.items()), self.data, self.ranks
+        return tuple(self.modules.items()), self.data, self.ranks, self.schedule
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, Plan) else NotImplemented
@@ -224,10 +265,11 @@ class Plan:
         return hash(self._key())
 
     def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
-        return Plan, (dict(self.modules), self.data, self.ranks)
+        return Plan, (dict(self.modules), self.data, self.ranks, self.schedule)
 
     def __repr__(self) -> str:
-        return f"Plan(modules={dict(self.modules)!r}, data={self.data!r}, ranks={self.ranks!r})"
+        modules = dict(self.modules)
+        return f"Plan(modules={modules!r}, data={self.data!r}, ranks={self.ranks!r}, schedule={self.schedule!r})"
 
 
 # ------------------------------------------------------------------------------------------------ mistakes
@@ -235,7 +277,7 @@ class Plan:
 
 def read_plan(data: Any) -> tuple[Plan | None, list[Mistake]]:
     """Read as `Plan.from_data` does, and return the mistakes, each with its path, instead of raising them."""
-    keys = ("modules", "data", "ranks")
+    keys = ("modules", "data", "ranks", "schedule")
     if not isinstance(data, Mapping):
         return None, [
             Mistake(("plan",), shown(data), f"Expected a mapping with some of these keys: {', '.join(keys)}.")
@@ -253,16 +295,16 @@ def read_plan(data: Any) -> tuple[Plan | None, list[Mistake]]:
             written[name] = str(key)
         given[name] = value
 
-    ranks = given.get("ranks", "auto")
+    ranks, schedule = given.get("ranks", "auto"), given.get("schedule", "1f1b")
     options = read_fields(DataPlan, given.get("data"), ("data",))
     modules, further = _read_modules(given.get("modules"))
-    mistakes += [*_rank_mistakes(ranks), *further, *_data_mistakes(options, ("data",))]
+    mistakes += [*_choice_mistakes(ranks, schedule), *further, *_data_mistakes(options, ("data",))]
     sound = {name: _sound(fields, _MODULE) for name, fields in modules.items()}
-    mistakes += _joint_mistakes(sound, _sound(options, _DATA), ranks)
+    mistakes += _joint_mistakes(sound, _sound(options, _DATA), ranks, schedule)
     if mistakes:
         return None, [m._replace(path=(written.get(m.path[0], m.path[0]), *m.path[1:])) for m in mistakes]
     plans = {name: ModulePlan(**fields.values) for name, fields in modules.items()}
-    return Plan(plans, DataPlan(**options.values), ranks), []
+    return Plan(plans, DataPlan(**options.values), ranks, schedule), []
 
 
 def _sound(read: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,9 +360,10 @@ def _type_mistakes(modules: Mapping[str, Any], data: Any) -> list[Mistake]:
     return found
 
 
-def _rank_mistakes(ranks: Any) -> list[Mistake]:
-    problem = FieldType(Ranks, None).problem(ranks)
-    return [Mistake(("ranks",), shown(ranks), problem)] if problem is not None else []
+def _choice_mistakes(ranks: Any, schedule: Any) -> list[Mistake]:
+    given = [("ranks", ranks, FieldType(Ranks, None)), ("schedule", schedule, FieldType(Policy, None))]
+    problems = [(name, value, kind.problem(value)) for name, value, kind in given]
+    return [Mistake((name,), shown(value), problem) for name, value, problem in problems if problem is not None]
 
 
 def _module_mistakes(read: Fields, path: Path) -> list[Mistake]:
@@ -331,6 +374,9 @@ def _module_mistakes(read: Fields, path: Path) -> list[Mistake]:
         if values.get(option) and values.get("tp") == 1:
             text = "It goes with tensor parallelism, and tp is 1: nothing is cut.\nSet tp, or leave it out."
             found.append(Mistake((*path, option), "true", text))
+    if values.get("virtual_stages", 1) > 1 and values.get("stages") == 1:
+        text = "One set of ranks holds all layers, in one part or in several.\nSet stages, or leave it out."
+        found.append(Mistake((*path, "virtual_stages"), shown(values["virtual_stages"]), text))
     distribution = values.get("cp_distribution")
     if values.get("cp_mode") != "all_to_all" or distribution not in ("zigzag", "makespan_min"):
         return found
@@ -348,17 +394,17 @@ def _data_mistakes(read: Fields, path: Path) -> list[Mistake]:
     return [*read.mistakes, *found]
 
 
-def _joint_mistakes(modules: Mapping[str, Mapping[str, Any]], data: Mapping[str, Any], ranks: Any) -> list[Mistake]:
-    """Return what is wrong with the modules, the data parallelism and the ranks taken together."""
+def _joint_mistakes(
+    modules: Mapping[str, Mapping[str, Any]], data: Mapping[str, Any], ranks: Any, schedule: Any
+) -> list[Mistake]:
+    """Return what is wrong with the modules, the data parallelism, the ranks and the schedule taken together."""
     found = []
-    all_sizes = all({"stages", "cp", "tp"} <= {*module} for module in modules.values())
-    if ranks == "shared" and all_sizes and not _can_share([*modules.values()]):
-        sizes = "; ".join(f"{name}: {m['stages']} × cp {m['cp']} × tp {m['tp']}" for name, m in modules.items())
-        text = (
-            "Modules on the same ranks have one stage each, and a cp and a tp that divide the largest.\n"
-            f"Found {sizes}.\nUse ranks: own."
-        )
-        found.append(Mistake(("ranks",), "shared", text))
+    all_sizes = all({"stages", "virtual_stages", "cp", "tp"} <= {*module} for module in modules.values())
+    if all_sizes and modules and (text := rank_conflicts(ranks, modules, LANGUAGE_MODEL)) is not None:
+        found.append(Mistake(("ranks",), shown(ranks), text))
+    if schedule == "interleaved" and all_sizes and all(m["virtual_stages"] == 1 for m in modules.values()):
+        text = "No module has virtual_stages of more than 1: there is nothing to interleave.\nSet them, or use 1f1b."
+        found.append(Mistake(("schedule",), "interleaved", text))
     for name, module in modules.items():
         zero, precision, computed = module.get("zero"), module.get("precision"), data.get("param_dtype")
         if zero is not None and data.get("kind") in ("fsdp1", "hsdp"):
@@ -368,14 +414,3 @@ def _joint_mistakes(modules: Mapping[str, Mapping[str, Any]], data: Mapping[str,
             text = f"data.param_dtype = {computed} holds for every module.\nGive one of them."
             found.append(Mistake(("modules", name, "precision"), precision, text))
     return found
-
-
-def _are_alike(modules: Sequence[Mapping[str, Any]]) -> bool:
-    sizes = {(module["stages"], module["cp"], module["tp"]) for module in modules}
-    return len(modules) == 1 or (len(sizes) == 1 and modules[0]["stages"] == 1)
-
-
-def _can_share(modules: Sequence[Mapping[str, Any]]) -> bool:
-    largest = {axis: max(module[axis] for module in modules) for axis in ("cp", "tp")}
-    fits = all(size % module[axis] == 0 for axis, size in largest.items() for module in modules)
-    return len(modules) == 1 or (fits and all(module["stages"] == 1 for module in modules))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,16 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProcessor
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import processor_class
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
+from cornstarch.models.twin import disturb, twin_config
+from cornstarch.parallel.apply import TensorCut
+from cornstarch.parallel.loading import drop_parameters, load_cut, loaded_whole, note_whole
+from cornstarch.parallel.tensor import is_cut, seen_whole
 from cornstarch.train.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, WholeModelConfig
+
+Cuts = Callable[[str, bool], TensorCut | None]
+"""How the matrices of a module are cut while it is read, by its name and whether it is an encoder."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,19 +39,28 @@ _KEYS_BY_MODALITY = {"vision": "image_processor_type", "audio": "feature_extract
 _PROCESSOR_KEYS = tuple(_KEYS_BY_MODALITY.values())
 
 
-def build_model(config: ModelConfig, *, weights: bool = True) -> MultimodalModel:
+def build_model(config: ModelConfig, *, weights: bool = True, cuts: Cuts | None = None) -> MultimodalModel:
     """Build the composed model that `config` describes: loaded, with adapters, frozen as it says.
 
     Args:
         config: A description with a `language_model` (and `encoders`).
         weights: False makes the parts on the meta device from their configs, for what needs their shapes only.
+        cuts: How parts that are stored are cut while they are read.
     """
-    text = language_model_of(config)
-    language_model = adapted("model.language_model", text, load_part("model.language_model", text, weights=weights))
+    text, where = language_model_of(config), "model.language_model"
+    cut = None if cuts is None or text.path is None else cuts("language_model", False)
+    traits = _small_traits(where, text) if cut is not None and config.encoders else LanguageModelTraits()
+    if traits is None:
+        language_model = load_part(where, text, weights=weights)
+        note_whole(language_model, "there is no small model of its kind that could be checked in its place")
+    else:
+        language_model = load_part(where, text, weights=weights, cut=cut)
+    language_model = adapted(where, text, language_model)
     model: MultimodalModel | None = None
     for name, described in config.encoders.items():
         where = f"model.encoders.{name}"
-        module = adapted(where, described, load_part(where, described, weights=weights))
+        cut = None if cuts is None else cuts(name, True)
+        module = adapted(where, described, load_part(where, described, weights=weights, cut=cut))
         encoder = ModalEncoderModule(module, attention=described.attention)
         kind = (described.projector, described.activation)
         if model is None:  # the constructor checks the language model, once
@@ -50,18 +69,51 @@ def build_model(config: ModelConfig, *, weights: bool = True) -> MultimodalModel
             model.add_encoder(name, encoder, *kind)
     if model is None:
         model = MultimodalModel({}, language_model)
+    if traits is not None and is_cut(language_model):
+        model.traits = traits
     trained = {name: (e.train in ("full", "lora"), e.train != "frozen") for name, e in config.encoders.items()}
     return model.train(encoders_mode=trained, llm_mode=text.train != "frozen")
 
 
 def build_processor(config: ModelConfig, model: MultimodalModel) -> MultimodalProcessor:
     """Build the processor of a composed model, and tell the model its placeholder tokens."""
-    return MultimodalProcessor(
-        encoder_processors={name: item_processor(f"model.encoders.{name}", e) for name, e in config.encoders.items()},
-        llm_tokenizer=tokenizer_of("model.language_model", language_model_of(config)),
-        model=model,
-        predefined_tokens={name: e.token for name, e in config.encoders.items() if e.token is not None},
-    )
+    processors = {name: item_processor(f"model.encoders.{name}", e) for name, e in config.encoders.items()}
+    with _encoders_whole(config, model):
+        return MultimodalProcessor(
+            encoder_processors=processors,
+            llm_tokenizer=tokenizer_of("model.language_model", language_model_of(config)),
+            model=model,
+            predefined_tokens={name: e.token for name, e in config.encoders.items() if e.token is not None},
+        )
+
+
+@contextmanager
+def _encoders_whole(config: ModelConfig, model: MultimodalModel) -> Iterator[None]:
+    """Show a processor encoders that are cut as they would be whole: it runs copies of them without weights."""
+    cut = {name: encoder.module for name, encoder in model.encoders.items() if is_cut(encoder.module)}
+    for name, module in cut.items():
+        skeleton = load_part(f"model.encoders.{name}", config.encoders[name], weights=False)
+        for key, buffer in unwrap(module).named_buffers():  # positions and the like have numbers
+            owner, _, leaf = key.rpartition(".")
+            skeleton.get_submodule(owner)._buffers[leaf] = buffer
+        model.encoders[name].module = skeleton
+    try:
+        yield
+    finally:
+        for name, module in cut.items():
+            model.encoders[name].module = module
+
+
+def _small_traits(where: str, part: LanguageModelConfig) -> LanguageModelTraits | None:
+    """Return what a tiny twin of a language model is like; the model itself, cut, cannot be run yet. None: no twin."""
+    config = part_config(where, part)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            twin = _made(_model_class(where, part, config, None), twin_config(config), part)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+        return None
+    disturb(twin)
+    return check_language_model(twin)
 
 
 def language_model_of(config: ModelConfig) -> LanguageModelConfig:
@@ -82,6 +134,7 @@ def load_part(
     auto_class: Any = None,
     weights: bool = True,
     new_head: bool = False,
+    cut: TensorCut | None = None,
 ) -> Any:
     """Return a part's model: loaded, or made from its config with random weights.
 
@@ -92,16 +145,19 @@ def load_part(
         auto_class: The Auto class of transformers that makes it. Default: the language model's or encoder's.
         weights: False makes it on the meta device.
         new_head: Weights whose shape the config has changed are made anew.
+        cut: How its matrices are cut over ranks: of a part that is stored, each rank reads its own.
     """
     stored_config = config or part_config(where, part)
     model_class = _model_class(where, part, stored_config, auto_class)
     dtype = DTYPES[part.dtype] if part.dtype is not None else None
     try:
         if part.path is not None and weights:
-            model = _stored(model_class, part, config, new_head)
+            model = _stored(model_class, part, config, new_head, cut)
         else:
             with torch.device("cpu" if weights else "meta"):
                 model = _made(model_class, stored_config, part)
+    except ConfigError as error:
+        raise type(error)(f"{where}: {error}") from error
     except (OSError, ValueError, RuntimeError) as error:
         if "Unrecognized configuration class" in str(error):  # followed by the names of all models there are
             name = getattr(model_class, "__name__", model_class)
@@ -109,8 +165,9 @@ def load_part(
                 f"{where}: {name} of transformers knows no {stored_config.model_type!r} model."
             ) from error
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
-    is_encoder = isinstance(part, EncoderConfig) and stored_config.is_encoder_decoder
-    model = model.get_encoder() if is_encoder else model
+    if isinstance(part, EncoderConfig) and stored_config.is_encoder_decoder:
+        reason, model = loaded_whole(model), model.get_encoder()
+        note_whole(model, reason)
     return model if dtype is None else model.to(dtype)
 
 
@@ -118,20 +175,46 @@ NEW_WEIGHTS = "cornstarch_new_weights"
 """The attribute of a loaded model that names the weights that its folder did not have."""
 
 
-def _stored(model_class: Any, part: PartConfig, config: PreTrainedConfig | None, new_head: bool) -> Any:
+def _stored(
+    model_class: Any, part: PartConfig, config: PreTrainedConfig | None, new_head: bool, cut: TensorCut | None
+) -> Any:
     """Return the model of a folder or of the hub."""
-    model, told = model_class.from_pretrained(
-        part.path,
-        dtype=DTYPES[part.dtype] if part.dtype is not None else "auto",
-        trust_remote_code=part.trust_remote_code,
-        use_safetensors=True,
-        ignore_mismatched_sizes=new_head,
-        output_loading_info=True,
+    options: dict[str, Any] = {
+        "dtype": DTYPES[part.dtype] if part.dtype is not None else "auto",
+        "trust_remote_code": part.trust_remote_code,
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": new_head,
+        "output_loading_info": True,
         **({} if config is None else {"config": config}),
-    )
+    }
+    is_checked_later = part.train == "lora" and cut is not None and cut.sequence
+    if cut is None or is_checked_later:
+        model, told = model_class.from_pretrained(part.path, **options)
+        if is_checked_later:
+            note_whole(model, "whether its tokens can be cut depends on its adapters")
+    else:
+        is_encoder = isinstance(part, EncoderConfig)
+        model, told = load_cut(model_class, str(part.path), _encoder_cut(cut) if is_encoder else cut, **options)
     mismatched = [entry if isinstance(entry, str) else entry[0] for entry in told["mismatched_keys"]]
     setattr(model, NEW_WEIGHTS, frozenset([*told["missing_keys"], *mismatched]))
     return model
+
+
+def _encoder_cut(cut: TensorCut) -> Callable[[Any], None]:
+    """Return what cuts an encoder; of one with a decoder, the decoder is not read."""
+
+    def encoder_only(model: Any) -> None:
+        if not model.config.is_encoder_decoder:
+            cut(model)
+            return
+        encoder = model.get_encoder()
+        within = set(encoder.modules())
+        for module in model.modules():
+            if not within.intersection(module.modules()):
+                drop_parameters(module)
+        cut(encoder)
+
+    return encoder_only
 
 
 def _made(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Module:
@@ -217,7 +300,8 @@ def adapted(where: str, part: PartConfig, model: nn.Module, trained_whole: Seque
         exclude_modules="|".join(sorted({re.escape(name.rpartition(".")[0]) for name in new})) or None,
     )
     try:
-        wrapped = peft.get_peft_model(model, settings)
+        with seen_whole(model):
+            wrapped = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"{where}.lora.targets = {targets}\n  {error}") from error
     for parameter in new.values():

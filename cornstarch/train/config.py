@@ -356,7 +356,9 @@ class ModuleParallelConfig(Section):
     cp_distribution: Literal["uniform", "zigzag", "makespan_min", "auto"] = "auto"
     """Which tokens each rank gets."""
     stages: Positive = 1
-    """Pipeline stages that the layers are cut into."""
+    """Pipeline stages: sets of ranks that hold some of the layers each."""
+    virtual_stages: Positive = 1
+    """Parts of the layers that each of these sets holds (interleaving)."""
     zero: Literal[0, 1, 2, 3] | None = None
     """The ZeRO stage of this module alone. Default: what `data.kind` says."""
     activation_checkpointing: bool = False
@@ -409,8 +411,13 @@ class ParallelConfig(Section):
     modules: dict[str, ModuleParallelConfig] = {}
     """By name: each encoder, and language_model; or model, for a model that is not taken apart."""
     data: DataParallelConfig = DataParallelConfig()
-    ranks: Literal["auto", "shared", "own"] = "auto"
-    """shared: every rank holds all modules; own: each module has ranks of its own."""
+    ranks: Literal["auto", "shared", "own", "colocated", "first_stage"] = "auto"
+    """shared: every rank holds all modules; own: each module has ranks of its own; colocated: the encoders share ranks;
+    first_stage: the encoders stand on the ranks of the language model's first stage."""
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "auto"] = "1f1b"
+    """In which order the stages of a pipeline work."""
+    verify: Literal["auto", "always", "never"] = "auto"
+    """Try the plan on a tiny twin of the model before training. auto: if it cuts a model that no test has cut so."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> ParallelConfig:
@@ -419,7 +426,7 @@ class ParallelConfig(Section):
 
     def plan(self) -> Plan:
         """Return what is meant as a plan."""
-        data = self.model_dump(mode="json")
+        data = self.model_dump(mode="json", exclude={"verify"})
         if not self.modules:
             del data["modules"]
         return Plan.from_data(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import nn
@@ -185,7 +185,7 @@ def _with_kind(data: DataPlan, kind: DataKind) -> DataPlan:
 def _copies(plan: Plan, data: DataPlan, world: int, ranks_per_node: int) -> int | None:
     """Return how many copies hsdp makes; None if it would be no different from the others."""
     try:
-        copies = Layout.of(Plan(plan.modules, data, plan.ranks), world, ranks_per_node).replicate or 1
+        copies = Layout.of(replace(plan, data=data), world, ranks_per_node).replicate or 1
     except ConfigError:
         return None
     if copies == 1:  # all in one node

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
+
+from torch import nn
 
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
 from cornstarch.parallel.mesh import Replica
+from cornstarch.pipeline.apply import Pipeline
 from cornstarch.train.config import RunConfig, SourceConfig
+from cornstarch.train.data.collate import CollatedBatch
 from cornstarch.train.data.exchange import ExchangedMedia
 from cornstarch.train.data.formats import SampleSource
 from cornstarch.train.data.loader import SkipCounter, StepLoader
@@ -19,6 +24,8 @@ from cornstarch.train.data.sample import MediaKind
 from cornstarch.train.precision import Placement
 from cornstarch.train.state import random_state, restore_random_state
 from cornstarch.train.tasks.task import Measures, Task
+
+_AT_ONCE = 8  # batches that are on their way through a pipeline
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,10 @@ class Evaluator:
         sources: Mapping[str, SampleSource],
         placement: Placement,
         replica: Replica | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._task, self._config, self._sources, self._placement = task, config, dict(sources), placement
-        self._replica = replica or Replica.here()
+        self._replica, self._pipeline = replica or Replica.here(), pipeline
 
     def __call__(self) -> Evaluation:
         """Evaluate on all sources."""
@@ -66,7 +74,7 @@ class Evaluator:
         counts: dict[str, int] = {}
         before = random_state()
         try:
-            with evaluating(self._task.model):
+            with evaluating(self._task.model) if self._pipeline is None else self._pipeline.evaluating():
                 for name, source in self._sources.items():
                     looked_at = seen(source)
                     if len(looked_at):
@@ -77,15 +85,40 @@ class Evaluator:
 
     def _measured(self, source: SampleSource) -> tuple[Measures, int]:
         total, count = Measures({}), 0
-        for batch in self._batches(source):
-            count += batch.samples
-            for portion in batch.portions:
-                moved = replace(portion, inputs=self._placement.moved(portion.inputs))
-                with self._placement.computing():
-                    measured = self._task.measure(moved)
+        batches = self._batches(source)
+        while some := list(islice(batches, 1 if self._pipeline is None else _AT_ONCE)):
+            count += sum(batch.samples for batch in some)
+            portions = [portion for batch in some for portion in batch.portions]
+            for portion, measured in zip(portions, self._measures(portions), strict=True):
                 if portion.sample_ids:  # else it is a stand-in, which counts nothing
                     total = total + measured
         return _over_processes(total, count) if self._replica.leads else _over_processes(Measures({}), 0)
+
+    def _measures(self, portions: list[CollatedBatch]) -> list[Measures]:
+        """Return what is measured of each portion; of a pipeline, only the last stage has it."""
+        if self._pipeline is None:
+            return [self._measure(portion) for portion in portions]
+        found = [Measures({}) for _ in portions]
+        by_inputs = {id(portion.inputs): portion for portion in portions}
+
+        def measure(model: nn.Module, inputs: Mapping[str, Any]) -> Measures:
+            self._task.wrapped = model
+            try:
+                return self._measure(by_inputs[id(inputs)])
+            finally:
+                self._task.wrapped = None
+
+        def finish(number: int, measured: Measures) -> None:
+            found[number] = measured
+
+        with self._pipeline.called_for(measure):
+            self._pipeline.forward([portion.inputs for portion in portions], finish)
+        return found
+
+    def _measure(self, portion: CollatedBatch) -> Measures:
+        moved = replace(portion, inputs=self._placement.moved(portion.inputs))
+        with self._placement.computing():
+            return self._task.measure(moved)
 
     def _batches(self, source: SampleSource) -> Iterator[Any]:
         loop, data = self._config.loop, self._config.data

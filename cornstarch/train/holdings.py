@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor import original_boxes
+from cornstarch.pipeline.naming import whole_names
 from cornstarch.train.checkpoint.pieces import Box, Sharded, Tensorlike, copy_parts, parts_of
 from cornstarch.train.checkpoint.ranks import Ranks
 from cornstarch.train.checkpoint.reading import TensorReader
@@ -31,13 +32,20 @@ _SAMPLES = 64
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by the names that they have without torch.compile, DDP and other wrappers."""
-    return {_original_name(model, name): parameter for name, parameter in model.named_parameters()}
+    names = whole_names(model)
+    found = {_original_name(model, name): parameter for name, parameter in model.named_parameters()}
+    return {names.get(name, name): parameter for name, parameter in found.items()} if names else found
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by the names that they have without wrappers; of a wrapper and what is inside, the inside."""
+    return {_original_name(model, name) if name else "": module for name, module in model.named_modules()}
 
 
 def _original_name(model: nn.Module, name: str) -> str:
     parts = name.split(".")
     root: nn.Module | None = model
-    while root is not None and parts[0] in _WRAPPERS | {"module"}:
+    while root is not None and parts and parts[0] in _WRAPPERS | {"module"}:
         if parts[0] == "module" and not isinstance(root, DistributedDataParallel):
             break
         root = root._modules.get(parts[0])

@@ -43,7 +43,8 @@ def make_optimizer(
     decays = "weight_decay" in _arguments(kind)
     if not decays and any(part.weight_decay for part in parts if part.trained):
         raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
-    groups = [group for part in parts for group in _groups(part, decays, only)]
+    # A process of a pipeline may have nothing to train; its optimizer then has nothing to do.
+    groups = [group for part in parts for group in _groups(part, decays, only)] or [{"params": []}]
     if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, parts):
         options["fused"] = True
     try:

@@ -42,6 +42,11 @@ class Part:
         """Whether a parameter is a bias or belongs to a norm, so that it is not decayed."""
         return len(self.shape(name)) <= 1
 
+    def described(self) -> Part:
+        """Return it without the memory of its parameters, to be told of when they are elsewhere."""
+        bare = {n: nn.Parameter(p.detach().to("meta"), p.requires_grad) for n, p in self.parameters.items()}
+        return replace(self, parameters=bare)
+
     @property
     def train(self) -> str:
         """How it is trained: full, lora or frozen."""
@@ -68,8 +73,13 @@ class Part:
         return sum(self.shape(name).numel() * parameter.itemsize for name, parameter in self.parameters.items())
 
 
-def parts_of(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) -> list[Part]:
-    """Return the parts of a model; every parameter is in exactly one."""
+def parts_of(
+    model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig, *, is_stage: bool = False
+) -> list[Part]:
+    """Return the parts of a model; every parameter is in exactly one.
+
+    Of a stage of a model (`is_stage`) there may be nothing to train: other stages have that.
+    """
     parts = list(_described(model, config, optimizer))
     for name, parameter in named_parameters(model).items():
         longest = max((part for part in parts), key=lambda part: _match(name, part.module_names))
@@ -77,7 +87,7 @@ def parts_of(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) 
             raise ConfigError(f"The parameter {name} belongs to no part of the model.")
         longest.parameters[name] = parameter
     parts = [part for part in parts if part.parameters]
-    if not any(part.trained for part in parts):
+    if not is_stage and not any(part.trained for part in parts):
         raise ConfigError(
             "Nothing is trained: every part is frozen. Set `train` of one to full, lora or (encoders) projector."
         )

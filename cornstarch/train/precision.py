@@ -46,6 +46,10 @@ class Placement:
             return {key: self.moved(item) for key, item in value.items()}
         return [self.moved(item) for item in value] if isinstance(value, list) else value
 
+    def nothing(self) -> Tensor:
+        """Return a zero on the device."""
+        return torch.zeros((), device=self.device)
+
     def memory(self) -> int:
         """Return the most bytes used so far: of the GPU, or of the process."""
         if self.device.type == "cuda":

@@ -98,7 +98,7 @@ def capture(
     tensors: dict[str, Tensorlike] = {}
     parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
     frozen = [name for name, parameter in held.items() if not is_trained(parameter)]
-    known = _surveyed(held, lambda: packed_groups(own, parameters, tensors), frozen, ranks)
+    known = _surveyed(model, held, lambda: packed_groups(own, parameters, tensors), frozen, ranks)
     samples = {name: known.samples[name] for name in frozen if name not in known.optimized}
     averages = _cut_as_parameters(ema, held)
     tensors.update({f"parameters/{name}": _live(p) for name, p in held.items() if name not in samples})
@@ -130,28 +130,31 @@ def restore(
     *,
     ema: Mapping[str, Tensor] | None = None,
     scaler: Stateful | None = None,
+    draws_as: int | None = None,
 ) -> Restored:
     """Bring a run into a captured state, random numbers last; nothing is changed if the state does not fit.
 
     Each process takes what it holds, in whatever layout the state was saved. Call it when everything that draws random
     numbers while it is made (the model, the loader) is there. With another number of processes than the state was saved
-    by, each gets random numbers of its own that depend on the saved ones (`random_numbers.derived_seed`).
+    by, each gets random numbers of its own that depend on the saved ones (`random_numbers.derived_seed`). Processes
+    that have to draw the same numbers, those of a tensor-parallel group, name one of them: `draws_as`.
     """
     ranks = Ranks.here()
+    drawing = ranks.rank if draws_as is None else draws_as
     settle(model)
     state = _state(data)
     parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
-    known = _surveyed(held, lambda: _bare_groups(own, parameters), _not_saved(state), ranks)
+    known = _surveyed(model, held, lambda: _bare_groups(own, parameters), _not_saved(state), ranks)
     averages = _cut_as_parameters(ema, held)
 
     def check() -> None:
-        _refuse(_model_differences(state, model, held, known.samples) + _trained_differences(state, held), "the model")
+        _refuse(_model_differences(state, known) + _trained_differences(state, held), "the model")
         _refuse(optimizer_differences(state["optimizer"], own, parameters, known.optimized), "the optimizer")
         _refuse(_ema_differences(state["ema"], averages), "the averaged weights")
         _refuse(_scaler_differences(state["scaler"], scaler), "the gradient scaler")
         needed = needed_tensors(state["optimizer"], own, parameters, held)
         needed += tensor_names([state[part] for part in ("scaler", "scheduler", "loader")])
-        needed += tensor_names(_saved_random_state(state, ranks)[0])
+        needed += tensor_names(_saved_random_state(state, drawing, ranks.size)[0])
         _check_complete(state, tensors, needed)
 
     def load() -> Restored:
@@ -163,7 +166,7 @@ def restore(
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(unpack(state["scaler"], tensors))
         handed_back = Restored(unpack(state["scheduler"], tensors), unpack(state["loader"], tensors))
-        _restore_random_numbers(state, tensors, ranks)
+        _restore_random_numbers(state, tensors, drawing, ranks.size)
         return handed_back
 
     ranks.agreed(check)
@@ -178,10 +181,10 @@ def restore_weights(
     settle(model)
     state = _state(data)
     held = held_parameters(model, ranks)
-    known = _surveyed(held, list, _not_saved(state), ranks)
+    known = _surveyed(model, held, list, _not_saved(state), ranks)
 
     def check() -> None:
-        _refuse(_model_differences(state, model, held, known.samples), "the model")
+        _refuse(_model_differences(state, known), "the model")
         if averaged and state["ema"] is None:
             raise ConfigError("The checkpoint has no averaged weights: the run was made without an EMA.")
         _check_complete(state, tensors, [])
@@ -214,26 +217,42 @@ class _Survey:
     groups: list[Group]
     """Of the optimizers of all processes."""
     samples: Mapping[str, str]
-    """Of parameters, whole."""
+    """Of parameters that this process has, whole."""
+    parameters: Mapping[str, str]
+    """What there is, in whichever process: of a pipeline each has its own."""
+    buffers: Mapping[str, str]
+    """Those that are saved with the model."""
 
 
 def _surveyed(
-    held: Mapping[str, Tensorlike], groups: Callable[[], list[Group]], names: Iterable[str], ranks: Ranks
+    model: nn.Module,
+    held: Mapping[str, Tensorlike],
+    groups: Callable[[], list[Group]],
+    names: Iterable[str],
+    ranks: Ranks,
 ) -> _Survey:
     """Find out, all processes together, about optimizers and about the parameters that are named."""
     asked = [name for name in names if name in held]
 
     def work() -> dict[str, Any]:
-        return {"groups": groups(), "cut": {name: sampled_part(held[name]) for name in asked if is_cut(held[name])}}
+        return {
+            "groups": groups(),
+            "cut": {name: sampled_part(held[name]) for name in asked if is_cut(held[name])},
+            "parameters": {name: describe(parameter) for name, parameter in held.items()},
+            "buffers": {name: describe(buffer) for name, buffer, persistent in named_buffers(model) if persistent},
+        }
 
     def join(found: list[dict[str, Any]]) -> dict[str, Any]:
         cut = dict.fromkeys(name for one in found for name in one["cut"])
         samples = {name: joined_sample(one["cut"][name] for one in found if name in one["cut"]) for name in cut}
-        return {"groups": joined_groups([one["groups"] for one in found]), "samples": samples}
+        kinds = ("parameters", "buffers")
+        there = {kind: {name: form for one in found for name, form in one[kind].items()} for kind in kinds}
+        return {"groups": joined_groups([one["groups"] for one in found]), "samples": samples, **there}
 
     joined = ranks.reduced(work, join)
     samples = {name: joined["samples"].get(name) or sample(_whole(held[name])) for name in asked}
-    return _Survey({n: None for g in joined["groups"] for n in g["parameters"]}, joined["groups"], samples)
+    optimized = {name: None for group in joined["groups"] for name in group["parameters"]}
+    return _Survey(optimized, joined["groups"], samples, joined["parameters"], joined["buffers"])
 
 
 def _bare_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[Group]:
@@ -273,22 +292,16 @@ def _parameter_entry(parameter: Tensorlike, sampled: str | None) -> dict[str, An
     return entry if sampled is None else {**entry, "sample": sampled}
 
 
-def _model_differences(
-    state: Mapping[str, Any], model: nn.Module, held: Mapping[str, Tensorlike], samples: Mapping[str, str]
-) -> list[str]:
+def _model_differences(state: Mapping[str, Any], known: _Survey) -> list[str]:
     saved = state["parameters"]
-    found = _differences(
-        {name: entry["is"] for name, entry in saved.items()}, {name: describe(p) for name, p in held.items()}
-    )
-    found += _differences(
-        {name: entry["is"] for name, entry in state["buffers"].items() if entry["persistent"]},
-        {name: describe(buffer) for name, buffer, persistent in named_buffers(model) if persistent},
-    )
+    found = _differences({name: entry["is"] for name, entry in saved.items()}, known.parameters)
+    persistent = {name: entry["is"] for name, entry in state["buffers"].items() if entry["persistent"]}
+    found += _differences(persistent, known.buffers)
     if not found:
         found = [
             f"{name} is frozen and was not saved, and has other values now (was it loaded from another model?)"
             for name, entry in saved.items()
-            if not entry["saved"] and entry["sample"] != samples[name]
+            if not entry["saved"] and name in known.samples and entry["sample"] != known.samples[name]
         ]
     return found
 
@@ -349,7 +362,7 @@ def _copy_weights(
 ) -> None:
     averages = (state["ema"] or {}) if averaged else {}
     for name, entry in state["parameters"].items():
-        if entry["saved"]:
+        if entry["saved"] and name in held:
             fill(tensors, f"ema/{name}" if name in averages else f"parameters/{name}", held[name])
     for name, buffer, persistent in named_buffers(model):
         entry = state["buffers"].get(name)
@@ -392,16 +405,16 @@ def _packed_random_state(state: Mapping[str, Any], ranks: Ranks, tensors: dict[s
     return {"rng": None, "rngs": {str(ranks.rank): pack(state, f"rng/{ranks.rank}", tensors)}}
 
 
-def _saved_random_state(state: Mapping[str, Any], ranks: Ranks) -> tuple[Any, bool]:
-    """Return the packed random numbers that this process goes by, and whether they are its own."""
+def _saved_random_state(state: Mapping[str, Any], rank: int, size: int) -> tuple[Any, bool]:
+    """Return the packed random numbers that one of so many processes goes by, and whether they are its own."""
     saved = state.get("rngs") or {"0": state["rng"]}
-    is_own = len(saved) == ranks.size
-    return saved[str(ranks.rank) if is_own else "0"], is_own
+    is_own = len(saved) == size
+    return saved[str(rank) if is_own else "0"], is_own
 
 
-def _restore_random_numbers(state: Mapping[str, Any], tensors: Mapping[str, Any], ranks: Ranks) -> None:
-    packed, is_own = _saved_random_state(state, ranks)
+def _restore_random_numbers(state: Mapping[str, Any], tensors: Mapping[str, Any], rank: int, size: int) -> None:
+    packed, is_own = _saved_random_state(state, rank, size)
     if is_own:
         restore_random_state(unpack(packed, tensors))
     else:
-        seed_all(derived_seed(packed, tensors, ranks.rank, ranks.size))
+        seed_all(derived_seed(packed, tensors, rank, size))

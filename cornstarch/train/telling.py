@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cornstarch import __version__
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import processes
 from cornstarch.report import write_report
 from cornstarch.train.answers import collect_answers
@@ -67,7 +68,7 @@ class Teller:
         if resumed_from is not None:
             self._remember(self._folder.stored_summary(), trainer.position.step)
         self._write_summary()
-        self._console.print(part_table(trainer.parts, self._console.width), soft_wrap=False)
+        self._console.print(part_table(trainer.all_parts, self._console.width), soft_wrap=False)
         for kind, lines in self._summary["data"].items():
             for line in lines:
                 self._console.print(f"{kind} data: {line}", markup=False, highlight=False)
@@ -122,7 +123,7 @@ class Teller:
             "versions": versions(),
             "task": trainer.task.name,
             "command": self._command,
-            "parts": [_part_entry(part) for part in trainer.parts],
+            "parts": [_part_entry(part) for part in trainer.all_parts],
             "data": {
                 "train": trainer.sources.description.splitlines(),
                 "evaluation": [source.description for source in trainer.evaluation_sources.values()],
@@ -256,6 +257,9 @@ class Teller:
     def asked(self, trainer: Trainer) -> None:
         """Ask the finished model about some samples, and count what its parts compute."""
         count = self._config.logging.samples
+        # The stages of a pipeline answer together, token by token, where the model is one that talks.
+        if trainer.pipeline is not None and not isinstance(trainer.model, MultimodalModel):
+            count = 0
         if count and trainer.evaluation_sources:
             self._summary["answers"] = collect_answers(
                 trainer.task,
@@ -264,7 +268,7 @@ class Teller:
                 self._folder.path if self._speaks else None,
                 self._config.data.max_pixels,
             )
-        batch = trainer.some_batch()
+        batch = trainer.some_batch() if trainer.pipeline is None else None
         if batch is not None:
             flops = forward_flops(trainer.task, trainer.parts, batch, trainer.placement)
             for entry in self._summary["parts"]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, clip_gradients, processes, spread
-from cornstarch.parallel.apply import whole_sequences
+from cornstarch.parallel.apply import tensor_cut, whole_reasons, whole_sequences
 from cornstarch.parallel.data import gradients_kept_here, whole_model
-from cornstarch.parallel.mesh import Replica
+from cornstarch.parallel.mesh import Meshes, Replica
+from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout, check_executable
+from cornstarch.train.build import Cuts
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
 from cornstarch.train.counting import Counter
@@ -41,6 +43,7 @@ from cornstarch.train.recompute import recompute_activations
 from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
 from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder
 from cornstarch.train.source import load_config
+from cornstarch.train.start_check import verify_plan
 from cornstarch.train.state import capture, restore, seed_all
 from cornstarch.train.stopping import Stopping
 from cornstarch.train.tasks import build_task
@@ -178,7 +181,9 @@ class Trainer:
         self._open_data()
         self._make_model()
         self._make_optimizer()
-        self.evaluator = Evaluator(self.task, self.config, self.evaluation_sources, self.placement, self.replica)
+        self.evaluator = Evaluator(
+            self.task, self.config, self.evaluation_sources, self.placement, self.replica, self.pipeline
+        )
         self.watch = LossWatch(self.config, self.placement)
         if self.rank == 0:
             self.folder.store_config(self.config)
@@ -209,20 +214,25 @@ class Trainer:
         totals_of_all = self._counter.totals(batch)
         rate = self.rates.set(self.position.step)
         losses: list[Tensor] = []
-        for number, portion in enumerate(batch.portions, start=1):
-            inputs = self.placement.moved(portion.inputs)
-            with gradients_kept_here(self.task.wrapped, number < len(batch.portions)):
-                with self.placement.computing():
-                    loss = self.task.loss(inputs)
-                count = totals_of_all().trained_tokens
-                if portion.trained_tokens != count:  # else its mean is the step's
-                    loss = loss * (portion.trained_tokens / max(count, 1))
-                # Gradients are averaged over processes, but each has only its share of the sum.
-                scaled = loss * self.replica.shares if self.replica.shares > 1 else loss
-                if scaled.requires_grad:  # a portion of text alone teaches a projector nothing
-                    (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+
+        def scaled(number: int, mean: Tensor) -> Tensor:
+            """Return what a portion's mean loss adds to the loss of the step, as gradients are to be taken of it."""
+            tokens, count = batch.portions[number].trained_tokens, totals_of_all().trained_tokens
+            loss = mean if tokens == count else mean * (tokens / max(count, 1))
             losses.append(loss.detach())
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+            # Gradients are averaged over processes, but each has only its share of the sum.
+            loss = loss * self.replica.shares if self.replica.shares > 1 else loss
+            return loss if self.scaler is None else self.scaler.scale(loss)
+
+        if self.pipeline is not None:
+            self.pipeline.train([portion.inputs for portion in batch.portions], scaled)
+        else:
+            for number, portion in enumerate(batch.portions):
+                with gradients_kept_here(self.task.wrapped, number + 1 < len(batch.portions)):
+                    loss = scaled(number, self._loss(portion.inputs))
+                    if loss.requires_grad:  # a portion of text alone teaches a projector nothing
+                        loss.backward()
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum() if losses else self.placement.nothing()
         totals = totals_of_all()
         self._pass(batch, totals)
         position = self.position
@@ -235,6 +245,20 @@ class Trainer:
         position.tokens += totals.tokens
         position.samples += totals.samples
         return StepResult(position.step, loss, rate, norm, totals)
+
+    def _loss(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the mean loss of a portion."""
+        moved = self.placement.moved(inputs)
+        with self.placement.computing():
+            return self.task.loss(moved)
+
+    def _loss_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the mean loss of a portion, computed by what stands for the model."""
+        self.task.wrapped = model
+        try:
+            return self._loss(inputs)
+        finally:
+            self.task.wrapped = None
 
     def _pass(self, batch: StepBatch, totals: StepTotals) -> None:
         """Note that a batch is behind the run."""
@@ -312,9 +336,14 @@ class Trainer:
                 f"model.given = {self.config.model.given}, and {'no' if given is None else 'a'} task was handed over. "
                 "A model made in Python goes through Trainer.from_objects, or Trainer(config, task=…)."
             )
+        self._meshes: Meshes | None = None
+        self.pipeline: Pipeline | None = None
+        """This process's stages, where the model is cut into such."""
         self.task: Task = given if given is not None else self._built_task()
         self.model: nn.Module = self.task.model
         self.parts: list[Part] = parts_of(self.model, self.config.model, self.config.optimizer)
+        self.all_parts: list[Part] = self.parts
+        """Those of the whole model, to be told of; `parts` are what this process has of them."""
         keep_in_precision(self.parts, self.placement.dtype)
         if self.config.loop.activation_checkpointing:
             recompute_activations(self.model)
@@ -330,23 +359,47 @@ class Trainer:
             self._memory = MemoryWatch(self.model, self.config)
 
     def _built_task(self) -> Task:
-        return build_task(self.config, self.sources, JoinedSources(list(self.evaluation_sources.values())))
+        evaluation = JoinedSources(list(self.evaluation_sources.values()))
+        return build_task(self.config, self.sources, evaluation, self._cuts())
+
+    def _cuts(self) -> Cuts | None:
+        """Return how parts are cut while they are read, if matrices are cut at all."""
+        if self._layout.plan.is_pipeline or all(plan.tp == 1 for plan in self._layout.plan.modules.values()):
+            return None
+        self._meshes = Meshes(self._layout, self.placement.device.type)
+        return partial(tensor_cut, self._layout, self._meshes)
 
     def _spread(self) -> None:
         """Let the processes train the model together."""
         layout = self._layout
         for warning in layout.warnings:
             self._teller.note(warning)
-        if isinstance(self.task, ConversationTask) and self.task.model.encoders:
+        for name, reason in whole_reasons(self.model, layout).items():
+            self._teller.note(f"{name} was read whole by every process before it was cut: {reason}.")
+        self._verify_plan()
+        is_stage = layout.plan.is_pipeline
+        # Of a pipeline, replicas whose parameters are whole need not be in step: gradients meet after all passes.
+        in_step = not is_stage or (layout.plan.data.kind not in ("ddp", "zero1") and layout.dp > 1)
+        if in_step and isinstance(self.task, ConversationTask) and self.task.model.encoders:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
         shapes = {name: parameter.shape for part in self.parts for name, parameter in part.parameters.items()}
+        self.all_parts = [part.described() for part in self.parts]
         self._memory = MemoryWatch(self.model, self.config, layout.replicate)
-        self.task.wrapped = spread(self.model, layout, self.placement.device.type)
+        if is_stage:
+            portions = self.config.loop.accumulation
+            computing = self.placement.computing
+            self.pipeline = Pipeline(self.model, layout, self.placement.device, portions, computing=computing)
+            self.pipeline.set_call(self._loss_of)
+        else:
+            self.task.wrapped = spread(self.model, layout, self.placement.device.type, self._meshes)
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
-        parts = parts_of(self.model, self.config.model, self.config.optimizer)
+        parts = parts_of(self.model, self.config.model, self.config.optimizer, is_stage=is_stage)
         self.parts = [replace(part, shapes=shapes) for part in parts]
         # Each process drops out other values, but those that compute the same.
         seed_all(self.config.seed + self.replica.share)
+
+    def _verify_plan(self) -> None:
+        verify_plan(self.model, self._layout, self.config, self._teller.note)
 
     def _make_optimizer(self) -> None:
         config = self.config
@@ -356,7 +409,8 @@ class Trainer:
         self._clipped = list(self._trained_parameters.values())
         self.owned = None
         if self.ranks > 1 and config.parallel.data.kind == "zero1":
-            self.owned = OwnedParameters(self._trained_parameters)
+            group = None if self.pipeline is None else self.pipeline.data_group
+            self.owned = OwnedParameters(self._trained_parameters, group)
         self._own_names = None if self.owned is None else self.owned.names
         self.optimizer = make_optimizer(config.optimizer, self.parts, self._own_names)
         scale_rates(self.optimizer, config.optimizer.scale_rate, self.replica.count)
@@ -415,11 +469,17 @@ class Trainer:
             skips=SkipCounter(config.data.skip_limit),
         )
 
+    def _draws_as(self) -> int:
+        """Return the first of the processes that draw the same random numbers as this one."""
+        same = (rank for rank in range(self.ranks) if Replica.of(self._layout, rank).share == self.replica.share)
+        return next(same)
+
     def _resume(self, checkpoint: Checkpoint) -> None:
         data = checkpoint.data()
         with checkpoint.tensors() as tensors:
             averages = None if self.averages is None else self.averages.averages
-            restore(tensors, data, self.task.wrapped or self.model, self.optimizer, ema=averages, scaler=self.scaler)
+            model = self.task.wrapped or self.model
+            restore(tensors, data, model, self.optimizer, ema=averages, scaler=self.scaler, draws_as=self._draws_as())
         # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
         apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self._own_names)
         scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.replica.count)
@@ -461,7 +521,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.config.optimizer.clip is not None:
-            norm = clip_gradients(self.task.wrapped, self._clipped, self.config.optimizer.clip)
+            norm = self._clip(self.config.optimizer.clip)
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
         self._memory.look(self)
@@ -476,6 +536,11 @@ class Trainer:
         if self.averages is not None:
             self.averages.update()
         return norm
+
+    def _clip(self, most: float) -> Tensor:
+        if self.pipeline is None:
+            return clip_gradients(self.task.wrapped, self._clipped, most)
+        return clip_gradients(None, self._clipped, most, self.pipeline.holders, self.pipeline.copies())
 
     def _forget_gradients(self) -> None:
         for parameter in self._clipped:
@@ -556,6 +621,7 @@ class Trainer:
             self.placement.computing(),
             whole_model(self.task.wrapped),
             whole_sequences(self.model),
+            nullcontext() if self.pipeline is None else self.pipeline.evaluating(),
         ):
             self._teller.asked(self)
         report = self._teller.ended("finished", self.position)

@@ -7,33 +7,41 @@ alone or as one of several, and writes what they came to.
 from __future__ import annotations
 
 import io
+import json
 import math
+import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.unwrap import accepts
 from cornstarch.models.twin import twin_config
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import Plan
 from cornstarch.train.build import part_config
 from cornstarch.train.config import PartConfig, RunConfig
-from cornstarch.train.source import as_data, load_config
-from cornstarch.train.witness import Witness, record
+from cornstarch.train.source import as_data, dump_config, load_config
+from cornstarch.train.witness import Difference, Witness, difference, record
 
 STEPS = 2
 _MOST = 8  # processes that are started without being asked for
 # AdamW divides a gradient by its own size: with an eps of 1e-8 rounding in one that is zero would be a step like any.
 _OPTIMIZER = {"eps": 1e-6, "clip": 0.5, "learning_rate": 1e-3}
+_SECONDS = 300.0  # that a process of a trial waits for the others
+_TOKENS = 24  # of a row of random text
+_WORLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def twin_run(config: RunConfig, folder: Path, replicas: int) -> RunConfig:
     """Return a run of a few steps with a tiny twin of the model, on the first samples, on the CPU and without noise."""
     data: dict[str, Any] = as_data(config)
-    modules = config.parallel.plan().modules.values()
-    multiple = math.lcm(*(module.tp * module.cp for module in modules))
+    multiple = _multiple(config)
     model = config.model
     named: list[tuple[str, PartConfig | None, dict[str, Any]]] = [
         ("language_model", model.language_model, data["model"]),
@@ -42,11 +50,64 @@ def twin_run(config: RunConfig, folder: Path, replicas: int) -> RunConfig:
     ]
     for name, part, place in named:
         if part is not None:
-            place[name] = _twin_part(name, part, place[name], multiple)
+            place[name] = _twin_part(name, part, place[name], multiple, _layers(config))
     data["model"]["start_from"] = None
+    return _short_run(data, folder, replicas)
+
+
+def given_twin_run(config: RunConfig, model: PreTrainedModel, folder: Path, replicas: int) -> RunConfig:
+    """Return such a run with a twin of a model that was made in Python, on random text.
+
+    The run's own rows and loss stay out of it: what is cut is the model.
+    """
+    kind = type(model)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ConfigError(f"{kind.__qualname__} is not in a module that another process can import")
+    if not (accepts(model, "input_ids") and accepts(model, "labels")):
+        raise ConfigError(f"{kind.__name__} takes no input_ids and labels: it is unknown what to try it with")
+    twin = twin_config(model.config, _multiple(config), _layers(config))
+    (folder / "rows.json").write_text(
+        json.dumps(_random_rows(twin, STEPS * replicas * _layers(config))), encoding="utf-8"
+    )
+    data: dict[str, Any] = as_data(config)
+    arguments = {"kind": name, "config": twin.to_dict()}
+    data["model"] = {"factory": {"function": f"{__name__}:given_twin", "arguments": arguments}}
+    data["data"] = {"train": [{"path": str(folder / "rows.json"), "format": "rows"}]}
+    return _short_run(data, folder / "run", replicas)
+
+
+def given_twin(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    """Return a model of the class `package.module:Class`."""
+    module, _, path = kind.partition(":")
+    found: Any = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found(found.config_class.from_dict(config))
+
+
+def _random_rows(config: PreTrainedConfig, count: int) -> list[dict[str, list[int]]]:
+    words = config.get_text_config().vocab_size
+    ids = torch.randint(min(3, words - 1), words, (count, _TOKENS), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
+
+
+def _multiple(config: RunConfig) -> int:
+    return math.lcm(*(module.tp * module.cp for module in config.parallel.plan().modules.values()))
+
+
+def _layers(config: RunConfig) -> int:
+    """Return how many layers a twin needs, so that every stage has one."""
+    return max(2, *(module.stages * module.virtual_stages for module in config.parallel.plan().modules.values()))
+
+
+def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     data["data"]["evaluation"] = []
     data["data"]["workers"] = 0
-    data["loop"].update(steps=STEPS, epochs=None, batch_size=2 * replicas, accumulation=1, ema=None,
+    # As many microbatches as a pipeline has stages: fewer would not interleave.
+    portions = max((one["stages"] for one in data["parallel"]["modules"].values()), default=1)
+    rows = replicas * max(2, portions)
+    data["loop"].update(steps=STEPS, epochs=None, batch_size=rows, accumulation=portions, ema=None,
                         evaluate_every=None, early_stopping=None)  # fmt: skip
     data["optimizer"].update(_OPTIMIZER)
     data["schedule"] = {"name": "constant", "warmup": 0}
@@ -56,8 +117,8 @@ def twin_run(config: RunConfig, folder: Path, replicas: int) -> RunConfig:
     return load_config(None, base=data)
 
 
-def _twin_part(name: str, part: PartConfig, described: dict[str, Any], multiple: int) -> dict[str, Any]:
-    config = twin_config(part_config(f"model.{name}", part), multiple)
+def _twin_part(name: str, part: PartConfig, described: dict[str, Any], multiple: int, layers: int) -> dict[str, Any]:
+    config = twin_config(part_config(f"model.{name}", part), multiple, layers)
     places: list[str] = [key for key in ("tokenizer", "processor") if key in described]
     kept = {key: described[key] if described[key] is not None else part.path for key in places}
     if described.get("processor_config") is not None:
@@ -65,9 +126,9 @@ def _twin_part(name: str, part: PartConfig, described: dict[str, Any], multiple:
     return {**described, **kept, "path": None, "config": config.to_dict(), "dtype": None, "learning_rate": None}
 
 
-def processes_for(plan: Plan) -> tuple[int, int]:
-    """Return how many processes a plan is tried with, and how many replicas these are: two, if that is not too many."""
-    for dp in (2, 4, plan.data.replicate or 1, 1):
+def processes_for(plan: Plan, replicas: tuple[int, ...] = (2, 4)) -> tuple[int, int]:
+    """Return how many processes a plan is tried with, and how many replicas these are: the first number that fits."""
+    for dp in (*replicas, plan.data.replicate or 1, 1):
         try:
             layout = Layout.of(plan, dp * plan.replica)
         except ConfigError:
@@ -75,6 +136,49 @@ def processes_for(plan: Plan) -> tuple[int, int]:
         if layout.world <= max(_MOST, plan.replica):
             return layout.world, layout.dp
     raise ConfigError(f"parallel: a replica takes {plan.replica} processes. Say how many to try it with: --nproc.")
+
+
+class TrialError(Exception):
+    """A trial could not be carried out; the text is what its processes said."""
+
+    def __init__(self, code: int, said: str, shown: bool) -> None:
+        super().__init__(said)
+        self.code = code
+        self.is_shown = shown
+        """Whether the user has read it."""
+
+
+def tried(twin: RunConfig, ranks: int, place: Path) -> Difference:
+    """Carry a trial out: the run of a twin in one process and in several; return how far they are apart.
+
+    Args:
+        twin: What `twin_run` made.
+        ranks: How many processes.
+        place: A folder for the trial.
+    """
+    one = twin.model_copy(update={"parallel": type(twin.parallel)(), "output": place / "alone"})
+    for name, described, count in (("one", one, 1), ("several", twin, ranks)):
+        (place / f"{name}.yaml").write_text(dump_config(described), encoding="utf-8")
+        _launched(place, name, count)
+    return difference(place / "record several", place / "record one")
+
+
+def _launched(place: Path, name: str, ranks: int) -> None:
+    from cornstarch.launch import launch
+    from cornstarch.launch.last_words import read_last_words
+
+    files = [f"{place / name}.yaml", f"{place / 'record'} {name}"]
+    # The twin has a group of its own, and no use for a GPU. What this process can import, it can, too.
+    environment = {key: value for key, value in os.environ.items() if key not in _WORLD}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    heard = io.StringIO()
+    console = Console(file=heard, soft_wrap=True)
+    command = [sys.executable, "-m", "cornstarch.train.verification", *files]
+    code = launch(command, ranks, place / f"logs of {name}", environment=environment, console=console)
+    if code:
+        said = heard.getvalue().strip()  # nothing if the first process has told it itself
+        words = said or read_last_words(place / f"logs of {name}" / "rank_0.log").text
+        raise TrialError(code, words, shown=not said)
 
 
 def main(arguments: list[str]) -> None:
@@ -87,7 +191,7 @@ def main(arguments: list[str]) -> None:
     if world.size == 1:
         record(Witness(config, console=console), folder)
         return
-    with start_process_group(world, "cpu"):
+    with start_process_group(world, "cpu", _SECONDS):
         record(Witness(config, console=console), folder)
 
 

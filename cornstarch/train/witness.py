@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ from cornstarch.models.twin import disturb
 from cornstarch.parallel import processes
 from cornstarch.parallel.tensor import full_tensors
 from cornstarch.train.data.loader import StepBatch
-from cornstarch.train.holdings import named_parameters
+from cornstarch.train.holdings import named_modules, named_parameters
 from cornstarch.train.tasks.task import Task
 from cornstarch.train.trainer import Trainer
 
 TOLERANCE = 1e-4
 """How far a number may be off: this times (its own size + FLOOR × the largest number beside it)."""
 FLOOR = 1e-2
-_NUMBERS, _RECORD = "numbers.safetensors", "record.json"
+_NUMBERS, _RECORD = "numbers-{}.safetensors", "record.json"
+_SAMPLED = 4096  # numbers of an output that are kept
 
 
 class Witness(Trainer):
@@ -37,6 +39,9 @@ class Witness(Trainer):
         super().__init__(*arguments, **options)
         self.watching = True
         self.gradients: list[dict[str, Tensor | None]] = []
+
+    def _verify_plan(self) -> None:
+        """Nothing: this is how a plan is verified."""
 
     def _built_task(self) -> Task:
         task = super()._built_task()
@@ -53,8 +58,10 @@ class Witness(Trainer):
             found = {name: parameter.grad for name, parameter in named_parameters(self.model).items()}
             there = {name: gradient for name, gradient in found.items() if gradient is not None}
             # A gradient that only some have could not be gathered: those would wait for ever.
-            names = processes.gather_data(sorted(there))
-            assert all(one == names[0] for one in names), [set(one) ^ set(names[0]) for one in names]
+            by_holders: dict[str, set[str]] = {}
+            for holding, having in processes.gather_data([json.dumps(sorted(found)), json.dumps(sorted(there))]):
+                by_holders.setdefault(holding, set()).add(having)
+            assert all(len(one) == 1 for one in by_holders.values()), by_holders
             whole = full_tensors(self.model, there)
             return {name: whole[name].clone() if name in whole else None for name in found}
 
@@ -83,20 +90,51 @@ def record(witness: Witness, folder: Path) -> None:
     """Do all steps of a run and write what they came to; all processes have to call it."""
     witness.setup()
     losses, norms = [], []
+    outputs = _Outputs(witness.model)
     for batch in witness.batches():
         result = witness.step(batch)
+        outputs.end()
         losses.append(processes.sum_over_ranks([float(result.loss)])[0] / witness.replica.alike)
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
     whole = whole_parameters(witness.model, witness.task.wrapped)
     numbers = {f"parameter {name}": value for name, value in whole.items()}
     for step, gradients in enumerate(witness.gradients):
         numbers |= {f"gradient {step} {name}": value for name, value in gradients.items() if value is not None}
-    if processes.rank() == 0:
+    numbers |= {f"output {name}": value for name, value in outputs.samples.items()}
+    if processes.rank() == 0 or witness.pipeline is not None:  # of a pipeline each process has other numbers
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in numbers.items()}, folder / _NUMBERS)
-        parts = {part.name: list(part.parameters) for part in witness.parts}
-        said = {"losses": losses, "norms": norms, "parts": parts}
+        there = {name: value.contiguous() for name, value in numbers.items()}
+        save_file(there, folder / _NUMBERS.format(processes.rank()))
+    if processes.rank() == 0:
+        parts = {part.name: list(part.parameters) for part in witness.all_parts}
+        said = {"losses": losses, "norms": norms, "parts": parts, "outputs": outputs.shapes}
         (folder / _RECORD).write_text(json.dumps(said), encoding="utf-8")
+
+
+class _Outputs:
+    """What each module put out first, in the order in which they ended: a sample of its numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.samples: dict[str, Tensor] = {}
+        self.shapes: dict[str, list[int]] = {}
+        self._handles = [
+            module.register_forward_hook(partial(self._keep, name))
+            for name, module in named_modules(model).items()
+            if name
+        ]
+
+    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if name in self.samples or not isinstance(first, Tensor) or not first.is_floating_point():
+            return
+        numbers = first.detach().flatten()
+        self.samples[name] = numbers[:: max(1, len(numbers) // _SAMPLED)].float().clone()
+        self.shapes[name] = list(first.shape)
+
+    def end(self) -> None:
+        """Stop looking."""
+        for handle in self._handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -118,6 +156,8 @@ class Difference:
 
     loss: float
     parts: list[PartDifference]
+    output: str | None = None
+    """The first module whose output, of the same shape in both, is another one."""
 
     @property
     def is_equal(self) -> bool:
@@ -127,7 +167,9 @@ class Difference:
 
     @property
     def begins(self) -> str | None:
-        """The module where the first wrong gradient is."""
+        """The module where it begins: that of the first wrong output, or else of the first wrong gradient."""
+        if self.output is not None:
+            return self.output
         wrong = [one.begins for one in self.parts if one.begins is not None]
         return wrong[-1].rpartition(".")[0] if wrong else None
 
@@ -135,11 +177,32 @@ class Difference:
 def difference(found: Path, expected: Path) -> Difference:
     """Compare two records."""
     ours, theirs = (json.loads((folder / _RECORD).read_text(encoding="utf-8")) for folder in (found, expected))
-    a, b = load_file(found / _NUMBERS), load_file(expected / _NUMBERS)
+    a, b = _numbers(found), _numbers(expected)
     pairs = zip(ours["losses"] + ours["norms"], theirs["losses"] + theirs["norms"], strict=True)
     loss = max(abs(x - y) / (abs(y) or 1.0) for x, y in pairs if x is not None)
     parts = [_part_difference(name, parameters, a, b) for name, parameters in theirs["parts"].items()]
-    return Difference(loss, parts)
+    return Difference(loss, parts, _first_output(ours, theirs, a, b))
+
+
+def _numbers(folder: Path) -> dict[str, Tensor]:
+    """Return what all processes have written."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("numbers*.safetensors")):
+        found |= load_file(file)
+    assert found, f"{folder} has no numbers to compare"
+    return found
+
+
+def _first_output(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> str | None:
+    """Return the first module that put out something else; what is cut has another shape, and says nothing."""
+    shapes: dict[str, list[int]] = ours.get("outputs", {})
+    for name, shape in theirs.get("outputs", {}).items():
+        key = f"output {name}"
+        if shapes.get(name) == shape and deviations(found, {key: expected[key]}).get(key, 0.0) > 10 * TOLERANCE:
+            return name
+    return None
 
 
 def _part_difference(

@@ -60,7 +60,7 @@ def test_the_example(run: Run) -> None:
     assert out.startswith("3 modules on ranks of their own, 27 ranks in a replica\n  vision          tp 2\n")
     assert "54 ranks on 7 nodes of 8: 2 replicas of 27" in out
     assert "6     48–49  vision          0      0    0   0–1" in out
-    assert "- modules.language_model.stages = 3: pipeline parallelism cannot be run yet. Use stages: 1." in out
+    assert "cannot be run yet" not in out
 
 
 def test_a_world_that_does_not_fit(run: Run) -> None:
@@ -137,7 +137,7 @@ CONFIGS = [
     (RUN + "parallel:\n", Plan({"vision": ModulePlan(), "language_model": ModulePlan()})),
     (RUN + "parallel: {data: {kind: zero3}}\n",
      Plan({"vision": ModulePlan(), "language_model": ModulePlan()}, DataPlan("zero3"))),
-    (RUN + "parallel: {modules: {vision: {tp: 2}, language_model: {}}}\n",
+    (RUN + "parallel: {verify: never, modules: {vision: {tp: 2}, language_model: {}}}\n",
      Plan({"vision": ModulePlan(tp=2), "language_model": ModulePlan()})),
     ("model: {whole: {path: some/model}}\nparallel: {data: {kind: fsdp1}}\n", Plan(data=DataPlan("fsdp1"))),
     ("parallel: {data: {kind: fsdp1}}\n", Plan(data=DataPlan("fsdp1"))),

@@ -42,9 +42,16 @@ def test_a_plan_that_is_right(run: Run) -> None:
     assert not Path("run").exists()  # the run's own folder is left alone
 
 
+def test_a_pipeline_that_is_right(run: Run) -> None:
+    code, out, _ = run("parallel.modules.model.stages=2", "--nproc", "2")
+    assert code == 0
+    assert [line.split("  ")[0] for line in out.splitlines() if "e-" in line or " 0" in line][-1] == "loss"
+    assert out.endswith("The plan does what one process does.\n")
+
+
 WRONG = [
     (["parallel.modules.model.tpp=2"], "tpp"),
-    (["parallel.modules.model.stages=2"], "pipeline parallelism cannot be run yet"),
+    (["parallel.modules.model.stages=2", "parallel.data.kind=fsdp1"], "it cannot shard the stages of a pipeline"),
     (["parallel.modules.model.tp=2", "--nproc", "3"], "3 ranks do not divide evenly: a replica takes 2"),
     (["data.train=[{path: nowhere.json}]"], "nowhere.json"),
 ]

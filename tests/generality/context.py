@@ -1,10 +1,10 @@
-"""Cut the tokens of every causal language model that transformers can build tiny over two ranks, and judge the result.
+"""Cut what every model that transformers can build tiny computes over two ranks, and judge the result.
 
-*supported*: loss and every gradient are those of one process, in every mode, for padded rows and for packed documents;
-*refused*: the package said why it cannot; *not built*: there is no small working model; anything else is *wrong*, and a
-defect.
+Of causal language models the tokens are cut, of encoders the items are dealt out. *supported*: loss and every gradient
+are those of one process; for language models in every mode, for padded rows and for packed documents; *refused*: the
+package said why it cannot; *not built*: there is no small working model; anything else is *wrong*, and a defect.
 
-`python -m tests.generality.context` judges them all, and prints what was found.
+`python -m tests.generality.context` judges them all and puts what was found into the tested table.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from cornstarch.attention import MaskSpec, use_mask
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.context import Mode, shard_tokens, unshard_tokens
+from cornstarch.parallel.context import Mode, shard_items, shard_tokens, unshard_tokens
+from tests.generality import results
+from tests.generality.tensor import built, is_activation, largest_difference, leaves, weighed
 from tests.models import sweep
 from tests.models.sweep import NOT_BUILT, REFUSED, SUPPORTED, WRONG, NotBuiltError, Verdict
 from tests.parallel.context.work import Gradients, difference, gradients, shuffled, summed
@@ -58,8 +60,8 @@ def judge_here(model_name: str) -> Verdict:
         warnings.simplefilter("ignore")
         try:
             with sweep.time_limit(sweep.SECONDS_PER_MODEL):
-                model = sweep.build_language_model(model_name)
-            found = differences(model)
+                model, items = built(model_name)
+            found = differences(model) if "input_ids" in items else dealt_differences(model, items)
         except NotBuiltError as error:
             return Verdict(model_name, NOT_BUILT, str(error))
         except ConfigError as error:
@@ -88,6 +90,24 @@ def differences(model: PreTrainedModel) -> str:
             if said := said_difference(one, truth):
                 return f"{mode}, {what}: {said}"
     return ""
+
+
+def dealt_differences(encoder: nn.Module, items: dict[str, Tensor]) -> str:
+    """Say how an encoder whose items are dealt out differs from one that has them all."""
+    with sweep.harness(type(encoder).__name__):
+        expected = encoded(encoder, items, 1)
+    shard_items(encoder, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("cp",)))
+    found = together(encoded(encoder, items, RANKS))
+    return largest_difference({"loss": found[0], **found[1]}, {"loss": expected[0], **expected[1]})
+
+
+def encoded(encoder: nn.Module, items: dict[str, Tensor], shares: int) -> Found:
+    """Return a share of a number that all of the output has a part in, and every gradient of it."""
+    torch.manual_seed(0)
+    loss = sum(weighed(value.float()) for value in leaves(encoder(**items)) if is_activation(value))
+    if not isinstance(loss, Tensor):
+        raise NotBuiltError("no output has a gradient")
+    return loss.detach() / shares, gradients(encoder, loss / shares)
 
 
 def said_difference(found: Found, expected: Found) -> str:
@@ -123,14 +143,16 @@ def together(found: Found) -> Found:
 
 
 def main() -> None:
-    """Judge every model, or those that are named, and print what was found; a wrong one makes it fail."""
-    names = sys.argv[1:] or sorted(sweep.language_model_names())
+    """Judge every model, or those that are named; a wrong one makes it fail."""
+    names = sys.argv[1:] or results.all_names(results.LANGUAGE_MODELS, results.ENCODERS)
     verdicts = []
     for name in names:
         verdicts.append(judge_context(name))
         print(f"{name}: {verdicts[-1].status} {sweep.cell(verdicts[-1].reason)[:200]}", flush=True)
     counts = Counter(verdict.status for verdict in verdicts)
     print(", ".join(f"{counts[status]} {status}" for status in (SUPPORTED, REFUSED, WRONG, NOT_BUILT)))
+    found = {one.model: results.entry(one.status, one.reason) for one in verdicts}
+    results.keep("cp", found, whole_sweep=not sys.argv[1:])
     if counts[WRONG]:
         raise SystemExit("some models are wrong: see above")
 

@@ -3,7 +3,7 @@
 *supported*: loss and every gradient are those of one process; *refused*: the package said why it cannot; *not built*:
 there is no small working model; anything else is *wrong*, and a defect.
 
-`python -m tests.generality.tensor` judges them all, and prints what was found.
+`python -m tests.generality.tensor` judges them all and puts what was found into the tested table.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor import full_tensors, kept_whole, shard_tensors
+from tests.generality import results
 from tests.models import sweep
 from tests.models.sweep import NOT_BUILT, REFUSED, SUPPORTED, WRONG, NotBuiltError
 from tests.parity.pool import Failed, pool
@@ -147,8 +148,7 @@ def largest_difference(found: dict[str, Tensor | None], expected: dict[str, Tens
 
 def main() -> None:
     """Judge all, or those that are named."""
-    encoders = [kind.__name__ for kind in sweep.encoder_classes(sweep.encoder_names())]
-    names = sys.argv[1:] or [*sorted(sweep.language_model_names()), *encoders]
+    names = sys.argv[1:] or results.all_names(results.LANGUAGE_MODELS, results.ENCODERS)
     verdicts = []
     for name in names:
         verdict = judge_tensor(name)
@@ -159,6 +159,8 @@ def main() -> None:
     counts = Counter(verdict.status for verdict in verdicts)
     partly = sum(verdict.status == SUPPORTED and bool(verdict.whole) for verdict in verdicts)
     print(", ".join(f"{number} {status}" for status, number in counts.items()), f"({partly} of them partly whole)")
+    found = {one.model: results.entry(one.status, one.reason, one.whole) for one in verdicts}
+    results.keep("tp", found, whole_sweep=not sys.argv[1:])
     pool().close()
     if counts[WRONG]:
         raise SystemExit("some models are wrong")

@@ -319,6 +319,8 @@ transformers {version} can build tiny from its config is composed (language mode
 compared with the same parts run by hand: logits, loss and every gradient. A model is *supported* if they agree. It is
 *refused*, with the reason, if it cannot be composed. Nothing else may happen; the sweep test fails if it does.
 
+Which of them can be cut over processes is on [another page](models.md).
+
 This page is written by `HF_HUB_OFFLINE=1 python -m tests.models.sweep > docs/supported_models.md`.
 
 {sections}"""

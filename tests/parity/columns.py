@@ -10,6 +10,10 @@ from cornstarch.plan import Plan
 from tests.parity.rows import Row
 
 
+MOST = 4
+"""Processes."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A way to spread a run over processes."""
@@ -25,6 +29,8 @@ class Column:
     """What it says about the language model, or the whole model, besides: stages."""
     ranks_of: str = "auto"
     """Whether modules share their ranks; those of different sizes do only if it is said."""
+    schedule: str = "1f1b"
+    """Of the stages of a pipeline."""
     encoders_only: bool = False
     """Whether it says nothing about a model without encoders."""
     unused_are_zero: bool = False
@@ -38,14 +44,21 @@ class Column:
         """Return the section `parallel` of a run."""
         modules = {name: dict(self.module) for name in row.modules}
         modules[row.modules[-1]].update(self.last)
-        modules = modules if self.module or self.last else {}
-        return {"data": dict(self.data), "modules": modules, "ranks": self.ranks_of}
+        modules = modules if self.module or self.last or self.ranks_of == "own" else {}
+        return {"data": dict(self.data), "modules": modules, "ranks": self.ranks_of, "schedule": self.schedule}
 
     def loads(self, row: str) -> list[str]:
         """Return what it is tried with: what is refused, once; what is cut, in portions only when it is mixed."""
         if self.refusal(row):
             return ["plain"]
+        if self.is_pipeline:  # portions are its microbatches
+            return ["accumulation", "mixed"]
         return ["plain", "mixed"] if self.module or self.last else list(LOADS)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether stages work one after the other."""
+        return "stages" in self.last or self.ranks_of == "own"
 
     @property
     def is_cut(self) -> bool:
@@ -53,8 +66,8 @@ class Column:
         return max(self.module.get("tp", 1), self.last.get("tp", 1)) > 1
 
     def fits(self, row: Row) -> bool:
-        """Whether it says something about a row."""
-        return len(row.modules) > 1 or not self.encoders_only
+        """Whether it says something about a row, and four processes are enough for it."""
+        return (len(row.modules) > 1 or not self.encoders_only) and self.ranks(row) <= MOST
 
     def ranks(self, row: Row) -> int:
         """Return how many processes it takes."""
@@ -85,6 +98,7 @@ IN_ONE_PIECE = {
 }
 BOTH = {**IN_ONE_PIECE, **UNCUT}
 ONE_LIST = {**UNCUT, "lora": "self_attn has adapters", "t5": "it has an encoder and a decoder"}
+FEW_HEADS = {**UNCUT, "fused": "it has 2 key and value heads"}
 OWN_LOSS = {**UNCUT, "t5": "it computes its loss itself, from all logits"}
 
 COLUMNS: dict[str, Column] = {
@@ -100,6 +114,7 @@ COLUMNS: dict[str, Column] = {
     "tp_vocabulary": Column(
         "tp 2, vocabulary", 1, module={"tp": 2}, last={"tp_vocabulary": True}, refused_rows=OWN_LOSS
     ),
+    "tp4": Column("tp 4", 1, module={"tp": 4}, refused_rows=FEW_HEADS),
     "dp_tp": Column("dp 2 × tp 2", 2, module={"tp": 2}, refused_rows=UNCUT),
     "zero3_tp": Column("zero3 2 × tp 2", 2, {"kind": "zero3"}, module={"tp": 2}, refused_rows=UNCUT),
     "encoder_tp": Column(
@@ -118,7 +133,37 @@ COLUMNS: dict[str, Column] = {
     "tp_cp": Column("tp 2 × cp 2", 1, module={"tp": 2, "cp": 2}, refused_rows=BOTH),
     "dp_cp": Column("dp 2 × cp 2", 2, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
     "zero2_cp": Column("zero2 2 × cp 2", 2, {"kind": "zero2"}, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
-    "pp": Column("pp 2", 1, last={"stages": 2}, refused="pipeline parallelism cannot be run yet"),
+    "pp": Column("pp 2, encoders on ranks of their own", 1, last={"stages": 2}),
+    "pp_first": Column("pp 2, encoders in the first stage", 1, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_colocated": Column("pp 2, encoders colocated", 1, last={"stages": 2}, ranks_of="colocated", encoders_only=True),
+    "pp4": Column("pp 4", 1, last={"stages": 4}, ranks_of="first_stage"),
+    "pp_gpipe": Column("pp 2, gpipe", 1, last={"stages": 2}, schedule="gpipe"),
+    "pp_zero_bubble": Column("pp 2, zero-bubble", 1, last={"stages": 2}, schedule="zero_bubble"),
+    "pp_interleaved": Column(
+        "pp 2 × 2, interleaved",
+        1,
+        last={"stages": 2, "virtual_stages": 2},
+        ranks_of="first_stage",
+        schedule="interleaved",
+    ),
+    "pp_tp": Column("pp 2 × tp 2", 1, module={"tp": 2}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_cp": Column("pp 2 × cp 2", 1, module={"cp": 2}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_zero1": Column("pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_zero2": Column("pp 2 × zero2", 2, {"kind": "zero2"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_fsdp2": Column("pp 2 × fsdp2", 2, {"kind": "fsdp2"}, last={"stages": 2}, ranks_of="first_stage"),
+    "own": Column("encoders and LLM apart, dp 2", 2, ranks_of="own", encoders_only=True),
+    "own_zero2": Column("encoders and LLM apart, zero2", 2, {"kind": "zero2"}, ranks_of="own", encoders_only=True),
+    "tp2_tp1": Column(
+        "encoders tp 2, LLM pp 2", 1, module={"tp": 2}, last={"tp": 1, "stages": 2}, ranks_of="own", encoders_only=True
+    ),
+    "tp1_tp2": Column(
+        "encoders tp 1, LLM tp 2, apart", 1, module={"tp": 1}, last={"tp": 2}, ranks_of="own", encoders_only=True
+    ),
+    "cp2_cp2": Column("encoders cp 2, LLM cp 2, apart", 1, module={"cp": 2}, ranks_of="own", encoders_only=True),
+    "cp1_cp2": Column(
+        "encoders cp 1, LLM cp 2, apart", 1, module={"cp": 1}, last={"cp": 2}, ranks_of="own", encoders_only=True
+    ),
 }
 
 LOADS: dict[str, Load] = {

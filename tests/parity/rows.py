@@ -28,12 +28,19 @@ class Row:
     """More of the section `data`."""
 
 
-_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+_SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 _TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA = {"model_type": "llama", **_SIZES, **_TOKENS, "num_key_value_heads": 1, "max_position_embeddings": 128}
-_PHI3 = {**_LLAMA, "model_type": "phi3", "num_attention_heads": 4, "num_key_value_heads": 2}
+_LLAMA = {
+    "model_type": "llama",
+    **_SIZES,
+    "num_hidden_layers": 3,
+    **_TOKENS,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+_PHI3 = {**_LLAMA, "model_type": "phi3", "num_key_value_heads": 2}
 _MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-_T5 = {"model_type": "t5", **_TOKENS, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
+_T5 = {"model_type": "t5", **_TOKENS, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4,
        "dropout_rate": 0.0}  # fmt: skip
 
 
@@ -58,7 +65,7 @@ def _audio(train: str) -> dict[str, Any]:
         "train": train,
         "config": {
             "model_type": "whisper", "num_mel_bins": 4, "max_source_positions": 8, "d_model": 16, "encoder_layers": 2,
-            "encoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 16,
+            "encoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_layers": 1, "decoder_ffn_dim": 16,
             "decoder_attention_heads": 2, "dropout": 0.0, **_TOKENS, "vocab_size": 8, "decoder_start_token_id": 1,
         },
         "processor_config": {"class_name": "PrecomputedFeatureExtractor", "feature_size": 4, "max_frames": 16},

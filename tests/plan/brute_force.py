@@ -27,8 +27,14 @@ def places(layout: Layout) -> list[Place]:
             for dp in range(first, min(first + together, layout.dp)):
                 for stage in range(span.stages):
                     for cp in range(span.cp):
-                        found += [Place(span.modules, stage, dp, cp, tp) for tp in range(span.tp)]
+                        held = tuple(m for m in span.modules if stage < stages_of(layout.plan, m))
+                        found += [Place(held, stage, dp, cp, tp) for tp in range(span.tp)]
     return found
+
+
+def stages_of(plan: Plan, module: str) -> int:
+    """Return in how many stages a module is, as the plan says in words."""
+    return 1 if plan.ranks == "first_stage" and module != "language_model" else plan.modules[module].stages
 
 
 def groups(layout: Layout, axis: str, module: str) -> set[tuple[int, ...]]:
@@ -49,8 +55,11 @@ def nodes_beyond_need(layout: Layout, axis: str) -> int:
     """Return on how many nodes more than needed the groups lie: tp groups, or stages (cp), or modules (pp)."""
     common = {"tp": ("stage", "dp", "cp"), "cp": ("stage", "dp"), "pp": ("dp",)}[axis]
     found: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    first = {module for module in layout.plan.modules if layout.plan.ranks == "first_stage"} - {"language_model"}
     for rank, place in enumerate(places(layout)):
-        found[place.modules, *(getattr(place, name) for name in common)].append(rank)
+        found[tuple(m for m in place.modules if m not in first), *(getattr(place, name) for name in common)].append(
+            rank
+        )
     return sum(
         len({rank // layout.ranks_per_node for rank in ranks}) - -(-len(ranks) // layout.ranks_per_node)
         for ranks in found.values()
@@ -59,7 +68,7 @@ def nodes_beyond_need(layout: Layout, axis: str) -> int:
 
 @st.composite
 def plans(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 6)) -> Plan:
-    """Draw a plan of one to four modules."""
+    """Draw a plan of one to four modules; those that share ranks have the same sizes."""
     size = st.sampled_from(sizes)
     module = st.builds(ModulePlan, tp=size, cp=size, stages=st.integers(1, 3))
     encoders = draw(st.lists(module, max_size=3))
@@ -67,12 +76,19 @@ def plans(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 6)) -> Plan:
     if draw(st.booleans()):  # two encoders with equal sizes are two encoders
         encoders = [*encoders, *encoders[-1:]][:3]
     modules = {f"encoder_{index}": plan for index, plan in enumerate(encoders)}
-    if draw(st.booleans()):  # all on the same ranks
+    ranks = draw(st.sampled_from(["auto", "auto", "alike", "colocated", "first_stage"]))
+    if ranks == "alike":  # all on the same ranks
         language_model = ModulePlan(tp=language_model.tp, cp=language_model.cp)
         modules = dict.fromkeys(modules, language_model)
+    if ranks == "colocated" and modules:
+        modules = dict.fromkeys(modules, encoders[0])
+    if ranks == "first_stage":
+        modules = dict.fromkeys(modules, ModulePlan(tp=language_model.tp, cp=language_model.cp))
     kind = draw(st.sampled_from(["ddp", "zero1", "fsdp2", "hsdp"]))
     replicate = draw(st.integers(1, 3)) if kind == "hsdp" else None
-    return Plan({**modules, "language_model": language_model}, DataPlan(kind, replicate))  # type: ignore[arg-type]
+    data = DataPlan(kind, replicate)  # type: ignore[arg-type]
+    ranks = "auto" if ranks == "alike" else ranks
+    return Plan({**modules, "language_model": language_model}, data, ranks)  # type: ignore[arg-type]
 
 
 @st.composite

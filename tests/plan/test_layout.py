@@ -122,8 +122,8 @@ def test_every_place_of_the_plan_is_held(layout: Layout) -> None:
     sizes = {n: m.stages * layout.dp * m.cp * m.tp for n, m in layout.plan.modules.items()}
     assert Counter(module for module, *_ in held) == sizes
     assert {module: len(layout.ranks(module)) for module in sizes} == sizes
-    shared = [place.modules for place in map(layout.place, range(layout.world))]
-    assert all((modules == tuple(layout.plan.modules)) == (layout.plan.shared) for modules in shared)
+    places = [*map(layout.place, range(layout.world))]
+    assert all(place.modules == tuple(layout.plan.modules) for place in places) == layout.plan.shared
 
 
 @settings(max_examples=60)
@@ -141,6 +141,7 @@ def test_groups(layout: Layout) -> None:
         assert copies * shards == layout.dp * plan.cp
         for axis in AXES:
             groups = layout.groups(axis, module)
+            assert layout.mesh(module).shape == (plan.stages, layout.dp, plan.cp, plan.tp)
             assert groups.dtype == np.int64 and groups.shape == (len(ranks) // lengths[axis], lengths[axis])
             assert np.array_equal(np.sort(groups, axis=None), ranks)  # they partition the module's ranks
             assert np.array_equal(groups, every[module, axis])
@@ -168,8 +169,9 @@ def test_copies_and_shards_divide_the_data_groups(layout: Layout) -> None:
 
 @given(brute_force.plans(), st.integers(1, 200))
 def test_the_number_of_replicas_is_inferred(plan: Plan, world: int) -> None:
-    sizes = [prod((m.stages, m.cp, m.tp)) for m in plan.modules.values()]
-    replica = sizes[0] if plan.shared else sum(sizes)
+    *encoders, own = [prod((m.stages, m.cp, m.tp)) for m in plan.modules.values()]
+    one_set = plan.shared or plan.ranks == "first_stage"
+    replica = own if one_set else own + (encoders[0] if plan.ranks == "colocated" else sum(encoders))
     copies = plan.data.replicate or 1
     fitting = [dp for dp in range(1, world + 1) if dp * replica == world and dp % copies == 0]
     if fitting:
@@ -196,7 +198,7 @@ def test_no_simple_order_crosses_nodes_less(layout: Layout) -> None:
     in_order = sorted(layout.placement.spans, key=lambda span: list(layout.plan.modules).index(span.modules[0]))
     before, spans = 0, []
     for span in in_order:
-        spans.append(Span(span.modules, span.stages, span.cp, span.tp, before))
+        spans.append(Span(span.modules, span.stages, span.cp, span.tp, before, span.first))
         before += span.ranks
     for together in (1, layout.dp):
         simple = crossings(Placement(tuple(spans), layout.dp, together), layout.ranks_per_node)
@@ -209,7 +211,7 @@ def test_powers_of_two_never_cross(layout: Layout, ranks_per_node: int) -> None:
     assert crossings(layout.placement, ranks_per_node)[:2] == (0, 0)
     for span in layout.placement.spans:
         if span.tp <= ranks_per_node:
-            nodes = layout.groups("tp", span.modules[0]) // ranks_per_node
+            nodes = layout.groups("tp", span.modules[-1]) // ranks_per_node
             assert (nodes == nodes[:, :1]).all()
 
 
@@ -218,8 +220,8 @@ def test_warnings_are_told_where_groups_cross(layout: Layout) -> None:
     for span in layout.placement.spans:
         name = " and ".join(span.modules)
         said = [warning for warning in layout.warnings if warning.startswith(f"{name}: ")]
-        nodes = layout.groups("tp", span.modules[0]) // layout.ranks_per_node
-        stages = layout.mesh(span.modules[0]).reshape(-1, span.stage_ranks) if span.stages == 1 else None
+        nodes = layout.groups("tp", span.modules[-1]) // layout.ranks_per_node
+        stages = layout.mesh(span.modules[-1]).reshape(-1, span.stage_ranks) if span.stages == 1 else None
         crosses = bool((nodes != nodes[:, :1]).any())
         assert crosses == any("tensor-parallel groups" in warning for warning in said)
         if stages is not None and not crosses:
@@ -299,6 +301,35 @@ def test_two_encoders_alike_are_two_encoders() -> None:
     assert len(layout.ranks("left")) == len(layout.ranks("right")) == 4
 
 
+def test_encoders_on_the_same_ranks() -> None:
+    modules = {"vision": ModulePlan(tp=2), "audio": ModulePlan(), "language_model": ModulePlan(tp=2, stages=2)}
+    layout = Layout.of(Plan(modules, ranks="colocated"), 12)
+    assert layout.place(0) == Place(("vision", "audio"), 0, 0, 0, 0)
+    assert layout.mesh("vision").tolist() == layout.mesh("audio").tolist() == [[[[0, 1]], [[6, 7]]]]
+    assert layout.ranks("language_model").tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
+    with pytest.raises(
+        ConfigError, match=r"a replica takes 6 \(vision and audio 2 \+ language_model 2 stages × tp 2 = 4"
+    ):
+        Layout.of(layout.plan, 8)
+
+
+def test_encoders_in_the_first_stage() -> None:
+    modules = {"vision": ModulePlan(tp=2), "audio": ModulePlan(), "language_model": ModulePlan(tp=2, stages=3)}
+    layout = Layout.of(Plan(modules, ranks="first_stage"), 12)
+    assert [layout.place(rank).modules for rank in (0, 1, 2, 5)] == [tuple(modules)] * 2 + [("language_model",)] * 2
+    assert layout.mesh("audio").tolist() == [[[[0, 1]], [[6, 7]]]] and layout.mesh("language_model").shape == (
+        3,
+        2,
+        1,
+        2,
+    )
+    assert layout.groups("dp", "vision").tolist() == [[0, 6], [1, 7]]
+    with pytest.raises(ConfigError, match="Rank 2 holds language_model, no part of vision"):
+        layout.group("tp", "vision", 2)
+    with pytest.raises(ConfigError, match="stage of vision = 1: expected 0."):
+        layout.rank("vision", stage=1)
+
+
 def test_a_hundred_thousand_ranks() -> None:
     layout = Layout.of(EXAMPLE, 27 * 3704)
     groups = layout.every_group()
@@ -370,11 +401,24 @@ EXECUTABLE = [
     (Plan({"a": ModulePlan(), "language_model": ModulePlan(tp=2)}, ranks="shared"), []),
     (Plan({"a": ModulePlan(tp=2), "language_model": ModulePlan(tp=4)}, ranks="shared"),
      ["modules.a.tp = 2: beside a module with tp 4 on the same ranks"]),
-    (Plan({"model": ModulePlan(stages=2)}), ["modules.model.stages = 2: pipeline parallelism cannot be run yet."]),
+    (Plan({"model": ModulePlan(stages=2)}), []),
+    (Plan({"model": ModulePlan(stages=2)}, DataPlan("fsdp1")), ["data.kind = fsdp1: it cannot shard the stages"]),
+    (Plan({"model": ModulePlan(stages=2)}, DataPlan("fsdp2"), schedule="zero_bubble"),
+     ["schedule = zero_bubble: fsdp2 gathers"]),
+    (Plan({"model": ModulePlan(stages=2, virtual_stages=2)}, DataPlan("fsdp2")),
+     ["modules.model.virtual_stages = 2: with fsdp2 it cannot be run yet."]),
+    (Plan({"model": ModulePlan()}, ranks="own"), []),
+    (Plan({"a": ModulePlan(), "language_model": ModulePlan()}, ranks="first_stage"), []),
+    (Plan({"a": ModulePlan(), "language_model": ModulePlan(stages=2)}, ranks="first_stage"), []),
+    (Plan({"a": ModulePlan(), "language_model": ModulePlan(tp=2, stages=2)}, ranks="first_stage"),
+     ["modules.a: tp 1 and cp 1 beside a module with tp 2 and cp 1 on the same ranks"]),
+    (Plan({"a": ModulePlan(), "language_model": ModulePlan()}, ranks="colocated"), []),
+    (Plan({"a": ModulePlan(), "b": ModulePlan(cp=2), "language_model": ModulePlan()}, ranks="colocated"),
+     ["modules.a: tp 1 and cp 1 beside a module with tp 1 and cp 2 on the same ranks"]),
     (Plan({"model": ModulePlan(zero=1)}, DataPlan("zero1")), []),
     (Plan({"model": ModulePlan(zero=1)}), ["modules.model.zero = 1: zero1 for one module"]),
-    (Plan({"a": ModulePlan(), "language_model": ModulePlan()}, ranks="own"), ["Modules on ranks of their own"]),
-    (EXAMPLE, ["modules.language_model.stages = 3", "Modules on ranks of their own"]),
+    (Plan({"a": ModulePlan(), "language_model": ModulePlan()}, ranks="own"), []),
+    (EXAMPLE, []),
 ]  # fmt: skip
 
 

@@ -18,7 +18,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_the_example_in_words() -> None:
-    text = as_text(Layout.of(EXAMPLE, 54))
+    plan = Plan(EXAMPLE.modules, EXAMPLE.data, schedule="zero_bubble")
+    text = as_text(Layout.of(plan, 54))
     assert text.startswith(
         "54 ranks on 7 nodes of 8: 2 replicas of 27\n"
         "\n"
@@ -123,6 +124,17 @@ def test_the_svg_is_sound_and_needs_nothing_else(layout: Layout) -> None:
     picture = as_svg(layout)
     ElementTree.fromstring(picture)
     assert not re.search(r"(?:href|src|url\()", picture)
+
+
+def test_encoders_in_the_first_stage_are_drawn_there() -> None:
+    modules = {"vision": ModulePlan(), "audio": ModulePlan(), "language_model": ModulePlan(stages=3)}
+    layout = Layout.of(Plan(modules, ranks="first_stage"), 3)
+    lines = as_text(layout).splitlines()
+    assert "0     0      vision + audio + language_model  0      0   0   0" in lines
+    assert "      1      language_model                   1      0   0   0" in lines
+    assert "language_model: 3 stages × dp 1 × cp 1 × tp 1, with vision + audio in the first" in as_svg(layout)
+    many = Layout.of(Plan({**modules, "language_model": ModulePlan(stages=1000)}, ranks="first_stage"), 1000)
+    assert [row.stage for row in rows(many, 1)] == [(0, 0), (1, 999)]
 
 
 def test_warnings_are_in_both_pictures() -> None:

@@ -22,6 +22,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, {"modules": {"model": {"tp": 2}}}),
     "cp 2": (2, {"modules": {"model": {"cp": 2}}}),
     "zero3 2": (2, {"data": {"kind": "zero3"}}),
+    "pp 2": (2, {"modules": {"model": {"stages": 2}}}),
+    "pp 2 x dp 2": (4, {"modules": {"model": {"stages": 2}}}),
+    "vision, pp 2": (3, {"modules": {"vision": {}, "language_model": {"stages": 2}}}),
+    "vision inside, pp 2 x zero2": (
+        4,
+        {
+            "data": {"kind": "zero2"},
+            "modules": {"vision": {}, "language_model": {"stages": 2}},
+            "ranks": "first_stage",
+        },
+    ),
     "zero3 2, tp 2": (4, {"data": {"kind": "zero3"}, "modules": {"model": {"tp": 2}}}),
 }
 PAIRS = [
@@ -32,6 +43,12 @@ PAIRS = [
     ("vision_audio", "cp 2", "tp 2"),
     ("vision_audio", "tp 2", "zero3 2"),
     ("lora", "zero3 2, tp 2", "one process"),
+    ("fused", "pp 2", "tp 2"),
+    ("fused", "one process", "pp 2 x dp 2"),
+    ("tied", "vision, pp 2", "one process"),
+    ("tied", "zero3 2", "vision, pp 2"),
+    ("tied", "vision, pp 2", "vision inside, pp 2 x zero2"),
+    ("lora", "vision inside, pp 2 x zero2", "vision, pp 2"),
 ]
 
 

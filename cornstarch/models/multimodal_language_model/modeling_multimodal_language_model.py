@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -83,6 +84,8 @@ class MultimodalModel(nn.Module):
         self.positions_from_mask = True
         self.origin: Any = None
         self._stand_ins: dict[str, dict[str, Any]] = {}
+        self._generate_by: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
+        self._given_features: tuple[dict[str, Features], list[Tensor]] | None = None
         self.traits = check_language_model(language_model) if encoders else LanguageModelTraits()
         for name, encoder in (encoders or {}).items():
             self.add_encoder(name, encoder, init_projector_type, init_activation)
@@ -151,13 +154,19 @@ class MultimodalModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the language model's embeddings."""
-        return self._embedding_table().device
+        """The device of the language model's embeddings; of whatever is here, if other processes have those."""
+        return self._first_weight().device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the language model's embeddings."""
-        return self._embedding_table().dtype
+        """The precision of the language model's embeddings; of whatever is here, if other processes have those."""
+        return self._first_weight().dtype
+
+    def _first_weight(self) -> Tensor:
+        table: Tensor | None = self._embedding_table()
+        if table is not None and not table.is_meta:
+            return table
+        return next((one for one in self.parameters() if not one.is_meta), self._embedding_table())
 
     def set_modality_token_ids(self, token_ids: Mapping[str, int]) -> None:
         """Tell which token id marks the place of each modality's tokens in the text."""
@@ -262,7 +271,7 @@ class MultimodalModel(nn.Module):
             The language model's output.
         """
         encoder_inputs, rest = self.split_batch(batch)
-        features, touched = self._encoded(encoder_inputs)
+        features, touched = self._given_features or self.encode(encoder_inputs)
         llm_inputs, spec = self.merge(
             features,
             input_ids=input_ids,
@@ -299,7 +308,21 @@ class MultimodalModel(nn.Module):
             self._check_encoder_name(name)
         self._stand_ins = {name: dict(inputs) for name, inputs in stand_ins.items()}
 
-    def _encoded(self, encoder_inputs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Features], list[Tensor]]:
+    @contextmanager
+    def given_features(self, features: dict[str, Features], touched: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Run a block in which encoders are not run: their tokens come from elsewhere.
+
+        Args:
+            features: The tokens, by modality.
+            touched: What stand-ins made (see `keep_encoders_running`).
+        """
+        self._given_features = features, list(touched)
+        try:
+            yield
+        finally:
+            self._given_features = None
+
+    def encode(self, encoder_inputs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Features], list[Tensor]]:
         """Run the encoders, always in the same order; return their tokens, and what stand-ins made."""
         features: dict[str, Features] = {}
         touched: list[Tensor] = []
@@ -307,12 +330,15 @@ class MultimodalModel(nn.Module):
             if name in encoder_inputs:
                 features[name] = encoder.features(encoder_inputs[name])
             elif name in self._stand_ins:
-                inputs = {
-                    key: value.to(self.device) if isinstance(value, Tensor) else value
-                    for key, value in self._stand_ins[name].items()
-                }
-                touched += encoder.features(inputs).given()
+                touched += encoder.features(self.stand_in(name, self.device) or {}).given()
         return features, touched
+
+    def stand_in(self, name: str, device: torch.device) -> dict[str, Any] | None:
+        """Return what an encoder runs on where a batch has nothing for it; None if it then does not run."""
+        inputs = self._stand_ins.get(name)
+        if inputs is None:
+            return None
+        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Return the inputs of each encoder that runs on this batch, and what is left for the language model."""
@@ -451,7 +477,13 @@ class MultimodalModel(nn.Module):
         """
         from cornstarch.models.multimodal_language_model.generation import generate
 
+        if self._generate_by is not None:
+            return self._generate_by(input_ids, attention_mask, kwargs)
         return generate(self, input_ids, attention_mask, kwargs)
+
+    def generate_by(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
+        """Let a function of (input_ids, attention_mask, all else) do `generate`: a pipeline, whose stages share it."""
+        self._generate_by = function
 
     # ------------------------------------------------------------------ storing and taking over
 

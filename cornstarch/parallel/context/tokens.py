@@ -114,6 +114,12 @@ def tokens_are_cut(model: nn.Module) -> bool:
     return _ATTACHED in model.__dict__
 
 
+def expect_layers(model: nn.Module, layers: int) -> None:
+    """Say how many layers a model still has, where a pipeline has taken the others away: each attends in every pass."""
+    cutter = _cutter_of(model)
+    cutter.layers, cutter.attends = layers, layers > 0
+
+
 def last_distribution(model: nn.Module) -> Distribution | None:
     """Return how the rows of the last forward pass were dealt out, with the reason."""
     return _cutter_of(model).distribution
@@ -163,7 +169,7 @@ class _Cutter:
         self.how = how
         self.distribution: Distribution | None = None
         self.signature = inspect.signature(type(self.inner).forward)
-        self.layers = layer_count(self.inner)
+        self.layers, self.attends = layer_count(self.inner), True
         self._linear, self._windows = _work_of(self.inner)
         self._whole = 0
         self._agreed = 0
@@ -252,7 +258,7 @@ class _Cutter:
             return output
         if not isinstance(output, ModelOutput):
             raise ConfigError("A model whose tokens are cut must return a ModelOutput: leave out return_dict=False.")
-        if self.layers and done.cut.calls % self.layers or not done.cut.calls:
+        if self.layers and done.cut.calls % self.layers or (self.attends and not done.cut.calls):
             raise UnsupportedModelError(
                 f"{type(self.inner).__name__} has {self.layers} layers and {done.cut.calls} of them attended through "
                 "transformers' attention interface: the others mix tokens in a way that cannot be cut."

@@ -26,6 +26,7 @@ from cornstarch.parallel.tensor.layers import (
     with_local_parameters,
     with_summed_output,
 )
+from cornstarch.parallel.tensor.noise import draws_noise, separate_noise
 from cornstarch.parallel.tensor.order import Cut, distribute, local_use, named_cuts
 from cornstarch.parallel.tensor.plan import plan_regions
 from cornstarch.parallel.tensor.regions import Region, child, linear
@@ -47,7 +48,8 @@ def shard_tensors(
     All ranks must come with the same weights, or with a model on the meta device; they call the model with the same
     inputs and get the same outputs. Parameters keep their names. Those that are cut become DTensors on the mesh; all
     others stay as they are, and their gradients come out the same on every rank. `fully_shard` over another axis of the
-    same root mesh may follow.
+    same root mesh may follow. For dropout, seed the ranks of the mesh alike: they then drop the same of what is whole,
+    and each its own of what is cut.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -65,7 +67,10 @@ def shard_tensors(
     found = plan_regions(model, plan)
     if mesh.size() == 1:
         return model
+    has_noise = draws_noise(model)
     for region in found.regions:
+        if has_noise:
+            separate_noise(inner.get_submodule(region.owner), region, mesh.get_group())
         _cut_region(inner.get_submodule(region.owner), region, mesh)
     if sequence:
         cut_sequence(inner, found, mesh)

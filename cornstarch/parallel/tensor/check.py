@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.tensor.adapters import check_adapters
+from cornstarch.parallel.tensor.order import is_cut
 from cornstarch.parallel.tensor.plan import plan_regions
 from cornstarch.parallel.tensor.regions import Region, child
 from cornstarch.parallel.tensor.sequence import check_sequence
 from cornstarch.parallel.tensor.styles import Style
 from cornstarch.parallel.tensor.vocabulary import check_vocabulary
 
-_ADAPTERS = {"base_layer", "lora_A", "lora_B"}
 _MOST = 1024  # ranks that are tried when an error lists the sizes that work
 
 
@@ -29,10 +30,13 @@ def check_tensor_plan(
 ) -> None:
     """Refuse a model that cannot be cut over so many ranks, and say which sizes work.
 
-    No process group is needed, and the model may be on the meta device. The arguments are those of `shard_tensors`.
+    No process group is needed, and the model may be on the meta device, or cut already. The arguments are those of
+    `shard_tensors`.
     """
-    found = plan_regions(model, plan)
     inner = unwrap(model)
+    if is_cut(inner):
+        return  # it was checked then
+    found = plan_regions(model, plan)
     for region in found.regions:
         _check_adapters(inner, region)
     if sequence:
@@ -56,12 +60,7 @@ def _check_adapters(model: nn.Module, region: Region) -> None:
         if not hasattr(layer, "base_layer"):
             continue
         name = ".".join(filter(None, (region.owner, key)))
-        held = [part for part, inside in layer.named_children() if any(True for _ in inside.parameters())]
-        if style.kind not in ("column", "row") or set(held) - _ADAPTERS:
-            others = ", ".join(sorted(set(held) - _ADAPTERS)) or type(layer).__name__
-            raise UnsupportedModelError(
-                f"{name} has adapters that tensor parallelism cannot cut ({others}); LoRA on linear layers can be."
-            )
+        check_adapters(name, layer, style.kind in ("column", "row"))
 
 
 def _alternatives(numbers: list[int]) -> str:

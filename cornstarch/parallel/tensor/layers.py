@@ -50,7 +50,7 @@ class SharedInput:
         return copied
 
 
-class _Cut(nn.Module):
+class CutLayer(nn.Module):
     """What cut layers know beyond their parameters."""
 
     group: Group
@@ -60,7 +60,7 @@ class _Cut(nn.Module):
         self.__dict__["group"] = mesh.get_group()
 
 
-class ColumnParallelLinear(_Cut, nn.Linear):
+class ColumnParallelLinear(CutLayer, nn.Linear):
     """A linear layer of which each rank has some of the outputs.
 
     Made anew, or of a layer that is there (`from_linear`), which must be the same on all ranks.
@@ -136,7 +136,7 @@ class ColumnParallelLinear(_Cut, nn.Linear):
         return nn.functional.linear(x, local_use(self.weight), local_use(self.bias))
 
 
-class RowParallelLinear(_Cut, nn.Linear):
+class RowParallelLinear(CutLayer, nn.Linear):
     """A linear layer of which each rank has some of the inputs; the bias is whole everywhere."""
 
     split = False
@@ -213,6 +213,7 @@ class ColumnParallelConv1D(ColumnParallelLinear):
         _check_divides(parts, mesh.size(), "outputs")
         self._settle(mesh)
         self.__dict__["gather"] = gather
+        self.in_features, self.out_features = self.weight.shape
         distribute(self, "weight", Cut(1, parts, mesh.size()), mesh)
         distribute(self, "bias", Cut(0, parts, mesh.size()), mesh)
 
@@ -231,6 +232,7 @@ class RowParallelConv1D(RowParallelLinear):
         _check_divides((self.weight.shape[0],), mesh.size(), "inputs")
         self._settle(mesh)
         self.__dict__["split"] = split
+        self.in_features, self.out_features = self.weight.shape
         distribute(self, "weight", Cut(0, (self.weight.shape[0],), mesh.size()), mesh)
 
     def _apply_to(self, x: Tensor) -> Tensor:
@@ -241,7 +243,7 @@ class RowParallelConv1D(RowParallelLinear):
         return f"{tuple(self.weight.shape)}"
 
 
-class SharedColumnLinear(_Cut, nn.Linear):
+class SharedColumnLinear(CutLayer, nn.Linear):
     """A linear layer with fewer heads than ranks: all have it whole, and each computes the heads that it needs."""
 
     rows = slice(0)
@@ -266,7 +268,7 @@ class SharedColumnLinear(_Cut, nn.Linear):
         return nn.functional.linear(x, copy_in(self.weight, self.group)[self.rows], bias)
 
 
-class PartlySharedLinear(_Cut, nn.Linear):
+class PartlySharedLinear(CutLayer, nn.Linear):
     """A linear layer that all ranks have whole, whose last outputs go to each rank's own heads (rotary keys of MLA)."""
 
     last = 0

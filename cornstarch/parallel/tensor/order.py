@@ -9,6 +9,7 @@ original order; `original_boxes` tells how one lies in the other, also when FSDP
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,37 @@ def local_use(parameter: Any) -> Tensor:
     return parameter.to_local()
 
 
+def is_cut(model: nn.Module) -> bool:
+    """Whether `shard_tensors` has cut a model."""
+    return any("cuts" in module.__dict__ for module in model.modules())
+
+
+@contextmanager
+def seen_whole(model: nn.Module) -> Iterator[None]:
+    """Run a block that sees parameters that are cut as plain ones of their whole shape, which hold no numbers.
+
+    For code that wraps layers by their sizes, as PEFT does. It may move modules, and must not change their parameters.
+    """
+    cut = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if name in module.__dict__.get("cuts", {}) and parameter is not None
+    ]
+    for module, name, parameter in cut:
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        hollow = local.detach().new_zeros(()).expand(parameter.shape)  # one number, whatever the shape
+        module._parameters[name] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, parameter in cut:
+            seen = module._parameters[name]
+            assert seen is not None
+            parameter.requires_grad_(seen.requires_grad)
+            module._parameters[name] = parameter
+
+
 # ---------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -113,15 +145,31 @@ def original_boxes(model: nn.Module) -> dict[str, list[Held]]:
     that is not named lies as its DTensor says, or is whole.
     """
     parameters = dict(model.named_parameters())
-    return {name: _boxes(parameters[name], cut) for name, cut in named_cuts(model).items()}
+    return {name: boxes_of(parameters[name], cut) for name, cut in named_cuts(model).items()}
 
 
-def _boxes(tensor: Any, cut: Cut | None) -> list[Held]:
+def boxes_of(tensor: Any, cut: Cut | None) -> list[Held]:
     """Return what a process has of a DTensor; without a cut of ours, stored and original order are the same."""
     chunks = tensor.__create_chunk_list__()
-    if not chunks or not min((*chunks[0].sizes, 1)):
+    if not chunks:
         return []
-    begin, size = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    return _held(tuple(chunks[0].offsets), tuple(chunks[0].sizes), cut)
+
+
+def rank_boxes(cut: Cut, shape: Sequence[int], rank: int) -> tuple[tuple[int, ...], list[Held]]:
+    """Return the shape of what a rank has of a whole tensor that is cut, and the boxes of it."""
+    size = shape[cut.dim]
+    step = -(-size // cut.ranks)
+    begin, local = [0] * len(shape), list(shape)
+    begin[cut.dim] = min(rank * step, size)
+    local[cut.dim] = min(begin[cut.dim] + step, size) - begin[cut.dim]
+    return tuple(local), _held(begin, local, cut)
+
+
+def _held(begin: Sequence[int], size: Sequence[int], cut: Cut | None) -> list[Held]:
+    """Return the boxes that an interval of the stored tensor is made of."""
+    if not min((*size, 1)):
+        return []
     there = [slice(first, first + count) for first, count in zip(begin, size, strict=True)]
     here = [slice(0, count) for count in size]
     if cut is None:
@@ -154,7 +202,7 @@ def _whole(tensor: Tensor, cut: Cut | None, parameter: Tensor | None) -> Tensor:
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else tensor.device_mesh
     local = tensor.to_local()
     whole = torch.zeros(tensor.shape, dtype=local.dtype, device=local.device)
-    for box in _boxes(tensor, cut):
+    for box in boxes_of(tensor, cut):
         whole[box.original] = local[box.local]
     # Everyone has zeros where others have numbers; adding bytes to zeros changes none of them.
     flat = whole.view(-1).view(torch.uint8)
@@ -178,4 +226,4 @@ def load_full_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> None:
                 local.to_local()[box.local].copy_(tensors[name][box.original])
 
 
-__all__ = ["Cut", "Held", "full_tensors", "load_full_tensors", "original_boxes"]
+__all__ = ["Cut", "Held", "full_tensors", "is_cut", "load_full_tensors", "original_boxes", "seen_whole"]

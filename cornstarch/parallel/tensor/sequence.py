@@ -24,6 +24,7 @@ from transformers import GradientCheckpointingLayer
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.parallel.tensor.collectives import Group, copy_in
 from cornstarch.parallel.tensor.layers import with_local_parameters
+from cornstarch.parallel.tensor.noise import draws_noise, separate_token_noise
 from cornstarch.parallel.tensor.plan import TensorPlan
 from cornstarch.parallel.tensor.regions import Region
 
@@ -124,7 +125,7 @@ class _AddUp(torch.autograd.Function):
 
 def check_sequence(model: nn.Module, plan: TensorPlan) -> None:
     """Refuse a model between whose regions activations cannot be cut along tokens."""
-    name, layers = _layers_of(model)
+    name, layers = layers_of(model)
     regions = {region.owner: region for region in plan.regions}
     why = None if layers else "it has no list of layers"
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -144,7 +145,7 @@ def check_sequence(model: nn.Module, plan: TensorPlan) -> None:
         )
 
 
-def _layers_of(model: nn.Module) -> tuple[str, list[nn.Module]]:
+def layers_of(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the name of the list of a model's layers, and the layers."""
     lists = [
         (name, list(module))
@@ -185,8 +186,9 @@ def _has_adapters(module: nn.Module) -> bool:
 def cut_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Cut activations between the regions of a model's layers along tokens; the regions are cut already."""
     tokens = Tokens(mesh.get_group())
-    name, layers = _layers_of(model)
+    name, layers = layers_of(model)
     regions = {region.owner: region for region in plan.regions}
+    wholes: list[nn.Module] = []
     for number, layer in enumerate(layers):
         for key, block in layer.named_children():
             region = regions.get(f"{name}.{number}.{key}")
@@ -197,9 +199,12 @@ def cut_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
                 _wrap_region(block, region, tokens)
             else:
                 _wrap_block(block, tokens)
+                wholes.append(block)
         _add_up_gradients(layer, tokens.group)
         _carry_length(layer, tokens, is_first=number == 0)
     layers[-1].register_forward_hook(lambda _, inputs, output: _with_output(output, tokens.collect))
+    if draws_noise(model):
+        separate_token_noise(layers, wholes, tokens.group)
 
 
 def _add_up_gradients(module: nn.Module, group: Group) -> None:
@@ -265,4 +270,4 @@ def _carry_length(layer: nn.Module, tokens: Tokens, is_first: bool) -> None:
     layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-__all__ = ["check_sequence", "cut_sequence"]
+__all__ = ["check_sequence", "cut_sequence", "layers_of"]

@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
+from cornstarch.parallel.loading import loaded_whole, note_whole
+from cornstarch.parallel.tensor import is_cut
 from cornstarch.train.build import (
+    Cuts,
     adapted,
     build_model,
     build_processor,
@@ -39,23 +43,46 @@ _CLASSIFICATIONS = {
 }
 
 
-def build_task(config: RunConfig, train: SampleSource | None = None, evaluation: SampleSource | None = None) -> Task:
+def build_task(
+    config: RunConfig,
+    train: SampleSource | None = None,
+    evaluation: SampleSource | None = None,
+    cuts: Cuts | None = None,
+) -> Task:
     """Return what a run trains: its model with adapters and frozen as described, and what belongs to it.
 
     Args:
         config: The run.
         train: Its training data, if it is open already; it may say which labels there are.
         evaluation: The same for evaluation.
+        cuts: How its parts are cut over ranks while they are read. Parts for which that is not possible are whole;
+            `cornstarch.parallel.loaded_whole` tells why.
     """
-    task = _described(config, train, evaluation)
-    if config.model.start_from is not None:
-        begin_with(task.model, Path(config.model.start_from))
+    start = config.model.start_from
+    task = _described(config, train, evaluation, cuts if start is None else None)
+    if start is not None:
+        begin_with(task.model, Path(start))
+        _note_whole(task.model, "it begins with the weights of another run")
+    elif config.model.whole is not None and config.model.whole.path is not None:
+        _note_whole(task.model, f"so are models that are loaded for the task {task.name}")
     return task
 
 
-def _described(config: RunConfig, train: SampleSource | None, evaluation: SampleSource | None) -> Task:
+def _note_whole(model: nn.Module, reason: str) -> None:
+    """Note why the parts of a model that are not cut were read whole."""
+    parts = [model]
+    if isinstance(model, MultimodalModel):
+        parts = [*(encoder.module for encoder in model.encoders.values()), model.language_model]
+    for part in parts:
+        if not is_cut(part) and loaded_whole(part) is None:
+            note_whole(part, reason)
+
+
+def _described(
+    config: RunConfig, train: SampleSource | None, evaluation: SampleSource | None, cuts: Cuts | None
+) -> Task:
     if config.model.language_model is not None:
-        model = build_model(config.model)
+        model = build_model(config.model, cuts=cuts)
         processor = build_processor(config.model, model)
         return ConversationTask(
             "multimodal" if model.encoders else "causal-lm", model, ChatCollator(processor, config.data)
@@ -67,7 +94,7 @@ def _described(config: RunConfig, train: SampleSource | None, evaluation: Sample
     if name == "multimodal":
         return _whole_multimodal(config, whole)
     if name == "causal-lm":
-        return _language_model(config, whole)
+        return _language_model(config, whole, cuts)
     if name in _CLASSIFICATIONS:
         return _CLASSIFICATIONS[name](config, train, evaluation)
     return seq2seq_task(config) if name == "seq2seq-lm" else masked_task(config)
@@ -89,8 +116,9 @@ def is_exported(whole: WholeModelConfig) -> bool:
 # ---------------------------------------------------------------------------------------------------- conversations
 
 
-def _language_model(config: RunConfig, whole: WholeModelConfig) -> ConversationTask:
-    llm = adapted(WHERE, whole, load_part(WHERE, whole, auto_class=AutoModelForCausalLM))
+def _language_model(config: RunConfig, whole: WholeModelConfig, cuts: Cuts | None) -> ConversationTask:
+    cut = None if cuts is None else cuts("language_model", False)
+    llm = adapted(WHERE, whole, load_part(WHERE, whole, auto_class=AutoModelForCausalLM, cut=cut))
     model = MultimodalModel({}, llm).train(llm_mode=whole.train != "frozen")
     processor = MultimodalProcessor({}, tokenizer_of(WHERE, whole), model)
     return ConversationTask("causal-lm", model, ChatCollator(processor, config.data))

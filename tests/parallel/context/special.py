@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from cornstarch.parallel import apply_data_parallel, data_mesh
 from cornstarch.parallel.context import (
+    items,
+    kept_in_one_piece,
     last_distribution,
     shard_items,
     shard_tokens,
@@ -110,7 +113,7 @@ def with_given_count() -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------ encoders
 
 
-def encoder(name: str, items: int) -> str:
+def encoder(name: str, items: int, patches: Any = "auto", recompute: bool = False) -> str:
     """Let an encoder of the zoo encode items whole, then dealt out; each rank's loss is of some of the features."""
     part = zoo.ENCODERS[name]
     inputs = part.inputs(items)
@@ -124,11 +127,42 @@ def encoder(name: str, items: int) -> str:
 
     whole = part.select(model(**inputs), inputs)
     expected = gradients(model, loss_of(whole, 0, 1))
-    shard_items(model, mesh())
+    shard_items(model, mesh(), patches=patches)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore
     found = part.select(model(**inputs), inputs)
     if not torch.allclose(found, whole, rtol=1e-4, atol=1e-5):
         return "other features"
     return difference(summed(gradients(model, loss_of(found, dist.get_rank(), dist.get_world_size()))), expected)
+
+
+def patches_with_data_parallelism(kind: str) -> str:
+    """Wrap an encoder whose patches are cut, and compare its averaged gradients."""
+    part = zoo.ENCODERS["clip"]
+    inputs, model = part.inputs(1), part.build().train()
+    expected = gradients(model, model(**inputs).last_hidden_state.square().mean())
+    shard_items(model, mesh(), patches="always")
+    wrapped: Any = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
+    wrapped(**inputs).last_hidden_state.square().mean().backward()  # each has a share of the sum, and a mean is taken
+    found = {name: None if p.grad is None else full_value(p.grad) for name, p in model.named_parameters()}
+    return difference(found, expected)
+
+
+def tokens_in_layers(name: str) -> list[tuple[int, str | None]]:
+    """Return how many tokens a layer of this rank has, of one item and of two alike, and why they were not cut."""
+    part = zoo.ENCODERS[name]
+    found = []
+    for count in (1, 2):
+        model = part.build()
+        shard_items(model, mesh())
+        seen: list[int] = []
+        inside = next(module for key, module in model.named_modules() if key.endswith("1.mlp"))
+        inputs = {key: torch.cat([value] * count) for key, value in part.inputs(1).items()}
+        inside.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.shape[-2]))
+        with mock.patch.object(items, "_MANY", 4):  # all of the zoo is small
+            model(**inputs)
+        found.append((seen[-1], kept_in_one_piece(model)))
+    return found
 
 
 def patches_encoded() -> list[int]:

@@ -1,0 +1,101 @@
+"""The tested table: what came of cutting each architecture in two, against one process.
+
+It is made by sweeps over every model that transformers builds tiny, and ships with the package (tested.json), so that a
+run knows whether it is the first to cut a model. One entry for each way to cut, so that another way is another key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).with_name("tested.json")
+PASSED, REFUSED, WRONG, NOT_BUILT = "passed", "refused", "wrong", "not built"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of cutting one model."""
+
+    status: str
+    """passed: loss and every gradient are those of one process. refused: it was said why not. wrong: neither. not
+    built: there is no small working model to try."""
+    reason: str = ""
+    whole: tuple[str, ...] = ()
+    """What was left whole by a plan that passed, and why."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What one way to cut came to."""
+
+    versions: Mapping[str, str]
+    """Of torch and transformers, in the sweep."""
+    groups: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
+    """By kind of model (language models, encoders), by the name of its class."""
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """All of them by the name of the class."""
+        return {name: verdict for group in self.groups.values() for name, verdict in group.items()}
+
+
+def read(path: Path = PATH) -> dict[str, Sweep]:
+    """Return the table: by the way to cut, as a plan calls it (tp, cp)."""
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {
+        axis: Sweep(one["versions"], {group: _verdicts(found) for group, found in one["groups"].items()})
+        for axis, one in data.items()
+    }
+
+
+def _verdicts(found: Mapping[str, Any]) -> dict[str, Verdict]:
+    return {name: Verdict(**{**said, "whole": tuple(said.get("whole", ()))}) for name, said in found.items()}
+
+
+def write(table: Mapping[str, Sweep], path: Path = PATH) -> None:
+    """Store the table, one model in a line, so that what a new release changes can be read in a diff."""
+    axes = []
+    for axis, sweep in table.items():
+        groups = []
+        for group, found in sweep.groups.items():
+            lines = [f"    {json.dumps(name)}: {json.dumps(_data(found[name]))}" for name in sorted(found)]
+            groups.append(f"   {json.dumps(group)}: {{\n" + ",\n".join(lines) + "\n   }")
+        inside = ",\n".join(groups)
+        versions = json.dumps(dict(sweep.versions))
+        axes.append(f' {json.dumps(axis)}: {{\n  "versions": {versions},\n  "groups": {{\n{inside}\n  }}\n }}')
+    path.write_text("{\n" + ",\n".join(axes) + "\n}\n", encoding="utf-8")
+
+
+def _data(verdict: Verdict) -> dict[str, Any]:
+    data = {"status": verdict.status, "reason": verdict.reason, "whole": list(verdict.whole)}
+    return {name: value for name, value in data.items() if value}
+
+
+@lru_cache(maxsize=1)
+def shipped() -> dict[str, Sweep]:
+    """Return the table that came with the package."""
+    return read()
+
+
+def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:
+    """Whether a class was cut this way and did what one process does, with a release of transformers like this one.
+
+    Between releases (5.22 and 5.23) models are rewritten; between 5.22.1 and 5.22.2 they are not.
+    """
+    sweep = shipped().get(axis)
+    if sweep is None or _release(sweep.versions["transformers"]) != _release(transformers_version):
+        return False
+    verdict = sweep.verdicts.get(model_class)
+    return verdict is not None and verdict.status == PASSED
+
+
+def _release(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+__all__ = ["Sweep", "Verdict", "is_tested", "read", "shipped", "write"]

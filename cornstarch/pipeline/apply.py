@@ -1,0 +1,446 @@
+"""One process of a model whose stages stand on different ranks: its own stages, and the runtime that runs them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from cornstarch.attention.verify import evaluating
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.parallel import processes
+from cornstarch.parallel.averaging import average_gradients
+from cornstarch.parallel.context import expect_layers, shard_items, shard_tokens, tokens_are_cut, whole_rows
+from cornstarch.parallel.data import apply_data_parallel, local_value
+from cornstarch.parallel.mesh import StageMeshes
+from cornstarch.parallel.tensor import shard_tensors
+from cornstarch.pipeline.generation import generate
+from cornstarch.pipeline.holes import Elsewhere
+from cornstarch.pipeline.naming import remember_names
+from cornstarch.pipeline.programs import (
+    Call,
+    EncoderProgram,
+    Inputs,
+    LanguageProgram,
+    ModelProgram,
+    StageProgram,
+    encoder_inputs,
+    moved,
+)
+from cornstarch.pipeline.runtime import Event, Finish, Runtime
+from cornstarch.pipeline.split import StagePart, cut, survey
+from cornstarch.pipeline.template import PipelineTemplate
+from cornstarch.pipeline.transfer import Edge, Post, Route
+from cornstarch.plan.layout import Layout
+from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
+from cornstarch.plan.stages import places_of, stage_graph
+from cornstarch.schedule.actions import Schedule
+from cornstarch.schedule.graph import StageGraph
+from cornstarch.schedule.policies import make_schedule
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """A parameter that several stages have; each holds a copy, and all have the gradient of all."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    is_first: bool
+    """Whether this process has it under its own name, and not as a copy."""
+
+
+class Pipeline:
+    """This process's part of a model that is cut into stages.
+
+    All processes must make it, with the same weights; the model is changed in place: what other stages own is given up.
+    Make the optimizer afterwards. Losses are scaled as everywhere: averaged over replicas and parts of tokens.
+
+    Args:
+        model: The whole model.
+        layout: Who holds what.
+        device: Where this process computes.
+        microbatches: Of a step; a step that has fewer may need another schedule.
+        templates: By module, which modules each stage has. Default: stages that weigh the same.
+        computing: Makes the context in which forward passes run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        device: torch.device,
+        microbatches: int = 1,
+        templates: Mapping[str, PipelineTemplate] | None = None,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model, self.layout, self.device, self._computing = model, layout, device, computing
+        self.place_of_rank = layout.place(processes.rank())
+        plans = layout.plan.modules
+        self.templates = {name: self._template(name, plan, templates or {}) for name, plan in plans.items()}
+        trains = {name: _trains(self._module(name), self.templates[name]) for name in plans}
+        for encoder in self._inside().values():
+            trains[list(plans)[-1]][0] |= any(parameter.requires_grad for parameter in encoder.parameters())
+        self.graph: StageGraph = stage_graph(layout, trains)
+        make_schedule(self.graph, microbatches, layout.plan.schedule)  # if they do not fit, this is the time to say so
+        ranks = places_of(layout, self.place_of_rank.dp)
+        self.place = next(number for number, one in enumerate(ranks) if processes.rank() in one)
+        # Groups get their names from how many a process has: first the one that all processes of a replica make.
+        replica = sorted(int(rank) for one in ranks for rank in one.ravel())
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.post = Post(dist.new_group(replica, backend=backend, use_local_synchronization=True), device)
+        self.meshes = StageMeshes(layout, device.type)
+        self._spread_inside()
+        self.programs = self._make_programs()
+        self._shard()
+        self._ties = self._make_ties()
+        self._edges = self._make_edges(ranks)
+        self.microbatches = microbatches
+        self._runtimes: dict[int, Runtime] = {}
+        if isinstance(model, MultimodalModel):
+            model.generate_by(partial(generate, self))
+        self.events: list[Event] = []
+        """What this process did in the last step, and when."""
+
+    # -------------------------------------------------------------------------------------------- making it
+
+    def _module(self, name: str, model: nn.Module | None = None) -> nn.Module:
+        model = self.model if model is None else model
+        if not isinstance(model, MultimodalModel):
+            return model
+        if self._is_last(name):
+            return model.language_model
+        if name not in model.encoders:
+            known = ", ".join([*model.encoders, LANGUAGE_MODEL])
+            raise ConfigError(f"parallel.modules.{name}: the model has no such part; it has {known}.")
+        return model.encoders[name]
+
+    def _inside(self) -> dict[str, ModalEncoderModule]:
+        """Return the encoders that run inside the first stage: those that the plan puts there, or does not name."""
+        if not isinstance(self.model, MultimodalModel):
+            return {}
+        plan = self.layout.plan
+        inside = {*plan.modules} if plan.ranks in ("first_stage", "shared") else set()
+        return {n: one for n, one in self.model.encoders.items() if n in inside or n not in plan.modules}
+
+    def _is_last(self, name: str) -> bool:
+        """Whether it is what all encoders meet at, or the whole model."""
+        return name == list(self.layout.plan.modules)[-1]
+
+    def _template(self, name: str, plan: ModulePlan, given: Mapping[str, PipelineTemplate]) -> PipelineTemplate | None:
+        stages = plan.stages * plan.virtual_stages
+        if name not in given:
+            if stages == 1:
+                return None
+            encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
+            upstream = self._is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
+            return PipelineTemplate.split(self._module(name), stages, trained_upstream=upstream)
+        template = given[name]
+        template.check(self._module(name))
+        if template.num_stages != stages:
+            raise ConfigError(f"{name}: the template has {template.num_stages} stages, the plan {stages}.")
+        return template
+
+    def _spread_inside(self) -> None:
+        """Cut matrices and tokens of this process's modules, while the model is whole: that is when it is verified."""
+        plans = self.layout.plan.modules
+        here = [(self._module(name), plans[name]) for name in self.place_of_rank.modules]
+        if self.place_of_rank.stage == 0 and any(map(self._is_last, self.place_of_rank.modules)):
+            unnamed = [one for name, one in self._inside().items() if name not in plans]
+            here += [(one, list(plans.values())[-1]) for one in unnamed]
+        for module, plan in here:
+            if plan.tp > 1:
+                assert self.meshes.tensor is not None
+                encoder = module.module if isinstance(module, ModalEncoderModule) else None
+                vocabulary = plan.tp_vocabulary and encoder is None
+                shard_tensors(encoder or module, self.meshes.tensor, sequence=plan.tp_sequence, vocabulary=vocabulary)
+            if plan.cp > 1:
+                assert self.meshes.cp is not None
+                if isinstance(module, ModalEncoderModule):
+                    shard_items(module, self.meshes.cp)
+                else:
+                    shard_tokens(module, self.meshes.cp, mode=plan.cp_mode, distribution=plan.cp_distribution)
+
+    def _make_programs(self) -> dict[int, StageProgram]:
+        own = [number for number, node in enumerate(self.graph.nodes) if node.place == self.place]
+        modules = [self.graph.nodes[number].module for number in own]
+        if len(set(modules)) == len(modules):
+            programs = {number: self._program(number, self.model) for number in own}
+            self._give_up_modules(self.model, set(modules), programs.values())
+            return programs
+        # Several stages of one module: each has a copy of the model, of which only the parameters are the same.
+        programs = {}
+        for number, name in zip(own, modules, strict=True):
+            copy = _shared_copy(self.model)
+            programs[number] = self._program(number, copy)
+            self._give_up_modules(copy, {name}, [programs[number]])
+        _give_up_parameters(self.model, programs.values())
+        return programs
+
+    def _program(self, number: int, model: nn.Module) -> StageProgram:
+        node = self.graph.nodes[number]
+        template, module = self.templates[node.module], self._module(node.module, model)
+        program: StageProgram | None = None
+
+        def call(model: nn.Module, inputs: Inputs) -> Any:
+            assert program is not None
+            return program.run(model, inputs)
+
+        part: StagePart | None = None if template is None else cut(module, template, node.index, call=call)
+        if part is not None and tokens_are_cut(module):
+            expect_layers(module, _own_layers(module, template, node.index))
+        if not isinstance(model, MultimodalModel):
+            program = ModelProgram(model, part or _whole_part(model, call))
+        elif not self._is_last(node.module):
+            program = EncoderProgram(model, node.module, part)
+        else:
+            sources = {s: self.graph.nodes[s].module for s in self.graph.predecessors(number)}
+            runs_encoders = node.index == 0 and bool(self._inside())
+            program = LanguageProgram(model, part, sources, runs_encoders=runs_encoders)
+        program.computing = self._computing
+        return program
+
+    def _give_up_modules(self, model: nn.Module, own: set[str], programs: Iterable[StageProgram]) -> None:
+        """Let nothing be left of the modules whose stages are all elsewhere."""
+        if not isinstance(model, MultimodalModel):
+            return
+        runs_encoders = any(isinstance(one, LanguageProgram) and one.runs_encoders for one in programs)
+        for name, encoder in model.encoders.items():
+            if name not in own and not runs_encoders:
+                setattr(model, f"{name}_encoder", Elsewhere(encoder, f"{name}_encoder", lambda: self.device))
+        if not any(map(self._is_last, own)):
+            model.language_model = Elsewhere(model.language_model, LANGUAGE_MODEL, lambda: self.device)
+
+    # -------------------------------------------------------------------------------------------- what stages share
+
+    def _make_ties(self) -> list[_Tie]:
+        """Find the parameters that other stages hold, too, and the processes that hold the same part of them."""
+        found = []
+        names = self._tied_names()
+        own = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        remember_names(self.model, {own[id(parameter)]: name for name, parameter in names.items()})
+        said = processes.gather_data(sorted(names))
+        for canonical in sorted({name for one in said for name in one}):
+            holders = [rank for rank, one in enumerate(said) if canonical in one]
+            group = self._same_part(holders)
+            if canonical in names and len(group) > 1:
+                made = dist.new_group(group, use_local_synchronization=True)
+                found.append(_Tie(names[canonical], made, group[0] == processes.rank()))
+        return found
+
+    def _tied_names(self) -> dict[str, nn.Parameter]:
+        """Return this process's parameters that several stages have, by the name that the whole model has for them."""
+        found: dict[str, nn.Parameter] = {}
+        for number, program in self.programs.items():
+            prefix, part = self._prefix(self.graph.nodes[number].module), program.part
+            if isinstance(part, StagePart):
+                found |= {f"{prefix}{name}": part.model.get_parameter(own) for own, name in part.tied.items()}
+        return found
+
+    def _prefix(self, module: str) -> str:
+        """Return what stands before the names of a module's parameters in the whole model."""
+        if not isinstance(self.model, MultimodalModel):
+            return ""
+        return "language_model." if self._is_last(module) else f"{module}_encoder."
+
+    def _same_part(self, holders: Sequence[int]) -> list[int]:
+        """Return those of some ranks that have the same coordinates as this one, but for the stage."""
+        here = self.place_of_rank
+        span = self.layout.span(here.modules[-1])
+        return [
+            rank
+            for rank, place in ((rank, self.layout.place(rank)) for rank in holders)
+            if self.layout.span(place.modules[-1]) == span
+            and (place.dp, place.cp, place.tp) == (here.dp, here.cp, here.tp)
+        ]
+
+    def _shard(self) -> None:
+        """Shard the parameters of this process's stages over those that hold the same."""
+        plan = self.layout.plan.data
+        if plan.kind in ("ddp", "zero1") or self.meshes.data.size() == 1:
+            return
+        for program in self.programs.values():
+            apply_data_parallel(program, self.meshes.data, plan)
+
+    def _make_edges(self, ranks: Sequence[Any]) -> dict[tuple[int, int], Edge]:
+        edges: dict[tuple[int, int], Edge] = {}
+        for number, (source, target) in enumerate(self.graph.edges):
+            a, b = self.graph.nodes[source], self.graph.nodes[target]
+            if a.place != b.place and self.place in (a.place, b.place):
+                route = Route.between(ranks[a.place], ranks[b.place], a.module == b.module)
+                edges[source, target] = Edge.at(processes.rank(), route, self.post, number, str(a))
+        return edges
+
+    # -------------------------------------------------------------------------------------------- running it
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the last stage is in this process."""
+        return self.graph.sink in self.programs
+
+    def set_call(self, call: Call | None) -> None:
+        """Say what the model is run for: a function of model and batch, that returns a loss, say."""
+        for program in self.programs.values():
+            program.call = call
+
+    @contextmanager
+    def called_for(self, call: Call) -> Iterator[None]:
+        """Run a block in which the model is run for something else."""
+        before = [(program, program.call) for program in self.programs.values()]
+        self.set_call(call)
+        try:
+            yield
+        finally:
+            for program, one in before:
+                program.call = one
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run a block with all stages in eval mode, and whole sequences in every process."""
+        with ExitStack() as stack:
+            for program in self.programs.values():
+                stack.enter_context(evaluating(program))
+                stack.enter_context(whole_rows(program))
+            yield
+
+    def moved(self, inputs: Inputs) -> dict[str, Any]:
+        """Return inputs with their tensors on this process's device."""
+        return moved(inputs, self.device)
+
+    def train(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
+        """Do forward and backward of all microbatches, and bring gradients together.
+
+        Args:
+            microbatches: The same in all processes of a replica.
+            finish: On the last stage: takes the number of a microbatch and its result, returns the scaled loss.
+        """
+        runtime = self._runtime(len(microbatches))
+        runtime.train(microbatches, finish)
+        self.events = runtime.events
+        self._synchronise()
+
+    def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
+        """Do forward alone."""
+        self._runtime(max(1, len(microbatches))).forward(microbatches, finish)
+
+    def _runtime(self, microbatches: int) -> Runtime:
+        if microbatches not in self._runtimes:
+            schedule = self._schedule(microbatches)
+            self._runtimes[microbatches] = Runtime(
+                schedule, self.place, self.programs, self._edges, self.post, self._takes_part, self._before_backward
+            )
+        return self._runtimes[microbatches]
+
+    def _schedule(self, microbatches: int) -> Schedule:
+        try:
+            return make_schedule(self.graph, microbatches, self.layout.plan.schedule)
+        except ConfigError:
+            if microbatches == self.microbatches:
+                raise
+            return make_schedule(self.graph, microbatches, "1f1b")  # the last step of an epoch may have fewer
+
+    def _takes_part(self, stage: int, inputs: Inputs) -> bool:
+        name = self.graph.nodes[stage].module
+        if not isinstance(self.model, MultimodalModel) or self._is_last(name):
+            return True
+        return self.model.stand_in(name, self.device) is not None or name in encoder_inputs(self.model, inputs)
+
+    def _before_backward(self, stage: int, is_last: bool) -> None:
+        program = self.programs[stage]
+        if isinstance(program, FSDPModule):
+            program.set_is_last_backward(is_last)
+            program.set_requires_gradient_sync(is_last)
+
+    def _synchronise(self) -> None:
+        """Average gradients over replicas, and add up those of parameters that several stages have."""
+        kind = self.layout.plan.data.kind
+        if kind in ("ddp", "zero1") and self.meshes.data.size() > 1:
+            average_gradients(self.own_parameters(), self.data_group, self.layout.plan.data.bucket_mb)
+        for tie in self._ties:
+            parameter = tie.parameter
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local_value(parameter.grad), group=tie.group)
+
+    # -------------------------------------------------------------------------------------------- what is here
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The processes that hold the same parameters."""
+        return self.meshes.data.get_group()
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this process's stages."""
+        return list(self.model.parameters())
+
+    def copies(self) -> list[nn.Parameter]:
+        """Return the parameters that an earlier stage has, too: they count there."""
+        return [tie.parameter for tie in self._ties if not tie.is_first]
+
+    @property
+    def holders(self) -> int:
+        """So many processes work on the same stages, in all replicas."""
+        return self.meshes.data.size() * (1 if self.meshes.tensor is None else self.meshes.tensor.size())
+
+    @property
+    def rank_with_loss(self) -> int:
+        """The first rank of the last stage, in this process's replica."""
+        return int(places_of(self.layout, self.place_of_rank.dp)[self.graph.nodes[self.graph.sink].place].flat[0])
+
+    def close(self) -> None:
+        """Cut the lines to the other stages."""
+        self.post.close()
+
+
+def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
+    """Return whether each stage of a module has something that is trained."""
+    if template is None:
+        return [any(parameter.requires_grad for parameter in module.parameters())]
+    known = survey(module)
+    starts = template.starts(module, known)
+    found = [False] * len(starts)
+    for name in known.modules:
+        stage = bisect_right(starts, known.segment_of(name)) - 1
+        found[stage] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
+    return found
+
+
+def _own_layers(module: nn.Module, template: PipelineTemplate | None, stage: int) -> int:
+    """Return how many layers a stage has."""
+    assert template is not None
+    known = survey(module)
+    starts = [*template.starts(module, known), len(known.layers)]
+    return max(0, min(starts[stage + 1], len(known.layers)) - starts[stage])
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that has the very same parameters and buffers."""
+    kept = [*model.parameters(), *model.buffers()]
+    return deepcopy(model, {id(tensor): tensor for tensor in kept})
+
+
+def _give_up_parameters(model: nn.Module, programs: Iterable[StageProgram]) -> None:
+    """Let a model that is not run itself list only what the stages here have."""
+    own = {id(parameter) for program in programs for parameter in program.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in own:
+                module._parameters[name] = None
+
+
+def _whole_part(model: nn.Module, call: Callable[[nn.Module, Inputs], Any]) -> Any:
+    """Return what runs a model that is all on one stage."""
+    return lambda inputs, received: call(model, inputs)
+
+
+__all__ = ["Pipeline"]

@@ -1,0 +1,294 @@
+"""One stage of a model: the model itself, without what other stages own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cornstarch.errors import ConfigError
+from cornstarch.pipeline.anatomy import Frame, weighs
+from cornstarch.pipeline.findings import Survey, Unit
+from cornstarch.pipeline.holes import (
+    Elsewhere,
+    Hole,
+    Passage,
+    Replayed,
+    StageDone,
+    Stub,
+    record_calls,
+    record_layer,
+    without_storage,
+)
+from cornstarch.pipeline.payload import Payload
+
+Call = Callable[[nn.Module, Mapping[str, Any]], Any]
+"""Runs a model on a batch."""
+
+# What would have to be collected from layers of several stages.
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def call_with_names(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Run a model on a batch of named inputs."""
+    return model(**inputs)
+
+
+class StagePart(nn.Module):
+    """One stage of one model; `model` is the model itself, and its parameters keep their names.
+
+    Every stage runs the model's own forward on the same batch. A stage that is not the last returns what the next one
+    must be given as `received`; the last returns what the model returns.
+
+    Random numbers that are drawn before the layers must be the same on all stages: seed each microbatch.
+    """
+
+    def __init__(self, model: nn.Module, passage: Passage, tied: Mapping[str, str], call: Call) -> None:
+        super().__init__()
+        self.model = model
+        self.first, self.last = passage.start == 0, passage.end is None
+        self.tied = dict(tied)
+        """Parameters of this stage that others have, too, by the name that the model lists them under: gradients of
+        all that have the same one must be added up."""
+        self.passage, self.call = passage, call
+
+    def forward(self, inputs: Mapping[str, Any], received: Payload | None = None) -> Payload | Any:
+        """Run the stage on one microbatch.
+
+        Args:
+            inputs: The batch, as the whole model takes it.
+            received: What the stage before returned; None on the first stage.
+        """
+        with self.passage.open(received):
+            try:
+                output = self.call(self.model, inputs)
+            except StageDone as done:
+                return done.payload
+        if not self.last:
+            raise ConfigError(
+                f"The forward of {type(self.model).__name__} ended before the last layer of its stage was called: "
+                "was it left out (layerdrop)?"
+            )
+        return output
+
+    def extra_repr(self) -> str:
+        """Say which segments it has."""
+        return f"segments {self.passage.start} to {self.passage.end or 'the last'}"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The stages of a model, as runs of segments."""
+
+    starts: tuple[int, ...]
+    """The first segment of each stage."""
+    layers: int
+
+    def segments(self, stage: int) -> range:
+        """Return the segments of a stage."""
+        ends = (*self.starts[1:], self.layers + 1)
+        return range(self.starts[stage], ends[stage])
+
+    def stages_of(self, uses: frozenset[int]) -> set[int]:
+        """Return the stages that have one of these segments; all of them, if nobody knows where it is used."""
+        found = {stage for stage in range(len(self.starts)) if uses & set(self.segments(stage))}
+        return found or set(range(len(self.starts)))
+
+
+def placed(survey: Survey, frame: Frame) -> Survey:
+    """Return a survey under the names of the module that was given, with what stands around the model."""
+    end = len(survey.layers)
+    units = {name: Unit(frozenset({0}), True) for name in frame.before}
+    units |= {f"{frame.path}{name}": unit for name, unit in survey.units.items()}
+    units |= {name: Unit(frozenset({end}), True) for name in frame.behind}
+    return replace(
+        survey,
+        layers=tuple(f"{frame.path}{name}" for name in survey.layers),
+        units=units,
+        live={f"{frame.path}{name}": last for name, last in survey.live.items()},
+        written=frozenset(f"{frame.path}{name}" for name in survey.written),
+    )
+
+
+def make_part(
+    model: nn.Module, survey: Survey, starts: Sequence[int], stage: int, call: Call = call_with_names
+) -> StagePart:
+    """Make a stage out of a model, in place: what other stages own is given up.
+
+    Args:
+        model: The model.
+        survey: How it is made; with the names that its modules have in `model`.
+        starts: The first segment of each stage; 0 first.
+        stage: Which of the stages to make.
+        call: Runs the model on a batch.
+    """
+    cuts = Cuts(tuple(starts), len(survey.layers))
+    tied = _tied(model, survey, cuts, stage)
+    here = cuts.segments(stage)
+    end = None if stage == len(starts) - 1 else here.stop
+    passage = Passage(here.start, end, survey.layers, survey.live, survey.written)
+    if len(starts) > 1:
+        _Cutter(model, survey, here, passage).cut()
+        _forget_ties(model)
+        _keep_precision(model)
+        _refuse_collected(model)
+        _refuse_other_attention(model)
+    return StagePart(model, passage, tied, call)
+
+
+class _Cutter:
+    """Puts holes and stubs where the modules of other stages are."""
+
+    def __init__(self, model: nn.Module, survey: Survey, here: range, passage: Passage) -> None:
+        self.model, self.survey, self.here, self.passage = model, survey, here, passage
+        self.originals = {name: model.get_submodule(name) for name in (*survey.layers, *survey.units)}
+
+    def cut(self) -> None:
+        stand_ins = {**self._layers(), **self._units()}
+        gone = {id(self.originals[name]): stand_in for name, stand_in in stand_ins.items()}
+        _put(self.model, gone)
+        kept = {id(part) for part in self.model.modules()}
+        for name in stand_ins:
+            without_storage(self.originals[name], kept)
+
+    def _layers(self) -> dict[str, Elsewhere]:
+        found: dict[str, Elsewhere] = {}
+        for number, name in enumerate(self.survey.layers):
+            layer = self.originals[name]
+            if number < self.here.start:
+                found[name] = Hole(layer, name, number, self.passage, device=self._device, frees=False)
+            elif number >= self.here.stop:
+                found[name] = Elsewhere(layer, name, self._device, frees=False)
+            else:
+                ends = self.passage.end == number + 1
+                if ends or self.survey.live.get(name, 0) > number + 1:
+                    record_layer(layer, name, self.passage, ends)
+        return found
+
+    def _units(self) -> dict[str, Elsewhere]:
+        found: dict[str, Elsewhere] = {}
+        for name, unit in self.survey.units.items():
+            module = self.originals[name]
+            if not unit.uses or unit.uses & set(self.here):
+                if not unit.inside:
+                    record_calls(module, name, self.passage)
+            elif min(unit.uses) >= self.here.stop:
+                if weighs(module):
+                    found[name] = Elsewhere(module, name, self._device, frees=False)
+            elif self.survey.live.get(name, 0) >= self.here.start:
+                found[name] = Replayed(module, name, self.passage, device=self._device, frees=False)
+            elif weighs(module):
+                found[name] = Stub(module, name, self.passage, device=self._device, frees=False)
+        return found
+
+    def _device(self) -> torch.device:
+        """Return where the stage computes."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _put(model: nn.Module, stand_ins: Mapping[int, nn.Module]) -> None:
+    """Put something in the place of modules, by `id`, wherever the model has them."""
+    for part in list(model.modules()):
+        for key, child in list(part._modules.items()):
+            if id(child) in stand_ins:
+                part._modules[key] = stand_ins[id(child)]
+
+
+def _tied(model: nn.Module, survey: Survey, cuts: Cuts, stage: int) -> dict[str, str]:
+    stages = {name: cuts.stages_of(frozenset({number})) for number, name in enumerate(survey.layers)}
+    stages |= {name: cuts.stages_of(unit.uses) for name, unit in survey.units.items()}
+    return shared_parameters(model, stages, stage, set(range(len(cuts.starts))))
+
+
+def shared_parameters(
+    model: nn.Module, stages: Mapping[str, set[int]], stage: int, everywhere: set[int]
+) -> dict[str, str]:
+    """Return the parameters that a stage has and others have, too, by the name that the model lists them under.
+
+    Args:
+        model: The whole model.
+        stages: Which stages have each module.
+        stage: The stage that is asked for.
+        everywhere: The stages that have what is in none of these modules.
+    """
+    listed = {id(parameter): name for name, parameter in model.named_parameters()}
+    own: dict[str, str] = {}
+    holders: dict[str, set[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        home = next((stages[prefix] for prefix in _prefixes(name) if prefix in stages), everywhere)
+        canonical = listed[id(parameter)]
+        holders.setdefault(canonical, set()).update(home)
+        if stage in home:
+            own[name] = canonical
+    shared = {name: canonical for name, canonical in own.items() if len(holders[canonical]) > 1}
+    # Of several names that a parameter has on this stage itself, one is enough.
+    return {name: canonical for name, canonical in shared.items() if name == _first(shared, canonical)}
+
+
+def _first(names: Mapping[str, str], canonical: str) -> str:
+    return next(name for name, other in names.items() if other == canonical)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _forget_ties(model: nn.Module) -> None:
+    """Let transformers tie only what is still there: it would put a stand-in's weight into a head."""
+    for part in model.modules():
+        keys = getattr(part, "all_tied_weights_keys", None)
+        if isinstance(part, PreTrainedModel) and keys:
+            there = dict(part.named_parameters(remove_duplicate=False))
+            part.all_tied_weights_keys = {a: b for a, b in keys.items() if a in there and b in there}
+
+
+def _keep_precision(model: nn.Module) -> None:
+    """Let models inside the model that have no parameters left go on telling a precision and a device."""
+
+    def first(self: nn.Module) -> Any:
+        return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and not weighs(part):
+            kind = type(part)
+            answers = {"dtype": property(lambda self: first(self).dtype), "device": property(lambda s: first(s).device)}
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            part.__class__ = type(kind.__name__, (kind,), {**names, **answers})
+
+
+def _refuse_collected(model: nn.Module) -> None:
+    """Refuse to return what would have to be collected from the layers of other stages."""
+
+    def check(module: nn.Module, _: Any, options: dict[str, Any]) -> None:
+        config = getattr(module, "config", None)
+        for name in _COLLECTED:
+            if options.get(name) or (options.get(name) is None and getattr(config, name, False)):
+                raise ConfigError(f"{name} = True: {type(module).__name__} is cut into stages; no stage has them all.")
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def _refuse_other_attention(model: nn.Module) -> None:
+    """Refuse another attention implementation: a model is run to see whether it obeys masks, and a stage cannot be."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError(
+            "it was cut into stages before. Choose its attention (attend_through_masks, for packed documents and spans "
+            "that see both ways) before it is cut"
+        )
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation = refuse  # type: ignore[method-assign]
+
+
+__all__ = ["Call", "Cuts", "StagePart", "call_with_names", "make_part", "placed", "shared_parameters"]

@@ -1,0 +1,49 @@
+"""Going through the tensors in what modules take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return nested lists, tuples, dictionaries and outputs with each tensor replaced; all else stays what it is."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: map_tensors(function, one) for key, one in value.items()})
+    if isinstance(value, dict):
+        return {key: map_tensors(function, one) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, one) for one in value))
+    if isinstance(value, list | tuple):
+        return type(value)([map_tensors(function, one) for one in value])
+    return value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Go through everything that is not a container."""
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from leaves(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from leaves(one)
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors, in order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def differentiable(value: Any) -> list[Tensor]:
+    """Return the tensors that a gradient may flow through."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+__all__ = ["differentiable", "leaves", "map_tensors", "tensors_in"]

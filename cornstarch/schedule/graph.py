@@ -1,0 +1,240 @@
+"""The stages of a model and what flows between them: encoders are branches that meet at the language model.
+
+graph = StageGraph.branches({"vision": 2, "audio": 1}, language_model=2)
+graph.predecessors(3)      # (1, 2): the first stage of the language model needs the last one of each encoder
+graph.distance(0)          # 3: stages behind it on the longest way to the sink
+
+A *place* is a set of ranks that carries out one list of actions. It may hold several stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from cornstarch.errors import ConfigError
+
+Backward = Literal["none", "weight", "input", "both"]
+"""What the backward of a stage computes: gradients of its weights, of its inputs, both or nothing."""
+
+
+@dataclass(frozen=True)
+class StageNode:
+    """One stage: some consecutive layers of a module."""
+
+    module: str
+    """"vision", "language_model", "model"."""
+    index: int
+    """Among the stages of its module."""
+    place: int
+    """Which place carries it out."""
+    trains: bool = True
+    """Whether it has parameters that are trained."""
+    forward: float = 1.0
+    """Time of one microbatch, in any unit; so are the other two."""
+    backward_input: float = 1.0
+    """Time of the gradients of its inputs, and of what lies between its layers."""
+    backward_weight: float = 1.0
+    """Time of the gradients of its weights."""
+
+    def __str__(self) -> str:
+        return f"{self.module} {self.index}"
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages, by number, and the edges along which activations flow: a graph without cycles that ends in one sink."""
+
+    nodes: tuple[StageNode, ...]
+    edges: tuple[tuple[int, int], ...] = ()
+    """(source, target), by number."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(self.nodes))
+        object.__setattr__(self, "edges", tuple((source, target) for source, target in self.edges))
+        if not self.nodes:
+            raise ConfigError("There is no stage.")
+        self._check_edges()
+        self._check_nodes()
+        if len(self._order) < len(self.nodes):
+            rest = [str(number) for number in range(len(self.nodes)) if number not in {*self._order}]
+            raise ConfigError(f"Stages {', '.join(rest)} wait for one another: the edges form a cycle.")
+        if len(sinks := [s for s in range(len(self.nodes)) if not self._after[s]]) > 1:
+            names = ", ".join(f"{s} ({self.nodes[s]})" for s in sinks)
+            raise ConfigError(f"Expected one stage at which all ways end; found {len(sinks)}: {names}.")
+
+    def _check_edges(self) -> None:
+        if len({*self.edges}) < len(self.edges):
+            raise ConfigError("An edge is there twice.")
+        for source, target in self.edges:
+            if not (0 <= source < len(self.nodes) and 0 <= target < len(self.nodes) and source != target):
+                raise ConfigError(
+                    f"There is no edge from {source} to {target}: expected two of {len(self.nodes)} stages."
+                )
+
+    def _check_nodes(self) -> None:
+        places = {node.place for node in self.nodes}
+        if places != {*range(len(places))}:
+            raise ConfigError(f"Places are numbered from 0 without a gap; found {sorted(places)}.")
+        for number, node in enumerate(self.nodes):
+            for cost in ("forward", "backward_input", "backward_weight"):
+                if not 0 <= getattr(node, cost) < float("inf"):
+                    raise ConfigError(f"Stage {number} ({node}): {cost} = {getattr(node, cost)}; expected at least 0.")
+
+    # ---------------------------------------------------------------------------------------- made from sizes
+
+    @classmethod
+    def chain(
+        cls,
+        stages: int,
+        module: str = "model",
+        virtual_stages: int = 1,
+        trains: bool | Sequence[bool] = True,
+        costs: Sequence[float] = (1.0, 1.0, 1.0),
+    ) -> StageGraph:
+        """Return `stages × virtual_stages` stages that follow one another.
+
+        trains: of all stages, or of each.
+        costs: forward, backward of inputs, backward of weights, of every stage.
+        """
+        count = stages * virtual_stages
+        trained = [trains] * count if isinstance(trains, bool) else list(trains)
+        nodes = [StageNode(module, i, i % stages, trained[i], *costs) for i in range(count)]
+        return cls(tuple(nodes), tuple(zip(range(count), range(1, count), strict=False)))
+
+    @classmethod
+    def branches(
+        cls,
+        encoders: Mapping[str, int],
+        language_model: int,
+        colocated: bool = False,
+        trains: Mapping[str, bool] | None = None,
+    ) -> StageGraph:
+        """Return encoders of so many stages beside one another, which meet at the first of a language model's.
+
+        colocated: the encoders stand on the same places: stage i of each on place i.
+        trains: by module; those not named are trained.
+        """
+        modules = {**encoders, "language_model": language_model}
+        nodes: list[StageNode] = []
+        edges: list[tuple[int, int]] = []
+        ends: list[int] = []
+        width = max(encoders.values(), default=0) if colocated else sum(encoders.values())
+        for module, stages in modules.items():
+            is_last, first = module == "language_model", len(nodes)
+            start = width if is_last else 0 if colocated else first
+            trained = (trains or {}).get(module, True)
+            nodes += [StageNode(module, i, start + i, trained) for i in range(stages)]
+            edges += [(number, number + 1) for number in range(first, len(nodes) - 1)]
+            if is_last:
+                edges += [(end, first) for end in ends]
+            ends.append(len(nodes) - 1)
+        return cls(tuple(nodes), tuple(edges))
+
+    def frozen(self) -> StageGraph:
+        """Return the graph with nothing trained: its schedules have forwards only, as an evaluation does."""
+        return StageGraph(tuple(replace(node, trains=False) for node in self.nodes), self.edges)
+
+    # ---------------------------------------------------------------------------------------- what follows from it
+
+    @cached_property
+    def places(self) -> int:
+        """The number of places."""
+        return max(node.place for node in self.nodes) + 1
+
+    @cached_property
+    def sink(self) -> int:
+        """The stage at which all ways end: where the loss is."""
+        return next(s for s in range(len(self.nodes)) if not self._after[s])
+
+    def predecessors(self, stage: int) -> tuple[int, ...]:
+        """Return the stages whose outputs a stage needs."""
+        return self._before[stage]
+
+    def successors(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that need a stage's output."""
+        return self._after[stage]
+
+    def distance(self, stage: int) -> int:
+        """Return how many stages lie behind a stage on the longest way to the sink, the sink among them."""
+        return self._distances[stage]
+
+    def depth(self, stage: int) -> int:
+        """Return how many stages lie before a stage on the longest way to it."""
+        return self._depths[stage]
+
+    def at(self, place: int) -> tuple[int, ...]:
+        """Return the stages that a place holds."""
+        return self._at[place]
+
+    def wants_gradient(self, stage: int) -> bool:
+        """Say whether a stage has a backward at all: something is trained in it, or before it."""
+        return self._wants[stage]
+
+    def sends_gradient(self, source: int, target: int) -> bool:
+        """Say whether an edge carries a gradient back."""
+        assert target in self._after[source]
+        return self._wants[source]
+
+    def backward(self, stage: int) -> Backward:
+        """Return what the backward of a stage computes."""
+        passes_on = any(self._wants[source] for source in self._before[stage])
+        if self.nodes[stage].trains:
+            return "both" if passes_on else "weight"
+        return "input" if passes_on else "none"
+
+    @cached_property
+    def _before(self) -> tuple[tuple[int, ...], ...]:
+        before: list[list[int]] = [[] for _ in self.nodes]
+        for source, target in self.edges:
+            before[target].append(source)
+        return tuple(map(tuple, before))
+
+    @cached_property
+    def _after(self) -> tuple[tuple[int, ...], ...]:
+        after: list[list[int]] = [[] for _ in self.nodes]
+        for source, target in self.edges:
+            after[source].append(target)
+        return tuple(map(tuple, after))
+
+    @cached_property
+    def _at(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in range(self.places)]
+        for number, node in enumerate(self.nodes):
+            held[node.place].append(number)
+        return tuple(map(tuple, held))
+
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        """The stages in an order in which each follows all that it needs; some are left out if there is a cycle."""
+        missing = [len(before) for before in self._before]
+        order = [stage for stage, many in enumerate(missing) if many == 0]
+        for stage in order:  # grows while it is walked
+            for target in self._after[stage]:
+                missing[target] -= 1
+                if missing[target] == 0:
+                    order.append(target)
+        return tuple(order)
+
+    @cached_property
+    def _distances(self) -> tuple[int, ...]:
+        distances = [0] * len(self.nodes)
+        for stage in reversed(self._order):
+            distances[stage] = max((distances[target] + 1 for target in self._after[stage]), default=0)
+        return tuple(distances)
+
+    @cached_property
+    def _depths(self) -> tuple[int, ...]:
+        depths = [0] * len(self.nodes)
+        for stage in self._order:
+            depths[stage] = max((depths[source] + 1 for source in self._before[stage]), default=0)
+        return tuple(depths)
+
+    @cached_property
+    def _wants(self) -> tuple[bool, ...]:
+        wants = [node.trains for node in self.nodes]
+        for stage in self._order:
+            wants[stage] = wants[stage] or any(wants[source] for source in self._before[stage])
+        return tuple(wants)

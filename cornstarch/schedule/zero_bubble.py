@@ -1,0 +1,88 @@
+"""Zero-bubble schedules: backward is split, and gradients of weights, for which nobody waits, fill the gaps.
+
+After Qi et al. 2023, "Zero Bubble Pipeline Parallelism"; for a chain of equal stages it is their ZB-H1. The orders are
+found by a list scheduler, so there is one for any graph and any costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cornstarch.schedule.graph import StageGraph
+from cornstarch.schedule.greedy import arrange
+from cornstarch.schedule.kinds import Action, Kind, backward_of, duration
+from cornstarch.schedule.orders import Line, Lists, by_place, depths, stage_lines
+from cornstarch.schedule.timing import makespan, times
+
+
+def zero_bubble(graph: StageGraph, microbatches: int) -> tuple[Lists, float]:
+    """Return the fastest of some orders, in simulation with the graph's costs, and its time: never more than 1F1B's.
+
+    No stage holds more microbatches than the fullest of its module does with 1F1B. Of equally fast orders the first is
+    taken; one that cannot be beaten ends the search.
+    """
+    best: Lists = ()
+    least = float("inf")
+    bound = _least_time(graph, microbatches)
+    for lists, took in _candidates(graph, microbatches):
+        if took < least:
+            best, least = lists, took
+        if least <= bound:
+            break
+    return best, least
+
+
+def _candidates(graph: StageGraph, microbatches: int) -> Iterator[tuple[Lists, float]]:
+    """Yield orders and how long each takes."""
+    own, fullest = depths(graph), _fullest(graph)
+    # Gradients of weights as late as the memory allows: best for equal stages, one at each place.
+    if graph.places == len(graph.nodes):
+        lags = [most - depth for most, depth in zip(fullest, own, strict=True)]
+        late = by_place(graph, stage_lines(graph, microbatches, own, lags))
+        yield late, makespan(times(graph, late))
+    # What can be done when it can be done: better where costs differ, but a greedy choice may lose in the end.
+    yield arrange(graph, _lines(graph, microbatches), fullest)
+    # 1F1B itself, but that gradients of inputs are on their way before those of weights are computed.
+    safe = tuple(_split(graph, mine) for mine in by_place(graph, stage_lines(graph, microbatches, own)))
+    yield safe, makespan(times(graph, safe))
+
+
+def _split(graph: StageGraph, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Return a place's actions with each backward split in two."""
+    kinds = {stage: backward_of(graph, stage, split=True) for stage in {action.stage for action in actions}}
+    found: Line = []
+    for action in actions:
+        whole = action.kind is Kind.B
+        found += [Action(kind, *action[1:]) for kind in kinds[action.stage]] if whole else [action]
+    return tuple(found)
+
+
+def _fullest(graph: StageGraph) -> list[int]:
+    """Return, by stage, how many microbatches the first stage of its module holds with 1F1B."""
+    first: dict[str, int] = {}
+    for node, depth in zip(graph.nodes, depths(graph), strict=True):
+        first[node.module] = max(first.get(node.module, 0), depth)
+    return [first[node.module] for node in graph.nodes]
+
+
+def _lines(graph: StageGraph, microbatches: int) -> list[Line]:
+    """Return a line for each kind of action at each stage: only microbatches keep their order."""
+    works = [(kind, s) for s in range(len(graph.nodes)) for kind in (Kind.F, *backward_of(graph, s, split=True))]
+    return [[Action(kind, stage, m) for m in range(microbatches)] for kind, stage in works]
+
+
+def _least_time(graph: StageGraph, microbatches: int) -> float:
+    """Return a time that no order can beat: for each place, its work after the first input can be there."""
+    earliest: dict[int, float] = {}
+    for stage in sorted(range(len(graph.nodes)), key=graph.depth):
+        before = [earliest[source] + graph.nodes[source].forward for source in graph.predecessors(stage)]
+        earliest[stage] = max(before, default=0)
+    least: float = 0
+    for place in range(graph.places):
+        work = sum(
+            duration(graph, kind, stage)
+            for stage in graph.at(place)
+            for kind in (Kind.F, *backward_of(graph, stage, split=True))
+        )
+        least = max(least, min(earliest[stage] for stage in graph.at(place)) + microbatches * work)
+    return least

@@ -1,0 +1,99 @@
+"""Simulated steps: the formulas of the literature come out exactly, and pictures show what is simulated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cornstarch.plan.simulate import as_text, simulate
+from cornstarch.schedule import Kind, StageGraph, make_schedule
+from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+costs = st.tuples(*[st.integers(1, 9).map(float)] * 3)
+
+
+@given(st.integers(1, 12), st.integers(1, 24), costs, st.sampled_from(["gpipe", "1f1b"]))
+def test_the_bubble_of_equal_stages_is_exactly_that_of_the_formula(
+    stages: int, many: int, cost: tuple[float, float, float], policy: str
+) -> None:
+    timeline = simulate(make_schedule(StageGraph.chain(stages, costs=cost), many, policy))
+    assert timeline.bubble == (stages - 1) / (many + stages - 1)
+    assert timeline.bubbles == ((stages - 1) / (many + stages - 1),) * stages
+    assert timeline.step == (many + stages - 1) * sum(cost)
+    assert timeline.busy == (many * sum(cost),) * stages
+
+
+def test_fractions_stay_exact() -> None:
+    third = Fraction(1, 3)
+    graph = StageGraph.chain(3, costs=(third, third, third))  # type: ignore[arg-type]
+    assert simulate(make_schedule(graph, 4)).bubble == Fraction(1, 3)
+
+
+@given(graphs().map(whole), st.integers(1, 6), st.sampled_from(POLICIES_OF_ANY_GRAPH), st.integers(0, 500))
+def test_events_are_those_of_the_schedule(graph: StageGraph, many: int, policy: str, transfer: int) -> None:
+    schedule = make_schedule(graph, many, policy)
+    timeline = simulate(schedule, transfer)
+    for place, (own, actions) in enumerate(zip(timeline.events, schedule.actions, strict=True)):
+        assert [(e.kind, e.stage, e.microbatch) for e in own] == [action[:3] for action in actions]
+        assert all(event.place == place for event in own)
+        assert all(first.end <= then.start for first, then in zip(own, own[1:], strict=False))
+    assert timeline.step == max((own[-1].end for own in timeline.events if own), default=0)
+    assert all(0 <= bubble <= 1 for bubble in timeline.bubbles)
+    # With transfers written out, and with slower ones, it is the same and no faster.
+    assert simulate(schedule.with_transfers(), transfer) == timeline.__class__(
+        schedule.with_transfers(), timeline.events, timeline.step
+    )
+    assert simulate(schedule).step <= timeline.step
+
+
+def test_transfers_overlap_with_computations() -> None:
+    schedule = make_schedule(StageGraph.chain(2), 1, "gpipe")
+    assert simulate(schedule).step == 6 and simulate(schedule, transfer=0.5).step == 7
+    frozen = make_schedule(StageGraph.chain(2).frozen(), 8, "gpipe")
+    assert simulate(frozen, transfer=3).step == 9 + 3  # all but the first are on their way while others are computed
+
+
+PICTURES = [
+    (StageGraph.chain(2), 2, "gpipe", "model 0  F0 F1 .  .  .  B0--- B1---\nmodel 1  .  F0 F1 B0--- B1--- .  ."),
+    (StageGraph.chain(2), 2, "zero_bubble", "model 0  F0 F1 .  W0--- W1---\nmodel 1  .  F0 I0 F1 I1 W0 W1"),
+    (StageGraph.chain(2, trains=[False, True]), 2, "1f1b",
+     "model 0  F0 F1 .  .  .  .  .\nmodel 1  .  F0 B0--- F1 B1---"),
+    (StageGraph.branches({"a": 1, "b": 1}, 1, colocated=True).frozen(), 1, "1f1b",
+     "a 0 + b 0         F0@0 F0@1 .\nlanguage_model 0  .    .    F0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("graph", "many", "policy", "picture"), PICTURES)
+def test_a_timeline_in_words(graph: StageGraph, many: int, policy: str, picture: str) -> None:
+    assert as_text(simulate(make_schedule(graph, many, policy))) == picture
+
+
+def test_pictures_that_would_be_too_wide() -> None:
+    timeline = simulate(make_schedule(StageGraph.chain(8), 512))
+    assert as_text(timeline) == "1,557 columns would be too many to draw; the step takes 1557."
+    assert as_text(timeline, unit=100).count("\n") == 7
+
+
+@given(graphs(equal=True), st.integers(1, 4), st.sampled_from(POLICIES_OF_ANY_GRAPH))
+def test_every_action_is_drawn(graph: StageGraph, many: int, policy: str) -> None:
+    timeline = simulate(make_schedule(graph, many, policy))
+    drawn = as_text(timeline)
+    for event in (event for own in timeline.events for event in own):
+        assert f"{event.kind}{event.microbatch}" in drawn
+    assert drawn.count("F") == sum(event.kind is Kind.F for own in timeline.events for event in own)
+
+
+def test_simulating_imports_no_torch() -> None:
+    code = (
+        "import sys, cornstarch.plan.simulate, cornstarch.schedule\n"
+        "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.stdout.strip() == "[]", ran.stderr

@@ -1,0 +1,245 @@
+"""A few steps of a tiny model: through a Booster, in one of several processes, or in a plain loop, in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from cornstarch import Booster, EncodersColocatedPlugin, ModalParallelPlugin, MultimodalParallelPlugin, PipelineTemplate
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.parallel import processes
+from cornstarch.parallel.tensor import full_tensors
+from cornstarch.plugin.boosted import BoostedModel
+from cornstarch.train.holdings import named_parameters
+from tests import zoo
+
+STEPS, SAMPLES = 3, 8
+"""Steps of a run, and samples of a step in all replicas together."""
+IMAGE_TOKEN, SOUND_TOKEN = zoo.MODALITY_TOKEN, zoo.MODALITY_TOKEN + 1
+MIXED = ("tt*ttt*t", "ttttt", "*ttt", "tt+tt", "t*+tt", "tttttttt", "+tt*t", "ttt*")
+PICTURES = ("tt*ttt*t", "t*tttt", "*ttt", "tt*tt", "t*tt", "tttt*tttt", "tt*t", "ttt*")
+
+Values = dict[str, "np.ndarray[Any, Any] | None"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run."""
+
+    ranks: int = 1
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    """Of its `ModalParallelPlugin`; `stages` makes a template of so many."""
+    audio: Mapping[str, Any] = field(default_factory=dict)
+    llm: Mapping[str, Any] = field(default_factory=dict)
+    plugin: Mapping[str, Any] = field(default_factory=dict)
+    """More of the `MultimodalParallelPlugin`."""
+    colocated: bool = False
+    encoders: tuple[str, ...] = ("vision",)
+    rows: tuple[str, ...] = PICTURES
+    frozen: tuple[tuple[str, tuple[bool, bool]], ...] = ()
+    """By encoder, whether it and its projector are trained; the language model is not."""
+    replicas: int = 1
+    tied: bool = False
+    optimizer: str = "AdamW"
+    accumulated: int = 1
+    """Batches of a step of the optimizer."""
+    own_criterion: bool = False
+    """Whether the criterion is not the model's own loss."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the steps came to."""
+
+    losses: list[float | None]
+    gradients: list[Values]
+    parameters: Values
+    rates: list[float]
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+def make_model(case: Case) -> MultimodalModel:
+    """Return the model; equal cases have equal weights."""
+    torch.manual_seed(0)
+    parts = {"vision": "siglip", "audio": "whisper"}
+    encoders = {
+        name: ModalEncoderModule(zoo.ENCODERS[parts[name]].build(seed))
+        for seed, name in enumerate(case.encoders, start=1)
+    }
+    language_model = zoo.LANGUAGE_MODELS["llama"].build(num_hidden_layers=4, tie_word_embeddings=case.tied)
+    model = MultimodalModel(encoders=encoders, language_model=language_model)
+    model.set_modality_token_ids({"vision": IMAGE_TOKEN, "audio": SOUND_TOKEN} if "audio" in encoders else
+                                 {"vision": IMAGE_TOKEN} if encoders else {})  # fmt: skip
+    zoo.disturb(model)
+    if case.frozen:
+        model.train(encoders_mode=dict(case.frozen), llm_mode=False)
+    return model
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Numbered samples."""
+
+    def __init__(self, rows: Sequence[str]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 2 * STEPS * SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[(index * 3 + index // SAMPLES) % len(self.rows)]
+        lengths = [4 if sign == "*" else 8 for sign in row if sign in "*+"]
+        text = zoo.text_batch([row], lengths, seed=index)
+        noise = zoo.generator(100 + index)
+        images = zoo.images(row.count("*"), noise)["pixel_values"]
+        sounds = zoo.spectrograms(row.count("+"), noise)["input_features"]
+        return {**{key: value[0] for key, value in text.items()}, "pixel_values": images, "input_features": sounds}
+
+
+def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a padded batch, with all items in one row; without any, there is none."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    fills = {"input_ids": zoo.PAD, "attention_mask": 0, "labels": zoo.IGNORED}
+    batch = {}
+    for key, fill in fills.items():
+        batch[key] = torch.full((len(samples), longest), fill)
+        for number, sample in enumerate(samples):
+            batch[key][number, : len(sample[key])] = sample[key]
+    for key in ("pixel_values", "input_features"):
+        items = torch.cat([sample[key] for sample in samples])
+        if len(items):
+            batch[key] = items
+    return batch
+
+
+def make_loader(case: Case) -> DataLoader[Any]:
+    """Return the loader of a replica's batches, before it is boosted."""
+    return DataLoader(Samples(case.rows), batch_size=SAMPLES // case.replicas, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def make_optimizer(case: Case, model: nn.Module) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """Return an optimizer with two groups, and its rates."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    options = {"AdamW": {"eps": 1e-6}, "SGD": {"momentum": 0.9}, "Adagrad": {}}[case.optimizer]
+    optimizer = getattr(torch.optim, case.optimizer)(groups, lr=2e-3, **options)
+    return optimizer, LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 0.9**step])
+
+
+def own_loss(outputs: Any, inputs: Any) -> Tensor:
+    """Return the model's own loss."""
+    return outputs.loss
+
+
+def other_loss(outputs: Any, inputs: Any) -> Tensor:
+    """Return the mean over samples of something else."""
+    kept = inputs["attention_mask"].unsqueeze(-1)
+    return ((outputs.logits * kept).sum(1) / kept.sum(1)).pow(2).mean()
+
+
+# ------------------------------------------------------------------------------------------------ through a Booster
+
+
+def _template(module: nn.Module, stages: int) -> PipelineTemplate:
+    return PipelineTemplate.split(module, stages, by="uniform")
+
+
+def make_plugin(case: Case, model: nn.Module) -> MultimodalParallelPlugin:
+    """Return the plugin of a case."""
+
+    def one(said: Mapping[str, Any], module: nn.Module) -> ModalParallelPlugin:
+        options = dict(said)
+        if stages := options.pop("stages", 0):
+            options["pipeline_template"] = _template(module, stages)
+        return ModalParallelPlugin(**options)
+
+    said = {"vision": case.vision, "audio": case.audio}
+    encoders = model.encoders if isinstance(model, MultimodalModel) else {}
+    language_model = model.language_model if isinstance(model, MultimodalModel) else model
+    kind = EncodersColocatedPlugin if case.colocated else MultimodalParallelPlugin
+    return kind(
+        encoder_plugins={name: one(said[name], encoder) for name, encoder in encoders.items()},
+        language_model_plugin=one(case.llm, language_model),
+        **{"num_microbatches": 4 // case.replicas, **case.plugin},
+    )
+
+
+def boosted(case: Case) -> tuple[Booster, BoostedModel, torch.optim.Optimizer, Iterator[Any], LambdaLR]:
+    """Return everything that a step needs."""
+    model = make_model(case)
+    optimizer, rates = make_optimizer(case, model)
+    booster = Booster(plugin=make_plugin(case, model))
+    fast, same, _, loader, also = booster.boost(model, optimizer, own_loss, make_loader(case), rates)
+    assert same is optimizer and also is rates
+    return booster, fast, same, iter(loader), also
+
+
+def run(case: Case) -> Outcome:
+    """Do the steps in this process, one of several."""
+    booster, model, optimizer, batches, rates = boosted(case)
+    losses, gradients, seen = [], [], []
+    criterion = other_loss if case.own_criterion else own_loss
+    for _ in range(STEPS):
+        for _ in range(case.accumulated):
+            result = booster.execute_pipeline(batches, model, criterion, optimizer, loss_everywhere=True)
+            losses.append(float(result["loss"]))
+        gradients.append(whole(model.module, {n: p.grad for n, p in named_parameters(model.module).items()}))
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    return Outcome(losses, gradients, parameters(model.module), seen)
+
+
+def whole(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> Values:
+    """Return tensors whole; all processes have to ask together."""
+    there = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    found = full_tensors(model, there)
+    return {name: found[name].clone().numpy() if name in found else None for name in tensors}
+
+
+def parameters(model: nn.Module) -> Values:
+    """Return this process's parameters, whole."""
+    return whole(model, {name: parameter.data for name, parameter in named_parameters(model).items()})
+
+
+# ------------------------------------------------------------------------------------------------ in a plain loop
+
+
+def alone(case: Case) -> Outcome:
+    """Do the steps in a plain loop, in one piece."""
+    model = make_model(case)
+    optimizer, rates = make_optimizer(case, model)
+    batches = iter(DataLoader(Samples(case.rows), batch_size=SAMPLES, collate_fn=collate))  # type: ignore[arg-type]
+    losses, gradients, seen = [], [], []
+    for _ in range(STEPS):
+        for _ in range(case.accumulated):
+            inputs = next(batches)
+            outputs = model(**inputs)
+            loss = other_loss(outputs, inputs) if case.own_criterion else outputs.loss
+            loss.backward()
+            losses.append(float(loss))
+        gradients.append(whole(model, {n: p.grad for n, p in model.named_parameters()}))
+        if most := case.plugin.get("max_norm"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    return Outcome(losses, gradients, parameters(model), seen)
+
+
+def rank() -> int:
+    """Return the number of this process."""
+    return processes.rank()

@@ -1,0 +1,130 @@
+"""Runs of models that are stored, in one process or several; each function runs in every process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cornstarch.errors import ConfigError
+from cornstarch.parallel import processes
+from cornstarch.parallel.apply import tensor_cut, whole_reasons
+from cornstarch.parallel.mesh import Meshes
+from cornstarch.plan.layout import Layout
+from cornstarch.train import load_config
+from cornstarch.train.build import build_model
+from cornstarch.train.witness import whole_parameters
+from tests import zoo
+from tests.models import local_processors
+from tests.parallel.tensor.loading_work import MemoryPeak, counted_reads, differences
+from tests.train.tiny import merged, trainer_of, write_data
+
+
+def store_parts(folder: Path, language_model: str = "llama", encoder: str = "clip") -> None:
+    """Write a language model, an encoder, a tokenizer and data."""
+    zoo.LANGUAGE_MODELS[language_model].build().save_pretrained(folder / language_model, max_shard_size="40KB")
+    zoo.ENCODERS[encoder].build().save_pretrained(folder / encoder)
+    local_processors.tokenizer().save_pretrained(folder / "tokenizer")
+    write_data(folder, 12)
+
+
+def described(folder: Path, language_model: str = "llama", encoder: str = "clip", **sections: Any) -> dict[str, Any]:
+    """Return the description of a run of a few steps with these."""
+    base = {
+        "device": "cpu",
+        "threads": 1,
+        "precision": "fp32",
+        "model": {
+            "encoders": {
+                "vision": {
+                    "token": "<image>",
+                    "train": "full",
+                    "path": str(folder / encoder),
+                    "processor_config": {
+                        "class_name": "CLIPImageProcessor",
+                        "size": {"height": zoo.IMAGE, "width": zoo.IMAGE},
+                        "do_center_crop": False,
+                    },
+                }
+            },
+            "language_model": {"tokenizer": str(folder / "tokenizer"), "path": str(folder / language_model)},
+        },
+        "data": {"train": [{"path": str(folder / "train.json")}], "max_length": 64},
+        "optimizer": {"learning_rate": 2e-3, "eps": 1e-6},
+        "loop": {"steps": 3, "batch_size": 4},
+        "logging": {"progress": "none", "samples": 0},
+    }
+    return merged(base, sections)
+
+
+def trained(described: dict[str, Any], output: str, by_slice: bool = True) -> dict[str, Any]:
+    """Do the steps of a run; return what they came to, and what was read by slice, unless that is not to be."""
+    described = merged(described, {"output": output, "parallel": {"verify": "never"}})
+    cuts = nullcontext() if by_slice else mock.patch("cornstarch.train.trainer.tensor_cut", lambda *arguments: None)
+    with counted_reads() as reads, cuts:
+        trainer = trainer_of(load_config(None, base=described))
+        trainer.setup()
+    losses = []
+    for batch in trainer.batches():
+        loss = float(trainer.step(batch).loss)
+        losses.append(processes.sum_over_ranks([loss])[0] / trainer.replica.alike)
+    whole = whole_parameters(trainer.model, trainer.task.wrapped)
+    return {
+        "losses": losses,
+        "parameters": {name: value.float().numpy() for name, value in whole.items()},
+        "dtypes": {name: str(value.dtype) for name, value in whole.items()},
+        "reads": reads,
+        "reasons": whole_reasons(trainer.model, trainer._layout),
+        "traits": getattr(trainer.model, "traits", None),
+    }
+
+
+def farthest(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Return the largest difference of two sets of parameters."""
+    assert found.keys() == expected.keys()
+    return max(float(np.abs(found[name] - expected[name]).max()) for name in found)
+
+
+def made_ready(runs: list[dict[str, Any]], output: str) -> int:
+    """Make a run ready, after a small one has imported everything; return the most memory that it took."""
+    small, large = (
+        merged(run, {"output": f"{output} {number}", "parallel": {"verify": "never"}})
+        for number, run in enumerate(runs)
+    )
+    trainer_of(load_config(None, base=small)).setup()
+    with MemoryPeak() as peak:
+        trainer = trainer_of(load_config(None, base=large))
+        trainer.setup()
+    assert trainer.model is not None
+    return peak.bytes
+
+
+def built(run: dict[str, Any]) -> dict[str, Any]:
+    """Build the model of a run with two ranks; return what its encoder is, and what was read."""
+    layout = Layout.of(load_config(None, base=run).parallel.plan(), 2, 2)
+    config = load_config(None, base=run).model
+    with counted_reads() as reads:
+        model = build_model(config, cuts=partial(tensor_cut, layout, Meshes(layout, "cpu")))
+    expected = build_model(config)
+    cut = tensor_cut(layout, Meshes(layout, "cpu"), "audio", True)
+    assert cut is not None
+    cut(expected.encoders["audio"].module)
+    return {
+        "kind": type(model.encoders["audio"].module).__name__,
+        "wrong": differences(model.encoders["audio"].module, expected.encoders["audio"].module),
+        "reads": reads,
+        "reasons": whole_reasons(model, layout),
+    }
+
+
+def refused(run: dict[str, Any], output: str) -> str:
+    """Make a run ready that cannot be; return what is said."""
+    try:
+        trainer_of(load_config(None, base={**run, "output": output})).setup()
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
