@@ -40,6 +40,10 @@ def train(
         str | None,
         typer.Option(help="Processes to start here; auto: one for each GPU. Under torchrun leave it out."),
     ] = None,
+    trace: Annotated[
+        bool,
+        typer.Option("--trace", help="Write trace.json, some steps of a pipeline, for chrome://tracing and Perfetto."),
+    ] = False,
 ) -> None:
     """Train a model, from the newest checkpoint on if the run has one, and write a report.
 
@@ -50,7 +54,7 @@ def train(
     from cornstarch.demo import demo_config
     from cornstarch.launch import agree, current_world, launch, process_count, start_process_group
     from cornstarch.plan.layout import Layout, check_executable
-    from cornstarch.train.runs import RunFolder
+    from cornstarch.train.runs import RunFolder, check_trace
     from cornstarch.train.source import as_data, read_config
     from cornstarch.train.tree import raise_mistakes
 
@@ -69,33 +73,35 @@ def train(
     # Before an earlier run is set aside, and before any process is started.
     plan = run.parallel.plan()
     check_executable(plan)
+    if trace:
+        check_trace(plan.is_pipeline)
     Layout.of(plan, max(count, world.size), max(count, world.local_size))
     if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
             print(f"{run.folder}: the earlier run is now {aside}")
     if count > 1:
-        own = ["--allow-changes"] if allow_changes else []
+        own = [*(["--allow-changes"] if allow_changes else []), *(["--trace"] if trace else [])]
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]
         raise typer.Exit(launch(command, count, run.folder / "logs"))
     if world.size == 1:
-        interrupted = _fit(run, allow_changes)
+        interrupted = _fit(run, allow_changes, trace)
     else:
         device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
         with start_process_group(world, device) as own_device:
             agree(as_data(run))
-            interrupted = _fit(run, allow_changes, own_device)
+            interrupted = _fit(run, allow_changes, trace, own_device)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _fit(run: RunConfig, allow_changes: bool, device: torch.device | None = None) -> bool:
+def _fit(run: RunConfig, allow_changes: bool, trace: bool, device: torch.device | None = None) -> bool:
     """Train; return whether Ctrl-C ended it."""
     quiet_libraries()
     from cornstarch.train import Trainer
 
     command = shlex.join(["cornstarch", *sys.argv[1:]])
-    trainer = Trainer(run, allow_changes=allow_changes, command=command, device=device)
+    trainer = Trainer(run, allow_changes=allow_changes, command=command, device=device, trace=trace)
     result = trainer.fit()
     says = result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
     if says and trainer.rank == 0:

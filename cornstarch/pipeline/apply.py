@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from cornstarch.attention import attend_through_masks
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
@@ -72,6 +73,7 @@ class Pipeline:
         microbatches: Of a step; a step that has fewer may need another schedule.
         templates: By module, which modules each stage has. Default: stages that weigh the same.
         computing: Makes the context in which forward passes run.
+        packed: Whether rows may have several documents, which do not see one another.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Pipeline:
         microbatches: int = 1,
         templates: Mapping[str, PipelineTemplate] | None = None,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        packed: bool = False,
     ) -> None:
         self.model, self.layout, self.device, self._computing = model, layout, device, computing
         self.place_of_rank = layout.place(processes.rank())
@@ -99,6 +102,8 @@ class Pipeline:
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.post = Post(dist.new_group(replica, backend=backend, use_local_synchronization=True), device)
         self.meshes = StageMeshes(layout, device.type)
+        self._packed = packed
+        self._choose_attention(model)
         self._spread_inside()
         self.programs = self._make_programs()
         self._shard()
@@ -150,6 +155,14 @@ class Pipeline:
             raise ConfigError(f"{name}: the template has {template.num_stages} stages, the plan {stages}.")
         return template
 
+    def _choose_attention(self, model: nn.Module) -> None:
+        """Let the language model attend through masks, if it will have to: cut into stages it cannot be changed."""
+        is_here = any(map(self._is_last, self.place_of_rank.modules))
+        if not (is_here and isinstance(model, MultimodalModel)):
+            return
+        if self._packed or any(encoder.attention != "causal" for encoder in model.encoders.values()):
+            attend_through_masks(model.language_model)
+
     def _spread_inside(self) -> None:
         """Cut matrices and tokens of this process's modules, while the model is whole: that is when it is verified."""
         plans = self.layout.plan.modules
@@ -181,6 +194,7 @@ class Pipeline:
         programs = {}
         for number, name in zip(own, modules, strict=True):
             copy = _shared_copy(self.model)
+            self._choose_attention(copy)
             programs[number] = self._program(number, copy)
             self._give_up_modules(copy, {name}, [programs[number]])
         _give_up_parameters(self.model, programs.values())

@@ -91,7 +91,7 @@ def _image(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
 
 def _video(name: str) -> Maker:
     def make(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-        side, frames = _size(config, 32, "image_size", "crop_size"), _size(config, 2, "num_frames", "frames_per_clip")
+        side, frames = _size(config, 32, "image_size"), _size(config, 2, "num_frames")
         return {name: torch.randn(_ROWS, frames, _channels(config), side, side, generator=noise)}
 
     return make

@@ -76,8 +76,8 @@ def _refused_or(inner: nn.Module, make_inputs: MakeInputs | None) -> Survey | Un
         return _surveyed(inner, make_inputs)
     except UnsupportedModelError as error:
         name = type(inner).__name__
-        said = str(error)
-        return error if name in said else UnsupportedModelError(f"{name} cannot be cut into stages: {said}.")
+        said = str(error).rstrip(".")
+        return error if said.startswith(name) else UnsupportedModelError(f"{name} cannot be cut into stages: {said}.")
 
 
 def _surveyed(inner: nn.Module, make_inputs: MakeInputs | None) -> Survey:

@@ -6,7 +6,8 @@ from statistics import median
 
 from cornstarch.report import figures
 from cornstarch.report.markup import Markup, element, join
-from cornstarch.report.reading import Curve, Evaluation, Run, text
+from cornstarch.report.reading import Curve, Evaluation, Run
+from cornstarch.report.values import text
 
 # What a status looks like: a class and a sign, for those who do not see its colour.
 _SIGNS = {"finished": ("good", "✓"), "running": ("busy", "▸"), "stopped": ("warn", "■"), "failed": ("bad", "✗")}

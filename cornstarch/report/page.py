@@ -8,6 +8,7 @@ from cornstarch import __version__
 from cornstarch.report import figures, sections
 from cornstarch.report.charts import COLOURS, Chart, Line, draw
 from cornstarch.report.curves import LONG, smooth
+from cornstarch.report.gantt import pipeline
 from cornstarch.report.looks import looks
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.overview import cards, header, notes
@@ -32,6 +33,7 @@ _MOST_MARKS = 20
 _MOST_EVALUATIONS = 200
 _SECTIONS = (
     ("curves", "Curves"),
+    ("pipeline", "Pipeline"),
     ("looks", "Does the model look?"),
     ("samples", "Samples"),
     ("model", "Model"),
@@ -46,6 +48,7 @@ def render(run: Run) -> str:
     """Return the page of a run."""
     contents = {
         "curves": curves(run),
+        "pipeline": pipeline(run),  # only a run with stages has one
         "looks": looks(run),
         "samples": sections.samples(run),
         "model": sections.model(run),
@@ -54,16 +57,17 @@ def render(run: Run) -> str:
         "config": sections.config(run),
         "versions": sections.versions(run),
     }
+    shown = [(id, title, content) for id, title in _SECTIONS if (content := contents[id]) is not None]
     body = element(
         "body",
         element("a", "Skip to the content", href="#main", class_="skip"),
         element("div", header(run), class_="page"),
-        _navigation(),
+        _navigation([(id, title) for id, title, _ in shown]),
         element(
             "main",
             notes(run),
             cards(run),
-            [_section(id, title, contents[id]) for id, title in _SECTIONS],
+            [_section(*one) for one in shown],
             id="main",
             class_="page",
         ),
@@ -86,8 +90,8 @@ def _head(run: Run) -> Markup:
     )
 
 
-def _navigation() -> Markup:
-    links = [element("a", title, href=f"#{id}") for id, title in (("overview", "Overview"), *_SECTIONS)]
+def _navigation(sections: Sequence[tuple[str, str]]) -> Markup:
+    links = [element("a", title, href=f"#{id}") for id, title in (("overview", "Overview"), *sections)]
     return element("nav", element("div", links, class_="page"), aria_label="Sections")
 
 

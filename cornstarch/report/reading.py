@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cornstarch.errors import ConfigError
+from cornstarch.report.timelines import TIMELINE, Timelines, read_timelines
+from cornstarch.report.values import entries, mapping, number, text
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "run.json"
 # Keys of an evaluation line that are no measures.
@@ -99,6 +101,8 @@ class Run:
     summary: Mapping[str, Any]
     """run.json as it is; read it through the methods and `text`, `number`, `mapping`, `entries`."""
     notes: tuple[str, ...] = ()
+    timelines: Timelines | None = None
+    """Steps of a run whose model is cut into stages."""
 
     @property
     def name(self) -> str:
@@ -173,7 +177,8 @@ def read_run(folder: Path) -> Run:
         )
     config, notes = _config(folder / CONFIG)
     summary, more = _summary(folder / SUMMARY)
-    return Run(folder, config, read_metrics(folder / METRICS), summary, (*notes, *more))
+    timelines, last = _timelines(folder / TIMELINE)
+    return Run(folder, config, read_metrics(folder / METRICS), summary, (*notes, *more, *last), timelines)
 
 
 def _config(path: Path) -> tuple[str | None, list[str]]:
@@ -198,6 +203,15 @@ def _summary(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     if not isinstance(summary, dict):
         return {}, [f"{SUMMARY} holds a {type(summary).__name__}, expected an object."]
     return summary, []
+
+
+def _timelines(path: Path) -> tuple[Timelines | None, list[str]]:
+    try:
+        return read_timelines(mapping(json.loads(path.read_bytes()))), []
+    except FileNotFoundError:
+        return None, []
+    except (OSError, ValueError, LookupError, RecursionError) as error:
+        return None, [f"{TIMELINE} could not be read ({type(error).__name__}: {error})."]
 
 
 # ------------------------------------------------------------------------------------------------ metrics
@@ -312,34 +326,6 @@ def _answer(answer: Mapping[str, Any]) -> Answer:
         answer=text(answer.get("answer")),
         right=right if isinstance(right, bool) else None,
     )
-
-
-# ------------------------------------------------------------------------------------------------ values
-
-
-def number(value: object) -> float | None:
-    """Return a JSON value if it is a number; NaN and infinities are numbers."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def text(value: object) -> str:
-    """Return a JSON value as text; "" for null."""
-    return "" if value is None else str(value)
-
-
-def mapping(value: object) -> Mapping[str, Any]:
-    """Return a JSON value if it is an object, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def entries(value: object) -> list[Any]:
-    """Return a JSON value if it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,8 @@ from cornstarch.report import figures
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.media import medium
 from cornstarch.report.overview import bar
-from cornstarch.report.reading import Answer, Event, Part, Run, entries, mapping, number, text
+from cornstarch.report.reading import Answer, Event, Part, Run
+from cornstarch.report.values import entries, mapping, number, text
 
 _MOST_SAMPLES = 60
 _MOST_ROWS = 200

@@ -186,6 +186,31 @@ figcaption { display: flex; flex-wrap: wrap; align-items: center; gap: 0.3rem 1.
 .verdict.good b { color: var(--good); } .verdict.warn b { color: var(--warn); } .verdict.bad b { color: var(--bad); }
 """
 
+_GANTT = """
+.gantt { margin-top: 0.9rem; padding: 1.1rem 1.2rem 0.9rem; background: var(--card); border: 1px solid var(--edge);
+  border-radius: 12px; }
+.gantt h3 { margin: 0.9rem 0 0.3rem; }
+.rows, .times { display: grid; grid-template-columns: 9rem 1fr; }
+.places span { display: block; height: 1.5rem; padding-right: 0.6rem; font-size: 0.8rem; line-height: 1.5rem;
+  color: var(--soft); white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.gantt svg { display: block; width: 100%; }
+.gantt svg :is(.f, .b, .i, .w, .t) { stroke: var(--card); stroke-width: 1; vector-effect: non-scaling-stroke; }
+.gantt :is(.f, .b, .i, .w, .t, .n) { fill: var(--c); }
+.f { --c: var(--series-6); } .b { --c: var(--series-1); } .i { --c: var(--series-3); } .w { --c: var(--series-5); }
+.t { --c: var(--series-2); } .n { --c: var(--track); }
+.block { display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.4rem; border-radius: 3px;
+  vertical-align: -0.05rem; background: var(--c); }
+.times { height: 1.6rem; font-size: 0.76rem; color: var(--soft); font-variant-numeric: tabular-nums; }
+.times .unit { text-align: right; padding: 0.3rem 0.6rem 0 0; }
+.marks { position: relative; }
+.marks span { position: absolute; top: 0.3rem; }
+.gantt + .scroll, .earlier > :is(.cards, .gantt) { margin-top: 0.9rem; }
+.earlier { padding-bottom: 0.1rem; } #pipeline > .earlier { margin-top: 0.9rem; }
+.earlier > :is(.cards, .gantt, .scroll) { margin-inline: 1.2rem; }
+.earlier .scroll { margin-bottom: 1.2rem; border-width: 1px; border-radius: 12px; }
+
+"""
+
 _LISTS = """
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.9rem; overflow-wrap: normal; }
@@ -256,6 +281,7 @@ section:has([value="wrong"]:checked) .sample:not(.wrong) { display: none; }
   .bars li { grid-template-columns: 1fr auto; gap: 0.15rem 0.8rem; }
   .bars .track { grid-column: 1 / -1; grid-row: 2; }
   .plot { grid-template-columns: 3.5rem 1fr; }
+  .gantt { padding: 0.9rem 1rem; } .rows, .times { grid-template-columns: 5.5rem 1fr; }
 }
 @media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
 @media print {
@@ -264,9 +290,10 @@ section:has([value="wrong"]:checked) .sample:not(.wrong) { display: none; }
   .page { max-width: none; padding: 0; }
   section { margin-top: 1.5rem; }
   h2, h3 { break-after: avoid; }
-  .card, .chart, tr { break-inside: avoid; }
+  .card, .chart, .gantt, tr { break-inside: avoid; }
   .scroll, details .scroll, .question, .sample dl { overflow: visible; max-height: none; }
-  .track, .track i, .pill, .plot, .question img { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .track, .track i, .pill, .plot, .gantt, .question img { print-color-adjust: exact;
+    -webkit-print-color-adjust: exact; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; }
   table { font-size: 8.5pt; }
   table code, table small, thead th { font-size: 7.5pt; }
@@ -276,4 +303,4 @@ section:has([value="wrong"]:checked) .sample:not(.wrong) { display: none; }
 }
 """
 
-STYLE = _SCHEMES + _PAGE + _CHARTS + _LISTS
+STYLE = _SCHEMES + _PAGE + _CHARTS + _GANTT + _LISTS

@@ -131,3 +131,12 @@ def open_run(path: Path) -> RunFolder:
             f"{path} is no run: it has no {CONFIG}. Expected a folder that `cornstarch train` has written."
         )
     return RunFolder(path)
+
+
+def check_trace(is_pipeline: bool) -> None:
+    """Raise ConfigError if there is nothing to trace."""
+    if not is_pipeline:
+        raise ConfigError(
+            "--trace: a trace shows the stages of a pipeline, and this run has none.\n  Cut the model into stages: "
+            "parallel.modules.language_model.stages=2, or leave --trace out."
+        )

@@ -183,8 +183,12 @@ class Teller:
         self._throughput.add(totals.samples, totals.tokens, totals.trained_tokens, loss, totals.items)
         if self._progress is not None:
             self._progress.step(result.step)
-        if result.step % self._config.logging.every == 0 or result.step in (1, trainer.total_steps):
+        if self.is_logged(result.step, trainer.total_steps):
             self._log_training(result, trainer)
+
+    def is_logged(self, step: int, total: int) -> bool:
+        """Say whether a step is written down."""
+        return step % self._config.logging.every == 0 or step in (1, total)
 
     def _log_training(self, result: StepResult, trainer: Trainer) -> None:
         line = self._throughput.line()

@@ -41,7 +41,7 @@ from cornstarch.train.parts import Part, keep_in_precision, parts_of
 from cornstarch.train.precision import choose_placement
 from cornstarch.train.recompute import recompute_activations
 from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
-from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder
+from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder, check_trace
 from cornstarch.train.source import load_config
 from cornstarch.train.start_check import verify_plan
 from cornstarch.train.state import capture, restore, seed_all
@@ -52,6 +52,7 @@ from cornstarch.train.tasks.module import LossFunction, module_task
 from cornstarch.train.tasks.stacking import CollateFunction
 from cornstarch.train.tasks.task import Task
 from cornstarch.train.telling import Teller
+from cornstarch.train.timeline import TimelineRecorder
 
 _LOOKED_AT = 20  # samples of a source, to find one that can be used
 
@@ -70,6 +71,7 @@ class Trainer:
         console: Where progress is told.
         command: What the user typed, for the report.
         device: This process's own, of several.
+        trace: Write a trace of some steps of a pipeline, for chrome://tracing and Perfetto.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class Trainer:
         console: Console | None = None,
         command: str | None = None,
         device: torch.device | None = None,
+        trace: bool = False,
     ) -> None:
         self.config = config
-        self._device = device
+        self._device, self._trace = device, trace
         self.rank, self.ranks = processes.rank(), processes.size()
         world = current_world()
         if world.size != self.ranks and self.ranks == 1:
@@ -96,6 +99,8 @@ class Trainer:
             )
         plan = config.parallel.plan()
         check_executable(plan)  # also in one process, which would leave it out without a word
+        if trace:
+            check_trace(plan.is_pipeline)
         self._layout = Layout.of(plan, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)))
         self.replica = Replica.of(self._layout, self.rank)
         self.position = Position()
@@ -189,6 +194,9 @@ class Trainer:
             self.folder.store_config(self.config)
         if checkpoint is not None:
             self._resume(checkpoint)
+        self._recorder: TimelineRecorder | None = None
+        if self.pipeline is not None:
+            self._recorder = TimelineRecorder(self.pipeline, self.folder, self.position.step, self._trace)
         self._teller.begun(self, resumed_from=None if checkpoint is None else checkpoint.step)
         self._ready = True
 
@@ -225,6 +233,8 @@ class Trainer:
             return loss if self.scaler is None else self.scaler.scale(loss)
 
         if self.pipeline is not None:
+            if self._recorder is not None:
+                self._recorder.begins()
             self.pipeline.train([portion.inputs for portion in batch.portions], scaled)
         else:
             for number, portion in enumerate(batch.portions):
@@ -386,9 +396,14 @@ class Trainer:
         self.all_parts = [part.described() for part in self.parts]
         self._memory = MemoryWatch(self.model, self.config, layout.replicate)
         if is_stage:
-            portions = self.config.loop.accumulation
-            computing = self.placement.computing
-            self.pipeline = Pipeline(self.model, layout, self.placement.device, portions, computing=computing)
+            self.pipeline = Pipeline(
+                self.model,
+                layout,
+                self.placement.device,
+                self.config.loop.accumulation,
+                computing=self.placement.computing,
+                packed=self.config.data.packing,
+            )
             self.pipeline.set_call(self._loss_of)
         else:
             self.task.wrapped = spread(self.model, layout, self.placement.device.type, self._meshes)
@@ -500,6 +515,9 @@ class Trainer:
             if not result.totals.trained_tokens:
                 continue
             self._teller.stepped(result, self)
+            if self._recorder is not None:
+                is_logged = self._teller.is_logged(result.step, self.total_steps)
+                self._recorder.stepped(result.step, len(batch.portions), is_logged)
             if (held := self._memory.line()) is not None:
                 self._teller.note(held)
             self._tell_saved()
@@ -606,6 +624,8 @@ class Trainer:
     # ------------------------------------------------------------------ the end
 
     def _closed(self, status: Status) -> RunResult:
+        if self._recorder is not None:
+            self._recorder.finish()
         if status == "stopped":
             if self._saved_at != self.position.step:
                 self._told_save(None)

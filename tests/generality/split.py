@@ -9,12 +9,15 @@ model; anything else is *wrong*, and a defect.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import signal
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +60,9 @@ def judge_split(model_name: str) -> SplitVerdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with sweep.time_limit(sweep.SECONDS_PER_MODEL):
+            with firm_limit(sweep.SECONDS_PER_MODEL):
                 model, inputs = deepened(*built(model_name))
-            with sweep.time_limit(SECONDS):
+            with firm_limit(SECONDS):
                 return judge_cuts(model_name, model, inputs)
         except NotBuiltError as error:
             return SplitVerdict(model_name, NOT_BUILT, str(error))
@@ -67,6 +70,14 @@ def judge_split(model_name: str) -> SplitVerdict:
             return SplitVerdict(model_name, REFUSED, str(error))
         except Exception as error:
             return SplitVerdict(model_name, WRONG, f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def firm_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that takes too long, and again if it goes on with something else."""
+    with sweep.time_limit(seconds):
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        yield
 
 
 def judge_cuts(model_name: str, model: nn.Module, inputs: dict[str, Tensor]) -> SplitVerdict:

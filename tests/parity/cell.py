@@ -77,6 +77,7 @@ def made(
     parallel: Mapping[str, Any],
     tokenizer: str,
     folder: str,
+    kind: type[Witness] = Witness,
     **options: Any,
 ) -> Witness:
     """Return a trainer of a row that is ready for its first step."""
@@ -96,7 +97,7 @@ def made(
         "parallel": dict(parallel),
     }  # fmt: skip
     console = Console(file=io.StringIO())
-    witness = Witness(load_config(None, base=described), train_data=samples, console=console, **options)
+    witness = kind(load_config(None, base=described), train_data=samples, console=console, **options)
     witness.setup()
     return witness
 

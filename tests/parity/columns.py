@@ -9,7 +9,6 @@ from typing import Any
 from cornstarch.plan import Plan
 from tests.parity.rows import Row
 
-
 MOST = 4
 """Processes."""
 
@@ -99,6 +98,8 @@ IN_ONE_PIECE = {
 BOTH = {**IN_ONE_PIECE, **UNCUT}
 ONE_LIST = {**UNCUT, "lora": "self_attn has adapters", "t5": "it has an encoder and a decoder"}
 FEW_HEADS = {**UNCUT, "fused": "it has 2 key and value heads"}
+STAGED = {"mlp": "Perceptron cannot be cut into stages"}
+STAGED_TOKENS = {**IN_ONE_PIECE, **STAGED}
 OWN_LOSS = {**UNCUT, "t5": "it computes its loss itself, from all logits"}
 
 COLUMNS: dict[str, Column] = {
@@ -133,25 +134,38 @@ COLUMNS: dict[str, Column] = {
     "tp_cp": Column("tp 2 × cp 2", 1, module={"tp": 2, "cp": 2}, refused_rows=BOTH),
     "dp_cp": Column("dp 2 × cp 2", 2, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
     "zero2_cp": Column("zero2 2 × cp 2", 2, {"kind": "zero2"}, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
-    "pp": Column("pp 2, encoders on ranks of their own", 1, last={"stages": 2}),
-    "pp_first": Column("pp 2, encoders in the first stage", 1, last={"stages": 2}, ranks_of="first_stage"),
+    "pp": Column("pp 2, encoders on ranks of their own", 1, last={"stages": 2}, refused_rows=STAGED),
+    "pp_first": Column(
+        "pp 2, encoders in the first stage", 1, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    ),
     "pp_colocated": Column("pp 2, encoders colocated", 1, last={"stages": 2}, ranks_of="colocated", encoders_only=True),
-    "pp4": Column("pp 4", 1, last={"stages": 4}, ranks_of="first_stage"),
-    "pp_gpipe": Column("pp 2, gpipe", 1, last={"stages": 2}, schedule="gpipe"),
-    "pp_zero_bubble": Column("pp 2, zero-bubble", 1, last={"stages": 2}, schedule="zero_bubble"),
+    "pp4": Column("pp 4", 1, last={"stages": 4}, ranks_of="first_stage", refused_rows=STAGED),
+    "pp_gpipe": Column("pp 2, gpipe", 1, last={"stages": 2}, schedule="gpipe", refused_rows=STAGED),
+    "pp_zero_bubble": Column("pp 2, zero-bubble", 1, last={"stages": 2}, schedule="zero_bubble", refused_rows=STAGED),
     "pp_interleaved": Column(
         "pp 2 × 2, interleaved",
         1,
         last={"stages": 2, "virtual_stages": 2},
         ranks_of="first_stage",
         schedule="interleaved",
+        refused_rows=STAGED,
     ),
-    "pp_tp": Column("pp 2 × tp 2", 1, module={"tp": 2}, last={"stages": 2}, ranks_of="first_stage"),
-    "pp_cp": Column("pp 2 × cp 2", 1, module={"cp": 2}, last={"stages": 2}, ranks_of="first_stage"),
-    "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage"),
-    "pp_zero1": Column("pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage"),
-    "pp_zero2": Column("pp 2 × zero2", 2, {"kind": "zero2"}, last={"stages": 2}, ranks_of="first_stage"),
-    "pp_fsdp2": Column("pp 2 × fsdp2", 2, {"kind": "fsdp2"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_tp": Column(
+        "pp 2 × tp 2", 1, module={"tp": 2}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    ),
+    "pp_cp": Column(
+        "pp 2 × cp 2", 1, module={"cp": 2}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED_TOKENS
+    ),
+    "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED),
+    "pp_zero1": Column(
+        "pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    ),
+    "pp_zero2": Column(
+        "pp 2 × zero2", 2, {"kind": "zero2"}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    ),
+    "pp_fsdp2": Column(
+        "pp 2 × fsdp2", 2, {"kind": "fsdp2"}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    ),
     "own": Column("encoders and LLM apart, dp 2", 2, ranks_of="own", encoders_only=True),
     "own_zero2": Column("encoders and LLM apart, zero2", 2, {"kind": "zero2"}, ranks_of="own", encoders_only=True),
     "tp2_tp1": Column(

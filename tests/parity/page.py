@@ -13,8 +13,9 @@ from pathlib import Path
 from textwrap import fill
 
 from cornstarch.train.witness import FLOOR, TOLERANCE
-from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, farthest, together
+from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, compared, farthest, joined, together
 from tests.parity.columns import COLUMNS, LOADS
+from tests.parity.frozen import COMBINATIONS, PARTS, SCHEDULES, run_frozen
 from tests.parity.pool import Failed
 from tests.parity.random_steps import End, trained, trained_by_hand
 from tests.parity.rows import ROWS
@@ -71,6 +72,13 @@ def taken_apart(matrix: Matrix, family: str, kind: str) -> float:
     return farthest(together(matrix.workers.run(2, gradients, family, kind)), alone)[0]
 
 
+def frozen(matrix: Matrix, trained: tuple[bool, bool, bool], schedule: str) -> Deviation:
+    """Return how far a pipeline is from one process with some parts frozen."""
+    alone = matrix.remembered(trained, run_frozen, trained, None, *matrix.places())
+    found = matrix.workers.run(3, run_frozen, trained, schedule, *matrix.places())
+    return compared(joined(found), alone)
+
+
 def _off(found: list[End], alone: End) -> tuple[float, float]:
     losses = max(abs(f - e) / e for f, e in zip(found[0][0], alone[0], strict=True))
     return losses, farthest(together([weights for _, weights in found]), alone[1])[0]
@@ -89,6 +97,8 @@ class Run:
         """By title: the deviations of many steps; None: it failed."""
         self.apart: dict[str, tuple[float] | None] = {}
         """By title: the deviation of a model that is taken apart; None: it failed."""
+        self.frozen: dict[str, list[str]] = {}
+        """By what is trained: how far each schedule is off."""
         self.failures: list[str] = []
         self._start = time.monotonic()
 
@@ -101,6 +111,9 @@ class Run:
         """Run all cells, the models taken apart, and the long runs."""
         for cell in cells():
             self.cell(cell)
+        for combination in COMBINATIONS:
+            title = " and ".join(part for part, is_trained in zip(PARTS, combination, strict=True) if is_trained)
+            self.frozen[title] = [self.some_frozen(title, combination, schedule) for schedule in SCHEDULES]
         for family, kind in TAKEN_APART:
             self.model_apart(family, kind)
         for title, work in _long_runs(self.matrix):
@@ -116,6 +129,17 @@ class Run:
             result, problem = _FAILED, str(error)
         self.found[cell] = result
         self._tell(title, f"{result.worst:.0e}" if isinstance(result, Deviation) else result.split("\n  ")[-1], problem)
+
+    def some_frozen(self, title: str, trained: tuple[bool, bool, bool], schedule: str) -> str:
+        """Run a pipeline of which only some parts are trained."""
+        problem = None
+        try:
+            off = frozen(self.matrix, trained, schedule).worst
+            told, problem = f"{off:.0e}", None if off < TOLERANCE else f"{off:.0e}"
+        except (Failed, Mismatch) as error:
+            told, problem = f"**{_FAILED}**", str(error)
+        self._tell(f"trained: {title}, {schedule}", told, problem)
+        return told
 
     def model_apart(self, family: str, kind: str) -> None:
         """Run a whole model that is taken apart."""
@@ -187,6 +211,8 @@ def page(run: Run) -> str:
         notes="\n".join(fill(f"{number}. {note}", WIDTH, subsequent_indent="   ") for note, number in notes.items()),
         many=MANY,
         long_runs="\n".join(_row(title, result) for title, result in run.many.items()),
+        schedules=" | ".join(SCHEDULES),
+        frozen="\n".join(f"| {title} | {' | '.join(told)} |" for title, told in run.frozen.items()),
         apart="\n".join(_row(title, result) for title, result in run.apart.items()),
     )
 
@@ -273,6 +299,16 @@ of a key's bias in attention) would become a step like any other, so here eps is
 ## Notes
 
 {notes}
+
+## What is frozen, in a pipeline
+
+A vision encoder on a rank of its own, the language model in two stages, packed rows, 4 microbatches. A stage before
+which nothing is trained has no backward pass; a frozen stage behind a trained one has input gradients only. Each row
+names what is trained; all else is frozen.
+
+| trained | {schedules} |
+|---|---|---|---|
+{frozen}
 
 ## Whole models, taken apart
 

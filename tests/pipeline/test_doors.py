@@ -172,7 +172,7 @@ def test_an_engine_says_what_is_wrong() -> None:
 def test_alexnet_of_the_documentation_runs_on_two_processes(workers: Pool) -> None:
     page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
     (losses, steps, first), (again, _, last) = workers.run(2, doors.alexnet, page)
-    assert losses == again and steps == len(losses) == 20
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert losses == again and steps == len(losses) == 40
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
     layers = {name.partition(".")[0] for name in (*first, *last)}
     assert layers == {"0", "3", "6", "8", "10", "16", "19", "21"} and not {*first} & {*last}

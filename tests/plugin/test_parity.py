@@ -8,7 +8,7 @@ import pytest
 from tests.parity.pool import Pool
 from tests.plugin.work import MIXED, Case, Outcome, Values, alone, run
 
-TOLERANCE = 1e-4
+TOLERANCE = 3e-5  # norms of the models compute in float32, whatever the weights are
 
 CASES: dict[str, Case] = {
     "vision and LLM apart": Case(2),

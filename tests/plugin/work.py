@@ -80,6 +80,7 @@ def make_model(case: Case) -> MultimodalModel:
     model.set_modality_token_ids({"vision": IMAGE_TOKEN, "audio": SOUND_TOKEN} if "audio" in encoders else
                                  {"vision": IMAGE_TOKEN} if encoders else {})  # fmt: skip
     zoo.disturb(model)
+    model.double()  # so that what differs is a mistake, and not rounding
     if case.frozen:
         model.train(encoders_mode=dict(case.frozen), llm_mode=False)
     return model
@@ -101,7 +102,8 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
         noise = zoo.generator(100 + index)
         images = zoo.images(row.count("*"), noise)["pixel_values"]
         sounds = zoo.spectrograms(row.count("+"), noise)["input_features"]
-        return {**{key: value[0] for key, value in text.items()}, "pixel_values": images, "input_features": sounds}
+        tokens = {key: value[0] for key, value in text.items()}
+        return {**tokens, "pixel_values": images.double(), "input_features": sounds.double()}
 
 
 def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -132,7 +134,8 @@ def make_optimizer(case: Case, model: nn.Module) -> tuple[torch.optim.Optimizer,
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.3},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 1e-3},
     ]
-    options = {"AdamW": {"eps": 1e-6}, "SGD": {"momentum": 0.9}, "Adagrad": {}}[case.optimizer]
+    # With Adam's usual eps, rounding in a gradient that is zero in truth would be a step like any other.
+    options = {"AdamW": {"eps": 1e-4}, "SGD": {"momentum": 0.9}, "Adagrad": {"eps": 1e-4}}[case.optimizer]
     optimizer = getattr(torch.optim, case.optimizer)(groups, lr=2e-3, **options)
     return optimizer, LambdaLR(optimizer, [lambda step: 1 / (1 + step), lambda step: 0.9**step])
 
@@ -229,7 +232,7 @@ def alone(case: Case) -> Outcome:
             outputs = model(**inputs)
             loss = other_loss(outputs, inputs) if case.own_criterion else outputs.loss
             loss.backward()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         gradients.append(whole(model, {n: p.grad for n, p in model.named_parameters()}))
         if most := case.plugin.get("max_norm"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), most)

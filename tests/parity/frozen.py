@@ -1,0 +1,51 @@
+"""Every combination of what is trained and what is frozen, in a pipeline: encoder and language model on three ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.parallel import processes
+from cornstarch.train.tasks.task import Task
+from cornstarch.train.witness import Witness
+from tests.parity.cell import STEPS, Outcome, made, parameter_arrays
+from tests.parity.rows import ROWS
+from tests.parity.samples import alike
+
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+PARTS = ("encoder", "projector", "language model")
+COMBINATIONS = [trained for trained in product((False, True), repeat=3) if any(trained)]
+"""Whether the encoder, the projector and the language model are trained."""
+
+_MODULES = {"vision": {}, "language_model": {"stages": 2}}
+
+
+class _Frozen(Witness):
+    """A run in which just some parts are trained."""
+
+    trained = (True, True, True)
+
+    def _built_task(self) -> Task:
+        task = super()._built_task()
+        encoder, projector, language_model = self.trained
+        assert isinstance(task.model, MultimodalModel)
+        task.model.train(encoders_mode={"vision": (encoder, projector)}, llm_mode=language_model)
+        return task
+
+
+def run_frozen(trained: tuple[bool, bool, bool], schedule: str | None, tokenizer: str, folder: str) -> Outcome:
+    """Do the steps in this process, one of several or alone."""
+    kind = type("Frozen", (_Frozen,), {"trained": trained})
+    parallel = {} if schedule is None else {"modules": _MODULES, "schedule": schedule}
+    samples = alike(ROWS["packed"].make, STEPS * 8)
+    loop = {"steps": STEPS, "batch_size": 8, "accumulation": 4}
+    witness = made("packed", samples, loop, parallel, tokenizer, folder, kind=kind)
+    losses, norms, totals = [], [], []
+    for batch in witness.batches():
+        result = witness.step(batch)
+        assert result.grad_norm is not None
+        losses.append(processes.sum_over_ranks([float(result.loss)])[0] / witness.replica.alike)
+        norms.append(float(result.grad_norm))
+        totals.append({**vars(result.totals), "items": dict(result.totals.items)})
+    gradients = [{name: None if g is None else g.numpy() for name, g in step.items()} for step in witness.gradients]
+    return Outcome(losses, norms, totals, gradients, parameter_arrays(witness.model, witness.task.wrapped))
