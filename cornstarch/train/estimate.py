@@ -88,11 +88,12 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     plan, loop = config.parallel.plan(), config.loop
     Layout.of(plan, world, ranks_per_node)
     check_executable(plan)
-    cut = [name for name, module in plan.modules.items() if module.tp > 1 or module.cp > 1]
-    if cut:
+    cut = [name for name, one in plan.modules.items() if one.tp > 1 or one.cp > 1 or one.stages > 1]
+    if cut or plan.is_pipeline:
         raise ConfigError(
-            f"parallel.modules.{cut[0]}: Estimates know no tensor parallelism yet, and no context parallelism.\n"
-            "  Leave tp and cp at 1 to see what data parallelism alone takes: it is more than with them."
+            f"parallel.modules.{[*cut, *plan.modules][0]}: Estimates know no tensor parallelism yet, no context "
+            "parallelism and no stages.\n  Leave tp, cp and stages at 1 to see what data parallelism alone takes: it "
+            "is more than with them."
         )
     precision = precision_on(config, device)
     model = model_on_meta(config)

@@ -146,7 +146,8 @@ class MemoryWatch:
         self._size: ModelSize | None = None
         self._line: str | None = None
         self._steps = 0
-        if any(module.tp > 1 or module.cp > 1 for module in config.parallel.plan().modules.values()):
+        plan = config.parallel.plan()
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
             return  # no estimate knows them yet
         try:
             self._size = model_size(model, self._data, config.optimizer, config.loop.ema is not None)

@@ -13,9 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from cornstarch import Booster, EncodersColocatedPlugin, ModalParallelPlugin, MultimodalParallelPlugin, PipelineTemplate
+from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.parallel import processes
 from cornstarch.parallel.tensor import full_tensors
+from cornstarch.pipeline.runtime import StageError
 from cornstarch.plugin.boosted import BoostedModel
 from cornstarch.train.holdings import named_parameters
 from tests import zoo
@@ -217,6 +219,92 @@ def parameters(model: nn.Module) -> Values:
     return whole(model, {name: parameter.data for name, parameter in named_parameters(model).items()})
 
 
+# ------------------------------------------------------------------------------------------------ more to do
+
+
+def save_after_one(case: Case, folder: str) -> None:
+    """Do one step, and save everything."""
+    booster, model, optimizer, batches, rates = boosted(case)
+    _steps(booster, model, optimizer, batches, rates, 1)
+    booster.save_model(model, f"{folder}/model")
+    booster.save_optimizer(optimizer, f"{folder}/optimizer")
+    booster.save_lr_scheduler(rates, f"{folder}/rates")
+
+
+def go_on(case: Case, folder: str) -> Values:
+    """Load what was saved after one step, in whatever layout, do the others; return the parameters."""
+    booster, model, optimizer, batches, rates = boosted(case)
+    booster.load_model(model, f"{folder}/model")
+    booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    booster.load_lr_scheduler(rates, f"{folder}/rates")
+    next(batches)
+    _steps(booster, model, optimizer, batches, rates, STEPS - 1)
+    return parameters(model.module)
+
+
+def _steps(booster: Any, model: Any, optimizer: Any, batches: Any, rates: Any, many: int) -> list[float]:
+    losses = []
+    for _ in range(many):
+        result = booster.execute_pipeline(batches, model, own_loss, optimizer, loss_everywhere=True)
+        losses.append(float(result["loss"]))
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def precise(case: Case) -> tuple[list[float], list[str], float]:
+    """Do some steps in single precision; return losses, the types of what is trained, and the loss scale."""
+    model = make_model(case).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    booster = Booster(plugin=make_plugin(case, model))
+    fast, _, _, loader, _ = booster.boost(model, optimizer, None, make_loader(case))
+    batches = ({k: v.float() if v.is_floating_point() else v for k, v in one.items()} for one in loader)
+    losses = []
+    for _ in range(4):
+        losses.append(float(booster.execute_pipeline(batches, fast, own_loss, optimizer, loss_everywhere=True)["loss"]))
+        optimizer.step()
+        optimizer.zero_grad()
+    kinds = sorted({str(parameter.dtype) for parameter in fast.parameters()})
+    return losses, kinds, booster._scale.value if booster._scale is not None else 0.0
+
+
+def look(case: Case) -> dict[str, Any]:
+    """Return what a step without gradients hands back, and what is known of this process."""
+    booster, model, optimizer, batches, _ = boosted(case)
+    model.eval()
+    with torch.no_grad():
+        found = booster.execute_pipeline(batches, model, own_loss, return_outputs=True)
+    model.train()
+    again = booster.execute_pipeline(batches, model, own_loss, optimizer, return_loss=False)
+    manager = booster.plugin.stage_manager
+    assert manager is not None
+    return {
+        "loss": None if found["loss"] is None else float(found["loss"]),
+        "logits": None if found["outputs"] is None else found["outputs"].logits.numpy(),
+        "again": again,
+        "last": manager.is_last_stage(check_only_in_modal=False),
+        "training": model.training and model.module.training,
+    }
+
+
+def refused(case: Case, what: str) -> str:
+    """Do something wrong; return what is said."""
+    try:
+        booster, model, optimizer, batches, _ = boosted(case)
+        criterion: Any = {"none": lambda o, i: None, "many": lambda o, i: o.logits, "logits": other_loss}.get(
+            what, own_loss
+        )
+        if what == "batches" and processes.rank() == 1:
+            next(batches)
+        if what == "call":
+            model(**next(batches))
+        booster.execute_pipeline(batches, model, criterion, optimizer)
+    except (ConfigError, StageError) as error:
+        return str(error)
+    return "nothing"
+
+
 # ------------------------------------------------------------------------------------------------ in a plain loop
 
 
@@ -241,8 +329,3 @@ def alone(case: Case) -> Outcome:
         rates.step()
         optimizer.zero_grad()
     return Outcome(losses, gradients, parameters(model), seen)
-
-
-def rank() -> int:
-    """Return the number of this process."""
-    return processes.rank()

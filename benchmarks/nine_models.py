@@ -1,0 +1,151 @@
+"""The nine multimodal models of the published evaluation of modality parallelism, and what their layers cost.
+
+A layer costs its floating-point operations for one microbatch of one sample: 1,024 tokens of text, an image of
+1280 × 720 and 30 seconds of audio where the model takes them. The image is cut as the encoder does it: into as many
+whole tiles as fit into it, or, where the encoder takes any size, into patches. Every patch becomes a token of the
+language model, but for Qwen2's, of which four become one, and Qwen2-Audio's, of which two do.
+
+Operations of matrices are spread over tp and cp, all devices are equally busy while they compute, and what processes of
+a stage exchange among themselves costs nothing. Layers are recomputed in the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TEXT = 1024
+ENCODER_DEVICES, LANGUAGE_DEVICES = 2, 4  # of a stage: tp 2; tp 2 × cp 2
+DEVICES = 24
+
+Cost = tuple[float, float, float]
+"""Forward, backward of inputs, backward of weights."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers that are all alike."""
+
+    name: str
+    layers: int
+    hidden: int
+    inner: int
+    """Of the feed-forward part; that of all experts that read a token, where there are several."""
+    heads: int
+    kv_heads: int
+    head: int
+    """The size of a head."""
+    gated: bool
+    """Whether the feed-forward part has three matrices, or two."""
+    vocabulary: int = 0
+    tiles: int = 1
+    tokens: int = 0
+    """Of a tile; only those of the same tile see one another."""
+    handed: int = 0
+    """Tokens that the language model gets of all of it."""
+
+    @property
+    def matrices(self) -> float:
+        """Parameters of a layer that a token is multiplied with."""
+        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.hidden * self.inner
+
+    def layer(self, tokens: int, tiles: int, causal: bool) -> tuple[float, float]:
+        """Return the operations of a layer's forward: with its matrices, and of tokens among themselves."""
+        pairs = tiles * tokens**2 * (0.5 if causal else 1.0)
+        return 2.0 * tiles * tokens * self.matrices, 4.0 * pairs * self.heads * self.head
+
+
+def _language(name: str, layers: int, hidden: int, inner: int, heads: int, kv: int, vocabulary: int) -> Stack:
+    return Stack(name, layers, hidden, inner, heads, kv, 128, True, vocabulary)
+
+
+def _encoder(
+    name: str, layers: int, hidden: int, inner: int, heads: int, tiles: int, tokens: int, handed: int, gated: bool = False
+) -> Stack:
+    return Stack(name, layers, hidden, inner, heads, heads, hidden // heads, gated, 0, tiles, tokens, handed)
+
+
+LLAMA_8B = _language("llama_8b", 32, 4096, 14336, 32, 8, 128256)
+GEMMA2_27B = _language("gemma2_27b", 46, 4608, 36864, 32, 16, 256000)
+QWEN2_72B = _language("qwen2_72b", 80, 8192, 29568, 64, 8, 152064)
+PHI3_SMALL = _language("phi3_small", 32, 4096, 14336, 32, 8, 100352)
+INTERNLM2_20B = _language("internlm2_20b", 48, 6144, 16384, 48, 8, 92544)
+MIXTRAL_8X7B = _language("mixtral_8x7b", 32, 4096, 2 * 14336, 32, 8, 32000)  # two of its eight experts read a token
+MISTRAL_7B = _language("mistral_7b", 32, 4096, 14336, 32, 8, 32768)
+QWEN2_14B = _language("qwen2_14b", 48, 5120, 13824, 40, 8, 152064)
+LLAMA_70B = _language("llama_70b", 80, 8192, 28672, 64, 8, 128256)
+
+PIXTRAL = _encoder("pixtral_400m", 24, 1024, 4096, 16, 1, 64 * 36, 64 * 36, gated=True)  # shrunk to 1024 × 576
+INTERN_VIT = _encoder("intern_vit_6b", 45, 3200, 12800, 25, 2, 1025, 2 * 1024)  # 448 × 448
+VIT_22B = _encoder("vit_22b", 48, 6144, 24576, 48, 3, 577, 3 * 576)  # 384 × 384
+SIGLIP = _encoder("siglip_878m", 27, 1152, 4304, 16, 3, 729, 3 * 729)  # 384 × 384
+QWEN2_VISION = _encoder("qwen2_vision_675m", 32, 1280, 5120, 16, 1, 92 * 52, 46 * 26)
+EVA_CLIP = _encoder("evaclip_18b", 48, 5120, 25600, 40, 15, 257, 15 * 256)  # 224 × 224
+WHISPER_SMALL = _encoder("whisper_242m", 12, 768, 3072, 12, 1, 1500, 1500)
+WHISPER_MEDIUM = _encoder("whisper_307m", 24, 1024, 4096, 16, 1, 1500, 1500)
+WHISPER_LARGE = _encoder("whisper_1.5b", 32, 1280, 5120, 20, 1, 1500, 1500)
+QWEN2_AUDIO = _encoder("qwen2_audio", 32, 1280, 5120, 20, 1, 1500, 750)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model and its encoders; projectors are trained, all else is frozen."""
+
+    name: str
+    language: Stack
+    encoders: dict[str, Stack]
+
+    @property
+    def tokens(self) -> int:
+        """Of the language model."""
+        return TEXT + sum(encoder.handed for encoder in self.encoders.values())
+
+    def pieces(self, module: str, frozen_aware: bool = True, devices: int | None = None) -> list[Cost]:
+        """Return what the layers of a module cost, in 10^12 operations of one device; the last ends with its head.
+
+        Args:
+            module: An encoder's, or "language_model".
+            frozen_aware: Without it, as if everything were trained.
+            devices: That share the work of a layer.
+        """
+        if module == "language_model":
+            return self._language_pieces(frozen_aware, devices or LANGUAGE_DEVICES)
+        return self._encoder_pieces(self.encoders[module], frozen_aware, devices or ENCODER_DEVICES)
+
+    def _language_pieces(self, frozen_aware: bool, devices: int) -> list[Cost]:
+        unit = 1e12 * devices
+        one = _cost(self.language.layer(self.tokens, 1, causal=True), True, not frozen_aware, unit)
+        head = 2.0 * self.tokens * self.language.hidden * self.language.vocabulary / unit
+        return [*[one] * (self.language.layers - 1), _sum(one, (head, head, 0.0 if frozen_aware else head))]
+
+    def _encoder_pieces(self, encoder: Stack, frozen_aware: bool, devices: int) -> list[Cost]:
+        unit = 1e12 * devices
+        one = _cost(encoder.layer(encoder.tokens, encoder.tiles, causal=False), not frozen_aware, not frozen_aware, unit)
+        projector = 2.0 * encoder.handed * encoder.hidden * self.language.hidden / unit
+        return [*[one] * (encoder.layers - 1), _sum(one, (projector, 0.0 if frozen_aware else projector, projector))]
+
+
+def _cost(operations: tuple[float, float], passes_gradients: bool, trains: bool, unit: float) -> Cost:
+    """Return the cost of a layer that is recomputed if it has a backward."""
+    matrices, pairs = operations[0] / unit, operations[1] / unit
+    forward = matrices + pairs
+    backward = forward + matrices + 2 * pairs if passes_gradients else 0.0
+    return forward, backward, matrices if trains else 0.0
+
+
+def _sum(one: Cost, other: Cost) -> Cost:
+    forward, inputs, weights = (a + b for a, b in zip(one, other, strict=True))
+    return forward, inputs, weights
+
+
+MODELS = [
+    Model("VLM-S", LLAMA_8B, {"vision": PIXTRAL}),
+    Model("VLM-M", GEMMA2_27B, {"vision": INTERN_VIT}),
+    Model("VLM-L", QWEN2_72B, {"vision": VIT_22B}),
+    Model("ALM-S", PHI3_SMALL, {"audio": WHISPER_SMALL}),
+    Model("ALM-M", INTERNLM2_20B, {"audio": WHISPER_MEDIUM}),
+    Model("ALM-L", MIXTRAL_8X7B, {"audio": QWEN2_AUDIO}),
+    Model("VALM-S", MISTRAL_7B, {"vision": SIGLIP, "audio": WHISPER_SMALL}),
+    Model("VALM-M", QWEN2_14B, {"vision": QWEN2_VISION, "audio": WHISPER_MEDIUM}),
+    Model("VALM-L", LLAMA_70B, {"vision": EVA_CLIP, "audio": WHISPER_LARGE}),
+]
