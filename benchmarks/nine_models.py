@@ -2,8 +2,7 @@
 
 A layer costs its floating-point operations for one microbatch of one sample: 1,024 tokens of text, an image of
 1280 × 720 and 30 seconds of audio where the model takes them. The image is cut as the encoder does it: into as many
-whole tiles as fit into it, or, where the encoder takes any size, into patches. Every patch becomes a token of the
-language model, but for Qwen2's, of which four become one, and Qwen2-Audio's, of which two do.
+whole tiles as fit into it, or, where the encoder takes any size, into patches.
 
 Operations of matrices are spread over tp and cp, all devices are equally busy while they compute, and what processes of
 a stage exchange among themselves costs nothing. Layers are recomputed in the backward pass.
@@ -11,7 +10,8 @@ a stage exchange among themselves costs nothing. Layers are recomputed in the ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 TEXT = 1024
 ENCODER_DEVICES, LANGUAGE_DEVICES = 2, 4  # of a stage: tp 2; tp 2 × cp 2
@@ -60,7 +60,15 @@ def _language(name: str, layers: int, hidden: int, inner: int, heads: int, kv: i
 
 
 def _encoder(
-    name: str, layers: int, hidden: int, inner: int, heads: int, tiles: int, tokens: int, handed: int, gated: bool = False
+    name: str,
+    layers: int,
+    hidden: int,
+    inner: int,
+    heads: int,
+    tiles: int,
+    tokens: int,
+    handed: int,
+    gated: bool = False,
 ) -> Stack:
     return Stack(name, layers, hidden, inner, heads, heads, hidden // heads, gated, 0, tiles, tokens, handed)
 
@@ -87,17 +95,17 @@ WHISPER_LARGE = _encoder("whisper_1.5b", 32, 1280, 5120, 20, 1, 1500, 1500)
 QWEN2_AUDIO = _encoder("qwen2_audio", 32, 1280, 5120, 20, 1, 1500, 750)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
     """A language model and its encoders; projectors are trained, all else is frozen."""
 
     name: str
     language: Stack
-    encoders: dict[str, Stack]
+    encoders: Mapping[str, Stack]
 
     @property
     def tokens(self) -> int:
-        """Of the language model."""
+        """Those of the language model."""
         return TEXT + sum(encoder.handed for encoder in self.encoders.values())
 
     def pieces(self, module: str, frozen_aware: bool = True, devices: int | None = None) -> list[Cost]:
@@ -120,7 +128,9 @@ class Model:
 
     def _encoder_pieces(self, encoder: Stack, frozen_aware: bool, devices: int) -> list[Cost]:
         unit = 1e12 * devices
-        one = _cost(encoder.layer(encoder.tokens, encoder.tiles, causal=False), not frozen_aware, not frozen_aware, unit)
+        one = _cost(
+            encoder.layer(encoder.tokens, encoder.tiles, causal=False), not frozen_aware, not frozen_aware, unit
+        )
         projector = 2.0 * encoder.handed * encoder.hidden * self.language.hidden / unit
         return [*[one] * (encoder.layers - 1), _sum(one, (projector, 0.0 if frozen_aware else projector, projector))]
 
@@ -149,3 +159,16 @@ MODELS = [
     Model("VALM-M", QWEN2_14B, {"vision": QWEN2_VISION, "audio": WHISPER_MEDIUM}),
     Model("VALM-L", LLAMA_70B, {"vision": EVA_CLIP, "audio": WHISPER_LARGE}),
 ]
+
+
+def _published(model: Model) -> Model:
+    """Return a model as the published evaluation's script has it: a token for each tile, no more than 48 layers."""
+    language = replace(model.language, layers=40) if model.language.layers > 48 else model.language
+    encoders = {
+        name: replace(encoder, handed=encoder.tiles) if encoder.tiles > 1 else encoder
+        for name, encoder in model.encoders.items()
+    }
+    return Model(model.name, language, encoders)
+
+
+WORKLOADS = {"published": [_published(model) for model in MODELS], "patches": MODELS}

@@ -99,27 +99,22 @@ def _legend(step: Compared) -> Markup:
 
 
 def _drawing(title: str, read: Timelines, picture: Picture, across: Axis) -> Markup:
-    shown = list(zip(read.places, picture.rows, picture.bubbles, strict=True))[:_MOST_PLACES]
-    height = _ROW * len(shown)
-    bars = sum(len(row) for _, row, _ in shown)
-    rows = [
-        _row(read, name, row, bubble, across, place * _ROW, bars <= _MOST_BARS)
-        for place, (name, row, bubble) in enumerate(shown)
-    ]
-    hidden = len(read.places) - len(shown)
+    names = read.places[:_MOST_PLACES]
+    rows = [_row(read, picture, place, across) for place in range(len(names))]
+    hidden = len(read.places) - len(names)
     return join(
         element("h3", title, element("small", f" {_time(picture.seconds)}")),
         element(
             "div",
-            element("div", [element("span", name[:60], title=name[:200]) for name, _, _ in shown], class_="places"),
+            element("div", [_name(name) for name in names], class_="places"),
             element(
                 "svg",
                 rows,
-                viewBox=f"0 0 {_WIDTH} {height}",
+                viewBox=f"0 0 {_WIDTH} {_ROW * len(names)}",
                 preserveAspectRatio="none",
                 role="img",
                 aria_label=_description(title, read, picture),
-                style=f"height:{1.5 * len(shown):g}rem",
+                style=f"height:{1.5 * len(names):g}rem",
             ),
             class_="rows",
         ),
@@ -127,15 +122,25 @@ def _drawing(title: str, read: Timelines, picture: Picture, across: Axis) -> Mar
     )
 
 
-def _row(
-    read: Timelines, name: str, row: Sequence[Bar], bubble: float, across: Axis, top: int, separate: bool
-) -> Markup:
+def _name(name: str) -> Markup:
+    """Return the name of a place, whose end stays to be seen where there is no room for all of it."""
+    words, _, last = name.rpartition(" ")
+    return element("span", element("span", words[:60]), f"\u00a0{last[:20]}", title=name[:200])
+
+
+def _row(read: Timelines, picture: Picture, place: int, across: Axis) -> Markup:
     """Return what a place does: what is left of its row is bubble."""
+    row, top = picture.rows[place], place * _ROW
     free = element(
         "rect",
-        element("title", f"{name[:60]}: {BUBBLE} {figures.percent(bubble)}"),
-        x=0, y=top + (_ROW - _BAR) / 2, width=_WIDTH, height=_BAR, class_="n",
-    )  # fmt: skip
+        element("title", f"{read.places[place][:60]}: {BUBBLE} {figures.percent(picture.bubbles[place])}"),
+        x=0,
+        y=top + (_ROW - _BAR) / 2,
+        width=f"{_x(across, picture.seconds):.2f}",
+        height=_BAR,
+        class_="n",
+    )
+    separate = sum(map(len, picture.rows)) <= _MOST_BARS
     drawn = [_bar(read, bar, across, top) for bar in row] if separate else list(_runs(row, across, top))
     return element("g", free, drawn)
 

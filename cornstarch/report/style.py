@@ -191,8 +191,9 @@ _GANTT = """
   border-radius: 12px; }
 .gantt h3 { margin: 0.9rem 0 0.3rem; }
 .rows, .times { display: grid; grid-template-columns: 9rem 1fr; }
-.places span { display: block; height: 1.5rem; padding-right: 0.6rem; font-size: 0.8rem; line-height: 1.5rem;
-  color: var(--soft); white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.places > span { display: flex; height: 1.5rem; padding-right: 0.6rem; font-size: 0.8rem; line-height: 1.5rem;
+  color: var(--soft); white-space: nowrap; }
+.places span span { overflow: hidden; text-overflow: ellipsis; }
 .gantt svg { display: block; width: 100%; }
 .gantt svg :is(.f, .b, .i, .w, .t) { stroke: var(--card); stroke-width: 1; vector-effect: non-scaling-stroke; }
 .gantt :is(.f, .b, .i, .w, .t, .n) { fill: var(--c); }
@@ -203,7 +204,7 @@ _GANTT = """
 .times { height: 1.6rem; font-size: 0.76rem; color: var(--soft); font-variant-numeric: tabular-nums; }
 .times .unit { text-align: right; padding: 0.3rem 0.6rem 0 0; }
 .marks { position: relative; }
-.marks span { position: absolute; top: 0.3rem; }
+.marks span { position: absolute; top: 0.3rem; white-space: nowrap; }
 .gantt + .scroll, .earlier > :is(.cards, .gantt) { margin-top: 0.9rem; }
 .earlier { padding-bottom: 0.1rem; } #pipeline > .earlier { margin-top: 0.9rem; }
 .earlier > :is(.cards, .gantt, .scroll) { margin-inline: 1.2rem; }
@@ -281,7 +282,9 @@ section:has([value="wrong"]:checked) .sample:not(.wrong) { display: none; }
   .bars li { grid-template-columns: 1fr auto; gap: 0.15rem 0.8rem; }
   .bars .track { grid-column: 1 / -1; grid-row: 2; }
   .plot { grid-template-columns: 3.5rem 1fr; }
-  .gantt { padding: 0.9rem 1rem; } .rows, .times { grid-template-columns: 5.5rem 1fr; }
+  .gantt { padding: 0.9rem 1rem; } .rows, .times { grid-template-columns: 6.6rem 1fr; }
+  .places > span { font-size: 0.76rem; padding-right: 0.4rem; }
+  #pipeline .card:last-child { grid-column: 1 / -1; }
 }
 @media (prefers-reduced-motion: reduce) { html { scroll-behavior: auto; } }
 @media print {

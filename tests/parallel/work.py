@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -164,10 +165,11 @@ def wrapped_by_hand(model: MultimodalModel, how: str) -> nn.Module:
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy(blocks), use_orig_params=True, device_id=torch.device("cpu")
         )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in model.modules():
         if type(module) in blocks:
-            fully_shard(module)
-    return fully_shard(model)
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict[str, Tensor]:

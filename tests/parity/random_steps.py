@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -66,10 +67,11 @@ def _fsdp1(model: nn.Module) -> nn.Module:
 
 
 def _fsdp2(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in list(model.modules()):
         if isinstance(module, LAYERS):
-            fully_shard(module)
-    return fully_shard(model)
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from cornstarch.attention import attend_through_masks
@@ -294,12 +295,12 @@ def test_fsdp_around_layers_and_the_stage() -> None:
     expected = whole_gradients(model, batches(), loss_of)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        parts = stages_of(model, 2)
+        parts, mesh = stages_of(model, 2), init_device_mesh("cpu", (1,))
         for part in parts:
             for layer in part.model.model.layers:
                 if not isinstance(layer, Elsewhere):
-                    fully_shard(layer)
-            fully_shard(part)
+                    fully_shard(layer, mesh=mesh)
+            fully_shard(part, mesh=mesh)
         found = staged_gradients(parts, batches(), loss_of, GPIPE)
         assert_same({n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in found.items()}, expected)
     finally:

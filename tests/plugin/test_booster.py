@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,6 @@ def test_all_processes_hear_what_is_wrong(what: str, llm: dict[str, Any], said: 
     found = workers.run(3, refused, Case(3, llm=llm), what)
     workers.close()  # lines between processes were cut
     for text in found:
-        pytest.raises(ConfigError, match=said).__class__  # the same words in all of them
-        import re
-
         assert re.search(said, text), text
 
 

@@ -55,8 +55,8 @@ def test_a_part_without_items_has_none() -> None:
 def test_rows_options_and_positions_are_cut_or_kept() -> None:
     model = zoo.LANGUAGE_MODELS["llama"].build()
     batch = {
-        "input_ids": torch.arange(8).reshape(4, 2), "position_ids": torch.arange(24).reshape(3, 4, 2), "names": list("abcd"),
-        "use_cache": False, "factor": torch.tensor(2.0), "nothing": None,
+        "input_ids": torch.arange(8).reshape(4, 2), "position_ids": torch.arange(24).reshape(3, 4, 2),
+        "names": list("abcd"), "use_cache": False, "factor": torch.tensor(2.0), "nothing": None,
     }  # fmt: skip
     first, last = BatchCutter(model, 2, None).cut(batch)
     assert first["input_ids"].tolist() == [[0, 1], [2, 3]] and last["names"] == ["c", "d"]

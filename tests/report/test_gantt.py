@@ -26,8 +26,9 @@ const boxes = [...document.querySelectorAll("section > .gantt svg")].map((svg) =
     return [bar.getAttribute("class"), box.left, box.right, box.top, box.bottom, getComputedStyle(bar).fill];
   }))];
 });
-const names = [...document.querySelectorAll("section > .gantt .places span")].map((one) => {
-  const box = one.getBoundingClientRect(); return [one.textContent, box.right, box.top, box.bottom];
+const names = [...document.querySelectorAll("section > .gantt .places > span")].map((one) => {
+  const box = one.getBoundingClientRect();
+  return [one.textContent.replace("\u00a0", " "), box.right, box.top, box.bottom];
 });
 return { inner: innerWidth, scroll: document.documentElement.scrollWidth, boxes, names };
 """
@@ -122,10 +123,12 @@ def test_it_is_drawn(width: int, dark: bool, folder: Path) -> None:
     predicted, real = found["boxes"]
     assert predicted[:2] == real[:2] and real[1] > 0.5 * width  # the same scale, with room to read
     colours: dict[str, str] = {}
-    for left, wide, rows in (predicted, real):
+    seconds = json.loads((folder / "timeline.json").read_text())["steps"][-1]
+    for (left, wide, rows), name in ((predicted, "predicted"), (real, "real")):
+        share = seconds[name]["seconds"] / seconds["real"]["seconds"]
         assert len(rows) == 4
         for (kind, *free), *bars in rows:
-            assert kind == "n" and free[:2] == pytest.approx([left, left + wide], abs=0.6)
+            assert kind == "n" and free[:2] == pytest.approx([left, left + wide * share], abs=0.6)
             colours[kind] = free[4]
             for kind, begin, end, top, bottom, colour in bars:
                 assert left - 0.6 <= begin < end <= left + wide + 0.6 and (top, bottom) == tuple(free[2:4])

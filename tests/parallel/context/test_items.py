@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from tests import zoo
 from tests.parallel.context import refused, special
@@ -23,6 +25,8 @@ def test_patches_of_every_item_over_the_ranks(workers: Pool, name: str, ranks: i
 
 @pytest.mark.parametrize("name", ["pixtral", "qwen2_vl", "clip"])
 def test_patches_of_layers_that_are_computed_again(workers: Pool, name: str) -> None:
+    if name == "pixtral" and Version(transformers.__version__) < Version("5.22"):
+        pytest.skip("older versions hand positions to the attention, and items are dealt out instead")
     assert workers.run(2, special.encoder, name, 3, "always", True) == ["", ""]
 
 

@@ -1,0 +1,165 @@
+"""Virtual devices: processes in which the compute of a layer is a sleep of its cost.
+
+The real runtime carries out a real schedule on them, with messages of a few numbers; since they sleep nearly all of the
+time, many of them fit on two cores.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cornstarch.pipeline.runtime import Runtime
+from cornstarch.pipeline.transfer import Edge, Post, Route
+from cornstarch.schedule.graph import StageGraph
+from cornstarch.schedule.policies import make_schedule
+
+Cost = tuple[float, float, float]
+"""Forward, backward of inputs, backward of weights: seconds of one microbatch."""
+
+_START = 120.0  # seconds; busy machines fork and connect slowly
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run."""
+
+    graph: StageGraph
+    layers: tuple[tuple[Cost, ...], ...]
+    """By stage; together they cost what the graph says of it."""
+    microbatches: int
+    policy: str
+    steps: int
+
+    @property
+    def compute(self) -> float:
+        """Seconds that all places together compute in a step."""
+        total = 0.0
+        for stage, layers in enumerate(self.layers):
+            forward, backward = _passes(self.graph, stage, layers)
+            total += sum(forward) + (sum(backward) if self.graph.wants_gradient(stage) else 0.0)
+        return total * self.microbatches
+
+
+def run(job: Job) -> list[float]:
+    """Return the seconds that each step took: from when the first place began to when the last one ended."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cornstarch.pipeline.runtime"])  # imported once; nothing of it starts threads
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    name, pipes, processes = str(next(_numbers)), [], []
+    try:
+        for place in range(job.graph.places):
+            here, there = context.Pipe(duplex=False)
+            processes.append(context.Process(target=_work, args=(place, store.port, name, job, there), daemon=True))
+            processes[-1].start()
+            there.close()
+            pipes.append(here)
+        spans = [_told(pipe, place) for place, pipe in enumerate(pipes)]
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+    return [max(end for _, end in step) - min(begin for begin, _ in step) for step in zip(*spans, strict=True)]
+
+
+def _told(pipe: Connection, place: int) -> list[tuple[float, float]]:
+    """Return when a place began and ended each step."""
+    try:
+        if pipe.poll(_START):
+            return pipe.recv()
+    except EOFError:
+        pass
+    raise RuntimeError(f"place {place} has failed, or takes longer than {_START:.0f} s")
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+def _work(place: int, port: int, name: str, job: Job, pipe: Connection) -> None:
+    """Be one place."""
+    torch.set_num_threads(1)
+    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    dist.init_process_group("gloo", store=store, rank=place, world_size=job.graph.places)
+    post = Post(dist.new_group(backend="gloo"), torch.device("cpu"))
+    stages = {stage: VirtualStage(job.graph, stage, job.layers[stage]) for stage in job.graph.at(place)}
+    schedule = make_schedule(job.graph, job.microbatches, job.policy)
+    runtime = Runtime(schedule, place, stages, _edges(job.graph, place, post), post)
+    inputs = [{"value": torch.zeros(8)} for _ in range(job.microbatches)]
+    spans = []
+    for step in range(1 + job.steps):
+        for stage in stages.values():
+            stage.sleeps = step > 0  # the first step makes what passes between stages known
+        dist.barrier()
+        begin = time.perf_counter()  # the same clock in all processes
+        runtime.train(inputs, lambda m, output: output.sum())
+        spans.append((begin, time.perf_counter()))
+    pipe.send(spans[1:])
+    dist.barrier()
+    post.close()
+    dist.destroy_process_group()
+
+
+def _edges(graph: StageGraph, place: int, post: Post) -> dict[tuple[int, int], Edge]:
+    """Return the edges between stages here and elsewhere; each place is one process."""
+    found = {}
+    for number, (source, target) in enumerate(graph.edges):
+        a, b = graph.nodes[source].place, graph.nodes[target].place
+        if a != b and place in (a, b):
+            route = Route.between(np.array([[a]]), np.array([[b]]), is_same_module=True)
+            found[source, target] = Edge.at(place, route, post, number, str(graph.nodes[source]))
+    return found
+
+
+def _passes(graph: StageGraph, stage: int, layers: Sequence[Cost]) -> tuple[list[float], list[float]]:
+    """Return what the layers of a stage cost forward, and backward, in the order in which they come."""
+    trains = graph.nodes[stage].trains
+    backward = [inputs + (weights if trains else 0.0) for _, inputs, weights in reversed(layers)]
+    return [forward for forward, _, _ in layers], backward
+
+
+class VirtualStage(nn.Module):
+    """Sleeps as long as its layers cost, forward and backward."""
+
+    def __init__(self, graph: StageGraph, stage: int, layers: Sequence[Cost]) -> None:
+        super().__init__()
+        self.forward_costs, self.backward_costs = _passes(graph, stage, layers)
+        self.weight = nn.Parameter(torch.zeros(()), requires_grad=graph.nodes[stage].trains)
+        self.sleeps = True
+
+    def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
+        """Add up what is received."""
+        value = sum(received.values()) if received else inputs["value"]
+        return _Compute.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
+
+    def compute(self, costs: Sequence[float]) -> None:
+        """Sleep layer by layer; one that sleeps too long takes it from the next."""
+        end = time.perf_counter()
+        for cost in costs if self.sleeps else ():
+            end += cost
+            time.sleep(max(0.0, end - time.perf_counter()))
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor, stage: VirtualStage) -> Tensor:
+        ctx.stage = stage
+        stage.compute(stage.forward_costs)
+        return value + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.stage.compute(ctx.stage.backward_costs)
+        wants_value, wants_weight, _ = ctx.needs_input_grad
+        return gradients[0] if wants_value else None, gradients[0].sum() if wants_weight else None, None
