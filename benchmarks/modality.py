@@ -1,10 +1,10 @@
 """What modality-parallel, frozen-aware pipelines save: nine multimodal models on 24 virtual devices.
 
 The real runtime carries out 1F1B with 24 microbatches, in processes in which the compute of a layer is a sleep of its
-cost (virtual_devices.py, nine_models.py). The devices of a stage, tp 2 for encoders and tp 2 × cp 2 for language models,
-are one process: what they do is the same, and they wait for the same. Encoders and language models are frozen,
-projectors are trained, layers are recomputed in the backward pass. No plan uses more than 24 devices. Weights are not
-counted: whether a stage fits into memory is not looked at. Four plans of each model:
+cost (virtual_devices.py, nine_models.py). The devices of a stage, tp 2 for encoders and tp 2 × cp 2 for language
+models, are one process: what they do is the same, and they wait for the same. Encoders and language models are frozen,
+projectors are trained, layers are recomputed in the backward pass. No plan uses more than 24 devices. Whether a stage
+fits into memory is not looked at. Four plans of each model:
 
 ours        where the encoders stand (on stages of their own, on shared ones, or in the first stage of the language
             model), and how many stages each module has, is what takes least in simulation; layers are cut by what they

@@ -27,6 +27,8 @@ from cornstarch.schedule.policies import make_schedule
 Cost = tuple[float, float, float]
 """Forward, backward of inputs, backward of weights: seconds of one microbatch."""
 
+# Imported once, in the process that the places are forked from; nothing of it starts threads.
+_IMPORTED = ["cornstarch.pipeline.runtime", "cornstarch.pipeline.balance"]
 _START = 120.0  # seconds; busy machines fork and connect slowly
 _numbers = count()
 
@@ -55,7 +57,7 @@ class Job:
 def run(job: Job) -> list[float]:
     """Return the seconds that each step took: from when the first place began to when the last one ended."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cornstarch.pipeline.runtime"])  # imported once; nothing of it starts threads
+    context.set_forkserver_preload(_IMPORTED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     name, pipes, processes = str(next(_numbers)), [], []
     try:

@@ -21,12 +21,15 @@ class OwnedParameters:
     Args:
         parameters: All that are trained, by name, in the same order on every process.
         group: The processes. Default: all.
+        is_stage: Whether they hold one stage of several, of which some may have little to train, or nothing.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None = None, is_stage: bool = False
+    ) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if len(parameters) < len(self._ranks):
+        if len(parameters) < len(self._ranks) and not is_stage:
             raise ConfigError(
                 f"zero1 deals out whole parameters, and there are {len(parameters)} for {len(self._ranks)} processes. "
                 "Use fewer processes, or ddp."

@@ -19,6 +19,7 @@ from cornstarch.parallel import processes
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.pipeline.balance import best_starts
 from cornstarch.pipeline.chain import DeferredStatistics, Layers, chain_layout, chain_templates
+from cornstarch.pipeline.payload import Form, TensorForm, take_apart
 from cornstarch.pipeline.programs import device_of
 from cornstarch.pipeline.runtime import Inputs, Runtime, StageError, _Run
 from cornstarch.pipeline.sequential import call_with_one
@@ -74,7 +75,7 @@ class Pipe(nn.Module):
             return output
         if not torch.is_grad_enabled() or not self._halves.takes_gradient(input):
             made: dict[int, Tensor] = {}
-            self._halves.forward([{"input": one} for one in parts], lambda m, output: made.__setitem__(m, output))
+            self._halves.evaluated([{"input": one} for one in parts], made)
             return self._halves.everywhere(made, input)
         return _Passage.apply(self, self._halves, input, torch.zeros((), requires_grad=True))
 
@@ -128,23 +129,30 @@ class _HalvedRuntime(Runtime):
         """Do all forwards."""
         forwards = [action for action in self._actions if action.kind is Kind.F]
         run = _Run(self, forwards, microbatches, finish)
-        self._do(run)
+        self._guarded(run.all, run)
         return run
 
     def end(self, run: _Run) -> None:
         """Do all backwards."""
         run.actions = [action for action in self._actions if action.kind is not Kind.F]
-        self._do(run)
+        self._guarded(run.all, run)
 
-    def _do(self, run: _Run) -> None:
+    def share(self, tensor: Tensor, source: int) -> None:
+        """Give all processes what one has; over the same lines, so that nobody waits for one that has failed."""
+        assert self.post is not None
+        group = self.post.group
+        self._guarded(lambda: dist.broadcast(tensor, source, group=group))
+
+    def _guarded(self, work: Callable[[], Any], run: _Run | None = None) -> None:
+        """Do something; if it fails, let all others know, and say what went wrong first, here or elsewhere."""
         if self._broken is not None:
             raise StageError(f"The pipeline has stopped: {self._broken}")
         try:
-            run.all()
+            work()
             assert self.post is not None
             self.post.flush()
         except BaseException as error:
-            self._broken = self._stop(error, run.at)
+            self._broken = self._stop(error, None if run is None else run.at)
             if isinstance(error, KeyboardInterrupt) or self._broken == str(error):
                 raise
             raise StageError(self._broken) from error
@@ -156,7 +164,7 @@ class _Halves(Pipeline):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.set_call(call_with_one)
-        self._output_forms: dict[Any, tuple[list[int], str]] = {}
+        self._output_forms: dict[Any, TensorForm] = {}
         schedule = make_schedule(self.graph, self.microbatches, "gpipe")
         self._halved = _HalvedRuntime(schedule, self.place, self.programs, self._edges, self.post)
         (program,) = self.programs.values()
@@ -180,10 +188,14 @@ class _Halves(Pipeline):
         """Do all forwards; `gradients` are read when the backwards begin."""
 
         def finish(m: int, output: Tensor) -> Tensor:
-            outputs[m] = output.detach()
+            outputs[m] = _checked(output).detach()
             return _Started.apply(output, lambda: gradients[m])
 
         return self._halved.begin(parts, finish)
+
+    def evaluated(self, parts: Sequence[Inputs], outputs: dict[int, Tensor]) -> None:
+        """Do forward alone."""
+        self._halved.forward(parts, lambda m, output: outputs.__setitem__(m, _checked(output)))
 
     def end(self, run: _Run) -> None:
         """Do all backwards, and add up the gradients of layers that several stages have."""
@@ -198,16 +210,37 @@ class _Halves(Pipeline):
 
     def everywhere(self, made: dict[int, Tensor], input: Tensor) -> Tensor:
         """Return the output of the last stage in all processes."""
-        last = processes.size() - 1
         output = torch.cat([made[m] for m in sorted(made)]) if made else None
         key = (tuple(input.shape), input.dtype, self.model.training)
         if key not in self._output_forms:
-            form = None if output is None else (list(output.shape), str(output.dtype).removeprefix("torch."))
-            self._output_forms[key] = processes.broadcast_data(form, last)
-        shape, dtype = self._output_forms[key]
-        found = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device) if output is None else output
-        dist.broadcast(found, last)
+            self._output_forms[key] = self._form_everywhere(output)
+        found = self._output_forms[key].empty(self.device) if output is None else output
+        self.share(found, self._last)
         return found
+
+    def _form_everywhere(self, output: Tensor | None) -> TensorForm:
+        """Return the form of the output in all processes."""
+        content = b"" if output is None else take_apart(output)[0].encoded()
+        length = torch.tensor([len(content)], device=self.device)
+        self.share(length, self._last)
+        told = torch.frombuffer(bytearray(content or bytes(int(length))), dtype=torch.uint8).to(self.device)
+        self.share(told, self._last)
+        return Form.decoded(bytes(told.cpu().numpy())).tensors[0]
+
+    @property
+    def _last(self) -> int:
+        return processes.size() - 1
+
+    def share(self, tensor: Tensor, source: int) -> None:
+        """Give all processes what one has."""
+        self._halved.share(tensor, source)
+
+
+def _checked(output: Any) -> Tensor:
+    if not isinstance(output, Tensor) or not output.dim():
+        what = "a number" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        raise ConfigError(f"The last layer of a Pipe returned {what}; expected a tensor with one row for each sample.")
+    return output
 
 
 class _Started(torch.autograd.Function):
@@ -248,7 +281,7 @@ class _Passage(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             own = [torch.zeros_like(one) if one.grad is None else one.grad for one in ctx.parts]
             found = torch.cat(own)
-            dist.broadcast(found, 0)
+            ctx.halves.share(found, 0)
         return None, None, found, None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from cornstarch.parallel import processes
 from cornstarch.pipeline.apply import Pipeline
+from cornstarch.pipeline.runtime import Event
 from cornstarch.plan.simulate import simulate
 from cornstarch.plan.stages import places_of
 from cornstarch.report.timelines import TIMELINE, TRACE, chrome_trace
@@ -47,7 +48,7 @@ class TimelineRecorder:
         self._pipeline, self._folder, self._trace = pipeline, folder, trace
         self._chosen = range(first + THIRD, first + THIRD + (_TRACED if trace else 1))
         self._began = 0.0
-        self._kept: tuple[int, dict[str, Any] | None] | None = None
+        self._kept: tuple[int, int, float, Sequence[Event]] | None = None
         self._steps: list[dict[str, Any]] = []
 
     def begins(self) -> None:
@@ -57,7 +58,7 @@ class TimelineRecorder:
     def stepped(self, step: int, microbatches: int, is_logged: bool) -> None:
         """Keep what the step did, if it is one of those that are shown."""
         if step in self._chosen or is_logged:
-            self._kept = step, self._own(microbatches)
+            self._kept = step, microbatches, self._began, self._pipeline.events
         if step in self._chosen:
             self._gather()
 
@@ -65,23 +66,22 @@ class TimelineRecorder:
         """Write down the last step that was logged, too."""
         self._gather()
 
-    def _own(self, microbatches: int) -> dict[str, Any] | None:
-        """Return what this process did; None if another process speaks for its place."""
+    def _own(self, microbatches: int, began: float, events: Sequence[Event]) -> dict[str, Any] | None:
+        """Return what this process did; None if another process speaks for its place, or the step was a short one."""
         here = self._pipeline.place_of_rank
         if (here.dp, here.cp, here.tp) != (0, 0, 0) or microbatches != self._pipeline.microbatches:
             return None
-        events = [
+        told = [
             (*event.action[:3], *(round(one, _DIGITS) for one in (event.begin, event.end, event.waited)))
-            for event in self._pipeline.events
+            for event in events
         ]
-        return {"place": self._pipeline.place, "began": self._began, "events": events}
+        return {"place": self._pipeline.place, "began": began, "events": told}
 
     def _gather(self) -> None:
         if self._kept is None or any(step["step"] == self._kept[0] for step in self._steps):
             return
-        step, own = self._kept
-        self._kept = None
-        found = [one for one in processes.gather_data(own) if one is not None]
+        (step, *what), self._kept = self._kept, None
+        found = [one for one in processes.gather_data(self._own(*what)) if one is not None]
         pipeline = self._pipeline
         if len(found) == pipeline.graph.places:
             schedule = make_schedule(pipeline.graph, pipeline.microbatches, pipeline.layout.plan.schedule)

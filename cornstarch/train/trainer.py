@@ -425,7 +425,7 @@ class Trainer:
         self.owned = None
         if self.ranks > 1 and config.parallel.data.kind == "zero1":
             group = None if self.pipeline is None else self.pipeline.data_group
-            self.owned = OwnedParameters(self._trained_parameters, group)
+            self.owned = OwnedParameters(self._trained_parameters, group, is_stage=self.pipeline is not None)
         self._own_names = None if self.owned is None else self.owned.names
         self.optimizer = make_optimizer(config.optimizer, self.parts, self._own_names)
         scale_rates(self.optimizer, config.optimizer.scale_rate, self.replica.count)

@@ -11,6 +11,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from cornstarch.train.witness import FLOOR, TOLERANCE
 from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, compared, farthest, joined, together
@@ -36,6 +37,9 @@ TAKEN_APART = [("qwen3-vl", "ddp"), ("qwen3-vl", "fsdp2"), ("llava", "ddp"), ("l
 MANY = 200
 MANY_LIMIT = 1e-3
 """How far weights may be off after so many steps, in which rounding grows."""
+
+PARTS_OF_RUN = ("long", *sorted(ROWS, key=lambda row: -len(ROWS[row].modules)), "frozen")
+"""What can be run apart, the longest first."""
 
 WIDTH = 120
 
@@ -90,8 +94,8 @@ def _off(found: list[End], alone: End) -> tuple[float, float]:
 class Run:
     """A run of everything, told as it goes."""
 
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: Matrix | None) -> None:
+        self._matrix = matrix
         self.found: Found = {}
         self.many: dict[str, tuple[float, float] | None] = {}
         """By title: the deviations of many steps; None: it failed."""
@@ -103,21 +107,44 @@ class Run:
         self._start = time.monotonic()
 
     @property
+    def matrix(self) -> Matrix:
+        """What runs cells; not where results of others are added up."""
+        assert self._matrix is not None
+        return self._matrix
+
+    def results(self) -> tuple[Any, ...]:
+        """Return what was found, for another run to add."""
+        return self.found, self.many, self.apart, self.frozen, self.failures
+
+    def add(self, results: tuple[Any, ...]) -> None:
+        """Take over what another run has found."""
+        found, many, apart, some_frozen, failures = results
+        self.found |= found
+        self.many |= many
+        self.apart |= apart
+        self.frozen |= some_frozen
+        self.failures += failures
+
+    @property
     def seconds(self) -> float:
         """How long it has taken so far."""
         return time.monotonic() - self._start
 
-    def everything(self) -> None:
-        """Run all cells, the models taken apart, and the long runs."""
-        for cell in cells():
-            self.cell(cell)
-        for combination in COMBINATIONS:
-            title = " and ".join(part for part, is_trained in zip(PARTS, combination, strict=True) if is_trained)
-            self.frozen[title] = [self.some_frozen(title, combination, schedule) for schedule in SCHEDULES]
-        for family, kind in TAKEN_APART:
-            self.model_apart(family, kind)
-        for title, work in _long_runs(self.matrix):
-            self.long_run(title, work)
+    def part(self, name: str) -> None:
+        """Run one part of everything: a row, what is frozen with the models taken apart, or the long runs."""
+        if name == "frozen":
+            for combination in COMBINATIONS:
+                title = " and ".join(part for part, is_trained in zip(PARTS, combination, strict=True) if is_trained)
+                self.frozen[title] = [self.some_frozen(title, combination, schedule) for schedule in SCHEDULES]
+            for family, kind in TAKEN_APART:
+                self.model_apart(family, kind)
+        elif name == "long":
+            for title, work in _long_runs(self.matrix):
+                self.long_run(title, work)
+        else:
+            for cell in cells():
+                if cell[0] == name:
+                    self.cell(cell)
 
     def cell(self, cell: Cell) -> None:
         """Run one cell."""

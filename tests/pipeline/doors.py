@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -135,6 +136,47 @@ def pipe_of(layers: int, chunks: int, rows: int) -> str:
 def module_of(stages: int, method: str = "uniform", layers: int = 6) -> str:
     """Return what is said about a module of so many stages and layers."""
     return refused(lambda: PipelineModule(small_layers()[:layers], stages, partition_method=method))
+
+
+class Failing(nn.Linear):
+    """Fails the third time."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Count."""
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("a bad number")
+        return super().forward(input)
+
+
+def failing_pipe() -> list[str]:
+    """Return what is said when a layer of the last stage fails, and what is said after it."""
+    model = Pipe(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), Failing(4, 4)), 4, "never")
+    said = []
+    for _ in range(2):
+        try:
+            model(batches()[0][0]).sum().backward()
+        except RuntimeError as error:
+            said.append(str(error))
+    del model
+    gc.collect()  # as when the process ends: only then its lines are closed
+    return said
+
+
+def frozen_pipe(stage: int | None) -> tuple[bool, list[str], str]:
+    """Freeze a stage of two, or both; return whether the output takes a gradient, who has one, and a complaint."""
+    layers = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 8))
+    for number in (0, 2):
+        layers[number].requires_grad_(stage is not None and number != 2 * stage)
+    model = Pipe(layers, 2)
+    inputs = batches()[0][0]
+    output = model(inputs)
+    if output.requires_grad:
+        output.sum().backward()
+    named = [name for name, parameter in model.module.named_parameters() if parameter.grad is not None]
+    return output.requires_grad, named, refused(lambda: model(inputs.clone().requires_grad_()))
 
 
 # ---------------------------------------------------------------------------------------------------- PipelineModule

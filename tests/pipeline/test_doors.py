@@ -91,6 +91,24 @@ def test_a_pipe_says_what_is_wrong(workers: Pool) -> None:
         Pipe(nn.Sequential(nn.Linear(2, 2)), 2, "sometimes")  # type: ignore[arg-type]
 
 
+def test_a_layer_that_fails_stops_every_process(workers: Pool) -> None:
+    for first, second in workers.run(2, doors.failing_pipe, seconds=30.0):
+        assert first == "rank 1, stage 1 (model 1), microbatch 2: ValueError: a bad number"
+        assert second == f"The pipeline has stopped: {first}"
+
+
+@pytest.mark.parametrize(
+    ("frozen", "takes", "named"),
+    [(0, True, [[], ["2.weight", "2.bias"]]), (1, True, [["0.weight", "0.bias"], []]), (None, False, [[], []])],
+)
+def test_frozen_layers_have_no_gradient(workers: Pool, frozen: int | None, takes: bool, named: list[list[str]]) -> None:
+    results = workers.run(2, doors.frozen_pipe, frozen)
+    assert [found for found, _, _ in results] == [takes] * 2
+    assert [own for _, own, _ in results] == named
+    for _, _, said in results:
+        assert ("nothing in its first stage is trained" in said) == (frozen != 1)
+
+
 # ---------------------------------------------------------------------------------------------------- PipelineModule
 
 

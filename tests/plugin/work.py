@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -253,20 +254,22 @@ def _steps(booster: Any, model: Any, optimizer: Any, batches: Any, rates: Any, m
     return losses
 
 
-def precise(case: Case) -> tuple[list[float], list[str], float]:
-    """Do some steps in single precision; return losses, the types of what is trained, and the loss scale."""
+def precise(case: Case) -> tuple[list[float], list[str], float, bool]:
+    """Do some steps in single precision; return losses, types of what is trained, the scale, whether it changed."""
     model = make_model(case).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     booster = Booster(plugin=make_plugin(case, model))
     fast, _, _, loader, _ = booster.boost(model, optimizer, None, make_loader(case))
     batches = ({k: v.float() if v.is_floating_point() else v for k, v in one.items()} for one in loader)
     losses = []
+    before = [parameter.detach().clone() for parameter in fast.parameters()]
     for _ in range(4):
         losses.append(float(booster.execute_pipeline(batches, fast, own_loss, optimizer, loss_everywhere=True)["loss"]))
         optimizer.step()
         optimizer.zero_grad()
     kinds = sorted({str(parameter.dtype) for parameter in fast.parameters()})
-    return losses, kinds, booster._scale.value if booster._scale is not None else 0.0
+    changed = any(not torch.equal(old, new) for old, new in zip(before, fast.parameters(), strict=True))
+    return losses, kinds, booster._scale.value if booster._scale is not None else 0.0, changed
 
 
 def look(case: Case) -> dict[str, Any]:
@@ -291,18 +294,24 @@ def look(case: Case) -> dict[str, Any]:
 def refused(case: Case, what: str) -> str:
     """Do something wrong; return what is said."""
     try:
-        booster, model, optimizer, batches, _ = boosted(case)
-        criterion: Any = {"none": lambda o, i: None, "many": lambda o, i: o.logits, "logits": other_loss}.get(
-            what, own_loss
-        )
-        if what == "batches" and processes.rank() == 1:
-            next(batches)
-        if what == "call":
-            model(**next(batches))
-        booster.execute_pipeline(batches, model, criterion, optimizer)
+        _do_wrong(case, what)
+        said = "nothing"
     except (ConfigError, StageError) as error:
-        return str(error)
-    return "nothing"
+        said = str(error)
+    gc.collect()  # a process that ends cuts its lines; this one goes on, and gives up what holds them
+    return said
+
+
+def _do_wrong(case: Case, what: str) -> None:
+    booster, model, optimizer, batches, _ = boosted(case)
+    criterion: Any = {"none": lambda o, i: None, "many": lambda o, i: o.logits, "logits": other_loss}.get(
+        what, own_loss
+    )
+    if what == "batches" and processes.rank() == 1:
+        next(batches)
+    if what == "call":
+        model(**next(batches))
+    booster.execute_pipeline(batches, model, criterion, optimizer)
 
 
 # ------------------------------------------------------------------------------------------------ in a plain loop

@@ -1,4 +1,4 @@
-"""The pipeline on the page: two charts on one scale, every action with its text, in a browser of any width and colour."""
+"""The pipeline on the page: two charts on one scale, every action with its text, in every width and colour."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ GRAPH = StageGraph.branches({"vision": 1, "audio": 1}, 2)
 LOOK = """
 const boxes = [...document.querySelectorAll("section > .gantt svg")].map((svg) => {
   const own = svg.getBoundingClientRect();
-  return [own.left, own.width, [...svg.querySelectorAll("g")].map((row) => [...row.querySelectorAll("rect")].map((bar) => {
+  const place = (bar) => {
     const box = bar.getBoundingClientRect();
     return [bar.getAttribute("class"), box.left, box.right, box.top, box.bottom, getComputedStyle(bar).fill];
-  }))];
+  };
+  const rows = [...svg.querySelectorAll("g")].map((row) => [...row.querySelectorAll("rect")].map(place));
+  return [own.left, own.width, rows];
 });
 const names = [...document.querySelectorAll("section > .gantt .places > span")].map((one) => {
   const box = one.getBoundingClientRect();

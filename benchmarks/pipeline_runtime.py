@@ -1,0 +1,563 @@
+"""What the pipeline runtime costs: 1F1B in two processes against `torch.distributed.pipelining` and DeepSpeed.
+
+All train the same blocks from the same weights on the same microbatches, cut into the same two stages, with the same
+SGD, over gloo. That all losses are equal, step by step, and all gradients of the first step, is checked. Cornstarch
+takes part twice: its runtime, with the loss on the last stage, as torch has it; and its `train_batch`, which returns
+the loss in both processes, as DeepSpeed's does. torch runs twice, to show how far two equal things differ here.
+
+All contenders live in the same two processes and take turns of so many steps, in a random order that is the same in
+both; before each turn the processes wait for one another. A turn takes as long as it does in the slower process. All
+contenders are made anew several times. Reported: the median over these repetitions of the ratio (the median over
+rounds), with its smallest and largest value. The case that counts is `larger`.
+
+Overhead of an action: with stages that compute next to nothing, the time of a step by its actions (a forward or a
+backward of a microbatch), less that of the same messages in the same order, sent and received by hand.
+
+Bubble: in stages that sleep (virtual_devices.py), the share of a step in which places do not compute, against
+(K - 1) / (M + K - 1). Whatever is not sleep counts as bubble.
+
+    python benchmarks/pipeline_runtime.py         # prints tables; with --output FILE.json also writes them
+
+DeepSpeed takes part if it is installed, with DS_BUILD_OPS=0 (DS_ACCELERATOR=cpu is set here).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import mse_loss
+from virtual_devices import Job, run
+
+from cornstarch.launch import current_world, launch, start_process_group
+from cornstarch.parallel import processes
+from cornstarch.pipeline import PipelineModule, initialize
+from cornstarch.pipeline.runtime import Runtime
+from cornstarch.pipeline.transfer import Edge, Post, Route
+from cornstarch.schedule.graph import StageGraph
+from cornstarch.schedule.policies import make_schedule
+
+STAGES, MICROBATCHES, RATE = 2, 8, 0.01
+OURS, BATCH, TORCH, AGAIN, DEEPSPEED = "Cornstarch", "Cornstarch, train_batch", "torch", "torch, again", "DeepSpeed"
+AGAINST = {OURS: TORCH, BATCH: DEEPSPEED, AGAIN: TORCH}
+LIMIT, OVERHEAD, BUBBLE = 1.0, 200.0, 0.05  # of the others; µs of an action; of the formula
+COUNTS = "larger"  # the case that the limit is for; the others show what does not grow with the model
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A feed-forward block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Add what it computes."""
+        return hidden + self.down(nn.functional.gelu(self.up(hidden)))
+
+
+class Scale(nn.Module):
+    """Computes next to nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Multiply by the weight."""
+        return hidden * self.weight
+
+
+@dataclass(frozen=True)
+class Case:
+    """How much there is to compute in a step."""
+
+    name: str
+    width: int
+    blocks: int
+    rows: int
+    """Of a microbatch."""
+
+    def layers(self) -> list[nn.Module]:
+        """Return all blocks, always with the same weights."""
+        torch.manual_seed(0)
+        return [Block(self.width) if self.name != NOTHING.name else Scale(self.width) for _ in range(self.blocks)]
+
+    def own(self) -> nn.Sequential:
+        """Return those of this process's stage."""
+        half = self.blocks // STAGES
+        return nn.Sequential(*self.layers()[dist.get_rank() * half :][:half])
+
+    def data(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return inputs and targets, by microbatch."""
+        generator = torch.Generator().manual_seed(1)
+        both = torch.randn(2, MICROBATCHES, self.rows, self.width, generator=generator)
+        return list(both[0]), list(both[1])
+
+
+CASES = [
+    Case("small", width=64, blocks=4, rows=8),
+    Case("medium", width=256, blocks=8, rows=32),
+    Case("larger", width=512, blocks=8, rows=64),
+]
+NOTHING = Case("nothing", width=64, blocks=2, rows=8)
+
+
+class Sgd(torch.optim.SGD):
+    """SGD that keeps the gradients of its first step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=RATE)
+        self.first: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Change the weights."""
+        if not self.first:
+            self.first = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+
+
+# ---------------------------------------------------------------------------------------------------- contenders
+
+
+@dataclass
+class Seat:
+    """A contender, and what its steps were."""
+
+    step: Callable[[], Tensor | None]
+    """Does a step, and returns its mean loss where that is known."""
+    optimizer: Sgd
+    close: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    """Of a step, turn by turn."""
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Stage(nn.Module):
+    """Blocks, as a program of the runtime."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
+        """Run them on what is received, or given."""
+        return self.layers(next(iter(received.values()), None) if received else inputs["input"])
+
+
+def ours(case: Case) -> Seat:
+    """Train with our runtime."""
+    rank, layers = dist.get_rank(), case.own()
+    optimizer = Sgd(layers.parameters())
+    post = Post(dist.new_group(backend="gloo"), CPU)
+    route = Route.between(np.array([[0]]), np.array([[1]]), is_same_module=True)
+    edges = {(0, 1): Edge.at(rank, route, post, 0, "model 0")}
+    schedule = make_schedule(StageGraph.chain(STAGES), MICROBATCHES, "1f1b")
+    runtime = Runtime(schedule, rank, {rank: Stage(layers)}, edges, post)
+    inputs, targets = case.data()
+    microbatches = [{"input": one} for one in inputs]
+    losses: list[Tensor] = []
+
+    def finish(m: int, output: Tensor) -> Tensor:
+        loss = mse_loss(output, targets[m])
+        losses.append(loss.detach())
+        return loss / MICROBATCHES
+
+    def step() -> Tensor | None:
+        losses.clear()
+        runtime.train(microbatches, finish)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean() if losses else None
+
+    return Seat(step, optimizer, post.close)
+
+
+def ours_by_batches(case: Case) -> Seat:
+    """Train with our `train_batch`."""
+    model = PipelineModule(case.layers(), STAGES, mse_loss, partition_method="uniform")
+    optimizer = Sgd(model.parameters())
+    engine = initialize(model, optimizer, microbatches=MICROBATCHES)
+    pairs = list(zip(*case.data(), strict=True))
+    assert model.pipeline is not None
+    return Seat(lambda: engine.train_batch(iter(pairs)), optimizer, model.pipeline.close)
+
+
+def with_torch(case: Case) -> Seat:
+    """Train with torch's own pipelining."""
+    rank, layers = dist.get_rank(), case.own()
+    optimizer = Sgd(layers.parameters())
+    stage = PipelineStage(layers, rank, STAGES, CPU)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=mse_loss)
+    inputs, targets = (torch.cat(one) for one in case.data())
+
+    def step() -> Tensor | None:
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).detach().mean() if losses else None
+
+    return Seat(step, optimizer)
+
+
+def with_deepspeed(case: Case) -> Seat:
+    """Train with DeepSpeed's pipeline."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule as Pipes
+
+    with redirect_stdout(io.StringIO()):  # it lists all layers
+        model = Pipes(case.layers(), num_stages=STAGES, loss_fn=mse_loss, partition_method="uniform")
+    optimizer = Sgd(model.parameters())
+    options = {
+        "train_micro_batch_size_per_gpu": case.rows,
+        "gradient_accumulation_steps": MICROBATCHES,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=options)
+    pairs = list(zip(*case.data(), strict=True))
+    return Seat(lambda: engine.train_batch(iter(pairs)).detach(), optimizer)
+
+
+CONTENDERS: dict[str, Callable[[Case], Seat]] = {
+    OURS: ours,
+    TORCH: with_torch,
+    AGAIN: with_torch,
+    BATCH: ours_by_batches,
+    DEEPSPEED: with_deepspeed,
+}
+
+
+# ---------------------------------------------------------------------------------------------------- taking turns
+
+
+def take_turns(case: Case, names: list[str], rounds: int, steps: int, chance: random.Random) -> dict[str, list[float]]:
+    """Return the seconds of a step of each contender, turn by turn; both processes must call it."""
+    seats = {name: CONTENDERS[name](case) for name in chance.sample(names, len(names))}
+    gc.collect()
+    gc.freeze()  # what all have made is not looked through in the step of one of them
+    order = list(names)
+    for _ in range(rounds + 1):  # the first round warms up
+        chance.shuffle(order)
+        for name in order:
+            take_turn(seats[name], steps)
+    gc.unfreeze()
+    check(seats)
+    told = {name: processes.gather_data(seats[name].seconds) for name in names}
+    dist.barrier()
+    for seat in seats.values():
+        seat.close()
+    return {name: [max(ranks) for ranks in zip(*told[name], strict=True)][1:] for name in names}
+
+
+def take_turn(seat: Seat, steps: int) -> None:
+    """Let a contender do some steps, when all processes are there."""
+    dist.barrier()
+    began = time.perf_counter()
+    losses = [seat.step() for _ in range(steps)]
+    seat.seconds.append((time.perf_counter() - began) / steps)
+    seat.losses += [loss for loss in losses if loss is not None]
+
+
+def check(seats: Mapping[str, Seat]) -> None:
+    """Make sure that all have done the same."""
+    wanted = seats[TORCH]
+    for name, seat in seats.items():
+        try:
+            if wanted.losses:
+                torch.testing.assert_close(torch.stack(seat.losses), torch.stack(wanted.losses), rtol=1e-4, atol=1e-7)
+            for found, gradient in zip(seat.optimizer.first, wanted.optimizer.first, strict=True):
+                torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+        except (AssertionError, ValueError) as error:
+            raise RuntimeError(f"{name} does not do what torch does. {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------------- what it says
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One contender to another: the median over repetitions of the medians over rounds."""
+
+    to: str
+    ratio: float
+    range: tuple[float, float]
+    """The smallest and the largest of a repetition."""
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ({self.range[0]:.3f} – {self.range[1]:.3f}) of {self.to}"
+
+
+def compared(name: str, found: list[list[float]], base: list[list[float]]) -> Ratio:
+    """Compare repetition by repetition, and in each round by round."""
+    ratios = [
+        statistics.median(a / b for a, b in zip(one, other, strict=True))
+        for one, other in zip(found, base, strict=True)
+    ]
+    return Ratio(name, statistics.median(ratios), (min(ratios), max(ratios)))
+
+
+def measure(case: Case, names: list[str], given: argparse.Namespace) -> dict[str, Any]:
+    """Measure one case, print its table, and return its numbers."""
+    chance = random.Random(0)
+    taken: dict[str, list[list[float]]] = {name: [] for name in names}
+    for _ in range(given.repetitions):
+        for name, seconds in take_turns(case, names, given.rounds, given.steps, chance).items():
+            taken[name].append(seconds)
+    milliseconds = {name: 1e3 * statistics.median(map(statistics.median, taken[name])) for name in names}
+    ratios = {
+        name: compared(other, taken[name], taken[other])
+        for name, other in AGAINST.items()
+        if name in names and other in names
+    }
+    if dist.get_rank() == 0:
+        parameters = sum(p.numel() for layer in case.layers() for p in layer.parameters())
+        print(f"\n{case.name}: {parameters / 1e6:.1f} M parameters, {MICROBATCHES} microbatches of {case.rows} rows")
+        print("| | ms per step | ratio (range) |\n|---|---|---|")
+        for name in names:
+            print(f"| {name} | {milliseconds[name]:.2f} | {ratios.get(name, '')} |")
+        if case.name != NOTHING.name:
+            print(verdict(case, ratios), flush=True)
+    return {
+        **asdict(case),
+        "milliseconds": milliseconds,
+        "ratios": {name: asdict(one) for name, one in ratios.items()},
+    }
+
+
+def verdict(case: Case, ratios: Mapping[str, Ratio]) -> str:
+    """Return how ours stands to the limit."""
+    said = []
+    for name in (OURS, BATCH):
+        if (one := ratios.get(name)) is not None:
+            words = "within" if one.ratio <= LIMIT else "within the spread of" if one.range[0] <= LIMIT else "above"
+            said.append(f"{name} is {words} {LIMIT:.2f} of {one.to}")
+    return "; ".join(said) + ("" if case.name == COUNTS else f" (the limit is for {COUNTS})")
+
+
+# ---------------------------------------------------------------------------------------------------- overhead
+
+
+def messages() -> Callable[[], None]:
+    """Return what sends and receives what a step of two stages does, in the same order."""
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    own, others = ([torch.zeros(NOTHING.rows, NOTHING.width) for _ in range(MICROBATCHES)] for _ in range(2))
+
+    def work() -> None:
+        ahead = 1 - rank  # the first stage is a forward ahead
+        sent = [dist.isend(own[m], 1 - rank, group=group) for m in range(ahead)]
+        for m in range(MICROBATCHES):
+            if rank == 0 and m + ahead < MICROBATCHES:
+                sent.append(dist.isend(own[m + ahead], 1 - rank, group=group))
+            dist.irecv(others[m], 1 - rank, group=group).wait()
+            if rank == 1:
+                sent.append(dist.isend(own[m], 1 - rank, group=group))
+        for one in sent:
+            one.wait()
+
+    return work
+
+
+def computing() -> Callable[[], None]:
+    """Return what computes what a stage does in a step in which next to nothing is computed."""
+    layers = NOTHING.own()
+    hidden, targets = (one[0] for one in NOTHING.data())
+
+    def work() -> None:
+        for _ in range(MICROBATCHES):
+            mse_loss(layers(hidden.detach().requires_grad_()), targets).backward()
+
+    return work
+
+
+def timed(work: Callable[[], None], times: int = 200) -> float:
+    """Return the microseconds of an action, of which a step has two for each microbatch; the median of many."""
+    taken = []
+    for number in range(times // 10 + times):
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        if number >= times // 10:
+            taken.append(time.perf_counter() - began)
+    own = 1e6 * statistics.median(taken) / (2 * MICROBATCHES)
+    return max(processes.gather_data(own))
+
+
+def measure_overhead(names: list[str], given: argparse.Namespace) -> dict[str, Any]:
+    """Measure what an action costs beyond the transfer, print it, and return it."""
+    found = measure(NOTHING, names, given)
+    bare, compute = timed(messages()), timed(computing())
+    actions = {name: 1e3 * one / (2 * MICROBATCHES) for name, one in found["milliseconds"].items()}
+    overhead = {name: one - bare for name, one in actions.items()}
+    if dist.get_rank() == 0:
+        print(
+            f"messages alone {bare:.0f} µs an action; computing alone, which is part of the overhead, {compute:.0f} µs"
+        )
+        print("| | µs an action | beyond the messages |\n|---|---|---|")
+        for name in names:
+            print(f"| {name} | {actions[name]:.0f} | {overhead[name]:.0f} |")
+        words = "within" if overhead[OURS] <= OVERHEAD else "above"
+        print(f"{OURS} is {words} {OVERHEAD:.0f} µs; with the optimizer's step, shared by all actions", flush=True)
+    return {**found, "messages_us": bare, "computing_us": compute, "actions_us": actions, "overhead_us": overhead}
+
+
+# ---------------------------------------------------------------------------------------------------- bubble
+
+
+def measure_bubbles(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure bubbles of stages that sleep, print them, and return them."""
+    forward, backward = given.sleep, 2 * given.sleep
+    print(f"\nbubble: stages that sleep {1e3 * forward:.0f} ms forward and {1e3 * backward:.0f} ms backward")
+    print("| | K | M | measured (range) | (K - 1) / (M + K - 1) | apart, % of it | step, % longer |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for policy in ("gpipe", "1f1b"):
+        for places in given.places:
+            for count in given.microbatches:
+                rows.append(bubble(policy, places, count, (forward, backward, 0.0), given.steps_asleep))
+                one = rows[-1]
+                low, high = one["range"]
+                cells = [
+                    policy,
+                    places,
+                    count,
+                    f"{one['bubble']:.4f} ({low:.4f} – {high:.4f})",
+                    f"{one['formula']:.4f}",
+                ]
+                cells += [f"{100 * one['apart']:+.1f}", f"{100 * one['longer']:+.2f}"]
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    worst = max(abs(row["apart"]) for row in rows)
+    print(f"largest difference {100 * worst:.1f} % of the formula: {'within' if worst <= BUBBLE else 'above'} 5 %")
+    return rows
+
+
+def bubble(policy: str, places: int, count: int, cost: tuple[float, float, float], steps: int) -> dict[str, Any]:
+    """Return the bubble of so many equal stages."""
+    job = Job(StageGraph.chain(places, costs=cost), ((cost,),) * places, count, policy, steps)
+    found = sorted(1 - job.compute / (places * seconds) for seconds in run(job))
+    formula = (places - 1) / (count + places - 1)
+    middle = statistics.median(found)
+    return {
+        "policy": policy,
+        "stages": places,
+        "microbatches": count,
+        "bubble": middle,
+        "range": [found[0], found[-1]],
+        "formula": formula,
+        "apart": middle / formula - 1,
+        "longer": (1 - formula) / (1 - middle) - 1,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- all of it
+
+
+def versions() -> dict[str, str]:
+    """Return what is installed of what is compared."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "deepspeed"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def be_quiet() -> None:
+    """Leave out what the others say beside their work."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def work(given: argparse.Namespace) -> None:
+    """Be one of the two processes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    be_quiet()
+    torch.set_num_threads(1)
+    names = [name for name in CONTENDERS if name != DEEPSPEED or given.deepspeed]
+    with start_process_group(current_world(), "cpu", timeout=300):
+        if given.deepspeed:
+            import deepspeed
+
+            with redirect_stdout(io.StringIO()):
+                deepspeed.init_distributed("gloo", verbose=False)
+            be_quiet()
+        overhead = measure_overhead(names, given)
+        cases = [measure(case, names, given) for case in CASES if case.name in given.cases]
+        if dist.get_rank() == 0:
+            given.result.write_text(json.dumps({"overhead": overhead, "cases": cases}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=5, help="of a round")
+    parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], default=[c.name for c in CASES])
+    parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a forward, for the bubble")
+    parser.add_argument(
+        "--places", nargs="*", type=int, default=[2, 4], help="stages, for the bubble; none: leave it out"
+    )
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16], help="for the bubble")
+    parser.add_argument("--steps-asleep", type=int, default=3, help="of each bubble; the median counts")
+    parser.add_argument("--deepspeed", action=argparse.BooleanOptionalAction, help="default: if it is installed")
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to the two processes
+    given = parser.parse_args()
+    found = versions()
+    if given.deepspeed is None:
+        given.deepspeed = found["deepspeed"] != "not installed"
+    if given.result is not None:
+        work(given)
+        return 0
+    print(", ".join(f"{name} {text}" for name, text in found.items()))
+    print(
+        f"{platform.machine()} CPU, 2 processes of 1 thread, {given.repetitions} × {given.rounds} × {given.steps} steps"
+    )
+    if not given.deepspeed:
+        print("DeepSpeed is left out: it is not installed, or not wanted.")
+    sys.stdout.flush()
+    with TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        code = launch([sys.executable, __file__, *sys.argv[1:], "--result", str(result)], 2, Path(folder) / "logs")
+        if code:
+            return code
+        measured = json.loads(result.read_text())
+    bubbles = measure_bubbles(given) if given.places else []
+    if given.output is not None:
+        command = f"python benchmarks/pipeline_runtime.py {' '.join(sys.argv[1:])}".rstrip()
+        head = {"command": command, "date": date.today().isoformat(), "versions": found, "machine": platform.machine()}
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        given.output.write_text(json.dumps({**head, **measured, "bubbles": bubbles}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

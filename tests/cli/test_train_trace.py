@@ -1,0 +1,56 @@
+"""`cornstarch train --trace`: a trace of a pipelined run, and no pipelined run, no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.small_runs import Command, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = (
+    "model.language_model.config.num_hidden_layers=2",
+    "parallel.modules.vision.stages=1",
+    "parallel.modules.language_model.stages=2",
+    "parallel.ranks=first_stage",
+    "parallel.schedule=gpipe",
+    "loop.accumulation=4",
+)
+
+
+def test_two_processes_write_one_trace(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-m", "cornstarch", "train", "run.yaml", *STAGES, "--nproc", "2", "--trace"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    trace = json.loads((tmp_path / "run/trace.json").read_text())
+    done = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] != "transfer wait"]
+    for step in (3, 4, 5, 6):
+        for place in range(2):
+            own = [event for event in done if event["args"]["step"] == step and event["pid"] == place]
+            names = [f"{kind}{m}" for kind in "FB" for m in range(4)]
+            assert sorted(event["name"] for event in own) == sorted(names)
+            assert [event["name"] for event in sorted(own, key=lambda event: event["ts"])][:4] == names[:4]
+    assert trace["otherData"] == {"schedule": "gpipe"}
+    assert 'id="pipeline"' in (tmp_path / "run/report.html").read_text()
+
+
+def test_without_stages_there_is_nothing_to_trace(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    code, _, error = command("train", "run.yaml", "--trace", "--restart")
+    assert code == 2 and "--trace: a trace shows the stages of a pipeline, and this run has none" in error
+    assert not (tmp_path / "run").exists()
