@@ -155,13 +155,22 @@ def backward_of_inputs(
 ) -> Any:
     """Compute the gradients of inputs alone, into their `grad`; return what `backward_of_weights` goes on from.
 
+    None: the gradients of the weights have been computed, too.
+
     torch 2.11 to 2.15 have this for their own zero-bubble schedules only, which lose gradients behind frozen stages;
     the two functions themselves are right, also where some weights are frozen. Goes when there is a public one.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
     given = None if gradients is None else list(gradients)
-    return stage_backward_input(list(roots), given, list(inputs), iter(weights))[1]
+    try:
+        return stage_backward_input(list(roots), given, list(inputs), iter(weights))[1]
+    except RuntimeError as error:
+        # torch 2.11 and 2.12 do not allow for an input that nothing depends on: then nothing is left for later.
+        if "not have been used in the graph" not in f"{error} {error.__cause__}":
+            raise
+    torch.autograd.backward(list(roots), given)
+    return None
 
 
 def backward_of_weights(weights: Sequence[torch.nn.Parameter], left: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.pipeline.parts import Call, StagePart, shared_parameters
 from cornstarch.pipeline.payload import Payload
+from cornstarch.pipeline.trees import map_tensors
 
 
 class Function(nn.Module):
@@ -43,7 +44,11 @@ class SequentialPart(StagePart):
             raise ConfigError(
                 "The first stage receives nothing; every other stage receives what the one before it returned."
             )
-        return self.call(self.model, inputs) if self.first else self.model(received)
+        if self.first:
+            return self.call(self.model, inputs)
+        # What arrives is the beginning of a graph, which nothing may be written on (`nn.ReLU(inplace=True)`).
+        writes = any(getattr(layer, "inplace", False) for layer in self.model.modules())
+        return self.model(map_tensors(Tensor.clone, received) if writes else received)
 
     def extra_repr(self) -> str:
         """Say nothing: the layers say what it has."""

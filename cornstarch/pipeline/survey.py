@@ -51,7 +51,7 @@ def survey(model: nn.Module, make_inputs: MakeInputs | None = None) -> Survey:
     frame = frame_of(model)
     inner = frame.inner
     if isinstance(inner, nn.Sequential):
-        names = tuple(name for name, _ in inner.named_children())
+        names = tuple(inner._modules)  # also one that is there twice
         return placed(Survey(full_name(inner), names, {}, {}), frame)
     found = _remembered(inner, make_inputs)
     if isinstance(found, UnsupportedModelError):

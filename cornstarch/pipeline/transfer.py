@@ -148,7 +148,9 @@ class Post:
     def close(self) -> None:
         """Cut the lines to all others."""
         self._sent.put(None)
-        dist.destroy_process_group(self.group)
+        group = self.group
+        del self.group  # the sockets close with the last that knows it
+        dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------------------------------------- edges

@@ -80,8 +80,9 @@ class TimelineRecorder:
     def _gather(self) -> None:
         if self._kept is None or any(step["step"] == self._kept[0] for step in self._steps):
             return
-        (step, *what), self._kept = self._kept, None
-        found = [one for one in processes.gather_data(self._own(*what)) if one is not None]
+        step, microbatches, began, events = self._kept
+        self._kept = None
+        found = [one for one in processes.gather_data(self._own(microbatches, began, events)) if one is not None]
         pipeline = self._pipeline
         if len(found) == pipeline.graph.places:
             schedule = make_schedule(pipeline.graph, pipeline.microbatches, pipeline.layout.plan.schedule)

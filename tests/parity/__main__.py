@@ -13,6 +13,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -38,7 +39,7 @@ def main() -> int:
     return 1 if run.failures else 0
 
 
-def _results(part: str):  # noqa: ANN202 - what `Run.results` returns
+def _results(part: str) -> tuple[Any, ...]:
     """Run one part in processes of its own."""
     from tests.parity.cell import Matrix
     from tests.parity.page import Run
@@ -50,7 +51,7 @@ def _results(part: str):  # noqa: ANN202 - what `Run.results` returns
     return run.results()
 
 
-def _together(jobs: int):  # noqa: ANN202 - a `Run`
+def _together(jobs: int) -> Any:
     """Run all parts, so many at a time."""
     from tests.parity.page import PARTS_OF_RUN, Run
 

@@ -8,7 +8,10 @@ import pytest
 from tests.parity.pool import Pool
 from tests.plugin.work import MIXED, Case, Outcome, Values, alone, run
 
-TOLERANCE = 3e-5  # norms of the models compute in float32, whatever the weights are
+# The models are in double precision. The first step's gradients are then those of one process to the last digits. After
+# it, weights differ in those, and what the models compute in float32 all the same (norms, the loss) is rounded otherwise.
+FIRST, LATER = 1e-9, 3e-5
+CUT_TOKENS = 1e-4  # rings and exchanges of tokens add up in float32
 
 CASES: dict[str, Case] = {
     "vision and LLM apart": Case(2),
@@ -58,20 +61,22 @@ def test_steps_are_those_of_one_process(name: str, workers: Pool) -> None:
     if "tp" in name or "sp" in name:  # torch remembers meshes that equal those of an earlier job
         workers.close()
     outcomes = workers.run(case.ranks, run, case)
-    check(outcomes, alone(case))
+    cuts_tokens = "sp_size" in {*case.vision, *case.llm}
+    first, later = (CUT_TOKENS, CUT_TOKENS) if cuts_tokens else (FIRST, LATER)
+    check(outcomes, alone(case), first, later)
 
 
-def check(outcomes: list[Outcome], expected: Outcome) -> None:
+def check(outcomes: list[Outcome], expected: Outcome, first: float, later: float) -> None:
     """Compare all processes with one."""
     for outcome in outcomes:
-        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert outcome.losses == pytest.approx(expected.losses, rel=later)
         assert outcome.rates == expected.rates
     for step, gradients in enumerate(expected.gradients):
-        close([outcome.gradients[step] for outcome in outcomes], gradients)
-    close([outcome.parameters for outcome in outcomes], expected.parameters)
+        close([outcome.gradients[step] for outcome in outcomes], gradients, later if step else first)
+    close([outcome.parameters for outcome in outcomes], expected.parameters, later)
 
 
-def close(found: list[Values], expected: Values) -> None:
+def close(found: list[Values], expected: Values, tolerance: float = LATER) -> None:
     """Compare values by name; every one must be there, and where it is twice, twice the same."""
     there = [value for value in expected.values() if value is not None]
     floor = 1e-2 * max((float(np.abs(value).max()) for value in there), default=0.0)
@@ -82,4 +87,4 @@ def close(found: list[Values], expected: Values) -> None:
             assert (value is None) == (wanted is None), name
             if wanted is not None:
                 far = np.abs(value - wanted) / (np.abs(wanted) + floor)
-                assert far.max() <= TOLERANCE, f"{name}: {far.max():.1e}"
+                assert far.max() <= tolerance, f"{name}: {far.max():.1e}"

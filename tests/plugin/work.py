@@ -304,9 +304,11 @@ def refused(case: Case, what: str) -> str:
 
 def _do_wrong(case: Case, what: str) -> None:
     booster, model, optimizer, batches, _ = boosted(case)
-    criterion: Any = {"none": lambda o, i: None, "many": lambda o, i: o.logits, "logits": other_loss}.get(
-        what, own_loss
-    )
+    criterion: Any = {
+        "none": lambda o, i: None,
+        "many": lambda o, i: o.logits,
+        "logits": lambda o, i: o.logits.pow(2).mean(),
+    }.get(what, own_loss)
     if what == "batches" and processes.rank() == 1:
         next(batches)
     if what == "call":
