@@ -11,7 +11,8 @@ contenders are made anew several times. Reported: the median over these repetiti
 rounds), with its smallest and largest value. The case that counts is `larger`.
 
 Overhead of an action: with stages that compute next to nothing, the time of a step by its actions (a forward or a
-backward of a microbatch), less that of the same messages in the same order, sent and received by hand.
+backward of a microbatch), less that of the same messages in the same order, sent and received by hand. Those take turns
+with the contenders.
 
 Bubble: in stages that sleep (virtual_devices.py), the share of a step in which places do not compute, against
 (K - 1) / (M + K - 1). Whatever is not sleep counts as bubble.
@@ -62,6 +63,7 @@ from cornstarch.schedule.policies import make_schedule
 
 STAGES, MICROBATCHES, RATE = 2, 8, 0.01
 OURS, BATCH, TORCH, AGAIN, DEEPSPEED = "Cornstarch", "Cornstarch, train_batch", "torch", "torch, again", "DeepSpeed"
+MESSAGES = "messages alone"
 AGAINST = {OURS: TORCH, BATCH: DEEPSPEED, AGAIN: TORCH}
 LIMIT, OVERHEAD, BUBBLE = 1.0, 200.0, 0.05  # of the others; µs of an action; of the formula
 COUNTS = "larger"  # the case that the limit is for; the others show what does not grow with the model
@@ -150,7 +152,8 @@ class Seat:
 
     step: Callable[[], Tensor | None]
     """Does a step, and returns its mean loss where that is known."""
-    optimizer: Sgd
+    optimizer: Sgd | None
+    """None: nothing is trained."""
     close: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     """Of a step, turn by turn."""
@@ -260,7 +263,7 @@ CONTENDERS: dict[str, Callable[[Case], Seat]] = {
 
 def take_turns(case: Case, names: list[str], rounds: int, steps: int, chance: random.Random) -> dict[str, list[float]]:
     """Return the seconds of a step of each contender, turn by turn; both processes must call it."""
-    seats = {name: CONTENDERS[name](case) for name in chance.sample(names, len(names))}
+    seats = {name: {**CONTENDERS, MESSAGES: messages}[name](case) for name in chance.sample(names, len(names))}
     gc.collect()
     gc.freeze()  # what all have made is not looked through in the step of one of them
     order = list(names)
@@ -289,7 +292,10 @@ def take_turn(seat: Seat, steps: int) -> None:
 def check(seats: Mapping[str, Seat]) -> None:
     """Make sure that all have done the same."""
     wanted = seats[TORCH]
+    assert wanted.optimizer is not None
     for name, seat in seats.items():
+        if seat.optimizer is None:
+            continue
         try:
             if wanted.losses:
                 torch.testing.assert_close(torch.stack(seat.losses), torch.stack(wanted.losses), rtol=1e-4, atol=1e-7)
@@ -324,8 +330,10 @@ def compared(name: str, found: list[list[float]], base: list[list[float]]) -> Ra
     return Ratio(name, statistics.median(ratios), (min(ratios), max(ratios)))
 
 
-def measure(case: Case, names: list[str], given: argparse.Namespace) -> dict[str, Any]:
-    """Measure one case, print its table, and return its numbers."""
+def measure(
+    case: Case, names: list[str], given: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+    """Measure one case, print its table, and return its numbers, and the seconds of all turns."""
     chance = random.Random(0)
     taken: dict[str, list[list[float]]] = {name: [] for name in names}
     for _ in range(given.repetitions):
@@ -345,11 +353,8 @@ def measure(case: Case, names: list[str], given: argparse.Namespace) -> dict[str
             print(f"| {name} | {milliseconds[name]:.2f} | {ratios.get(name, '')} |")
         if case.name != NOTHING.name:
             print(verdict(case, ratios), flush=True)
-    return {
-        **asdict(case),
-        "milliseconds": milliseconds,
-        "ratios": {name: asdict(one) for name, one in ratios.items()},
-    }
+    told = {name: asdict(one) for name, one in ratios.items()}
+    return {**asdict(case), "milliseconds": milliseconds, "ratios": told}, taken
 
 
 def verdict(case: Case, ratios: Mapping[str, Ratio]) -> str:
@@ -365,24 +370,25 @@ def verdict(case: Case, ratios: Mapping[str, Ratio]) -> str:
 # ---------------------------------------------------------------------------------------------------- overhead
 
 
-def messages() -> Callable[[], None]:
-    """Return what sends and receives what a step of two stages does, in the same order."""
+def messages(case: Case) -> Seat:
+    """Send and receive what a step of two stages does, in the same order; receives are begun before they are due."""
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
-    own, others = ([torch.zeros(NOTHING.rows, NOTHING.width) for _ in range(MICROBATCHES)] for _ in range(2))
+    own, others = ([torch.zeros(case.rows, case.width) for _ in range(MICROBATCHES)] for _ in range(2))
+    ahead = 1 - rank  # the first stage is a forward ahead
 
-    def work() -> None:
-        ahead = 1 - rank  # the first stage is a forward ahead
+    def step() -> None:
+        due = [dist.irecv(one, 1 - rank, group=group) for one in others]
         sent = [dist.isend(own[m], 1 - rank, group=group) for m in range(ahead)]
         for m in range(MICROBATCHES):
             if rank == 0 and m + ahead < MICROBATCHES:
                 sent.append(dist.isend(own[m + ahead], 1 - rank, group=group))
-            dist.irecv(others[m], 1 - rank, group=group).wait()
+            due[m].wait()
             if rank == 1:
                 sent.append(dist.isend(own[m], 1 - rank, group=group))
         for one in sent:
             one.wait()
 
-    return work
+    return Seat(step, None, lambda: dist.destroy_process_group(group))
 
 
 def computing() -> Callable[[], None]:
@@ -412,20 +418,36 @@ def timed(work: Callable[[], None], times: int = 200) -> float:
 
 def measure_overhead(names: list[str], given: argparse.Namespace) -> dict[str, Any]:
     """Measure what an action costs beyond the transfer, print it, and return it."""
-    found = measure(NOTHING, names, given)
-    bare, compute = timed(messages()), timed(computing())
+    found, taken = measure(NOTHING, [*names, MESSAGES], given)
+    compute = timed(computing())
     actions = {name: 1e3 * one / (2 * MICROBATCHES) for name, one in found["milliseconds"].items()}
-    overhead = {name: one - bare for name, one in actions.items()}
+    overhead = {name: beyond(taken[name], taken[MESSAGES]) for name in names}
     if dist.get_rank() == 0:
-        print(
-            f"messages alone {bare:.0f} µs an action; computing alone, which is part of the overhead, {compute:.0f} µs"
-        )
-        print("| | µs an action | beyond the messages |\n|---|---|---|")
+        print(f"computing alone, which is part of what is beyond the messages, takes {compute:.0f} µs an action")
+        print("| | µs an action | beyond the messages (range) |\n|---|---|---|")
         for name in names:
-            print(f"| {name} | {actions[name]:.0f} | {overhead[name]:.0f} |")
-        words = "within" if overhead[OURS] <= OVERHEAD else "above"
-        print(f"{OURS} is {words} {OVERHEAD:.0f} µs; with the optimizer's step, shared by all actions", flush=True)
-    return {**found, "messages_us": bare, "computing_us": compute, "actions_us": actions, "overhead_us": overhead}
+            middle, low, high = overhead[name]
+            print(f"| {name} | {actions[name]:.0f} | {middle:.0f} ({low:.0f} – {high:.0f}) |")
+        print(f"{OURS}: {overhead_words(*overhead[OURS])}", flush=True)
+    return {**found, "computing_us": compute, "actions_us": actions, "overhead_us": overhead}
+
+
+def beyond(found: list[list[float]], bare: list[list[float]]) -> tuple[float, float, float]:
+    """Return the microseconds of an action beyond its messages: the median over repetitions, and their range."""
+    each = [
+        1e6 * statistics.median(a - b for a, b in zip(one, other, strict=True)) / (2 * MICROBATCHES)
+        for one, other in zip(found, bare, strict=True)
+    ]
+    return statistics.median(each), min(each), max(each)
+
+
+def overhead_words(middle: float, low: float, high: float) -> str:
+    """Return how an overhead stands to its limit; that it is less than nothing only shows how busy the machine is."""
+    if low < 0:
+        return (
+            f"cannot be told ({low:.0f} – {high:.0f} µs): messages alone took longer than a step. Is the machine busy?"
+        )
+    return f"{'within' if middle <= OVERHEAD else 'above'} {OVERHEAD:.0f} µs"
 
 
 # ---------------------------------------------------------------------------------------------------- bubble
@@ -510,7 +532,7 @@ def work(given: argparse.Namespace) -> None:
                 deepspeed.init_distributed("gloo", verbose=False)
             be_quiet()
         overhead = measure_overhead(names, given)
-        cases = [measure(case, names, given) for case in CASES if case.name in given.cases]
+        cases = [measure(case, names, given)[0] for case in CASES if case.name in given.cases]
         if dist.get_rank() == 0:
             given.result.write_text(json.dumps({"overhead": overhead, "cases": cases}))
 
