@@ -338,9 +338,16 @@ class Pipeline:
             finish: On the last stage: takes the number of a microbatch and its result, returns the scaled loss.
         """
         runtime = self._runtime(len(microbatches))
+        # Gradients of an earlier call have met already: those of tied parameters would be added up once more.
+        earlier = [(tie.parameter, tie.parameter.grad) for tie in self._ties]
+        for parameter, _ in earlier:
+            parameter.grad = None
         runtime.train(microbatches, finish)
         self.events = runtime.events
         self._synchronise()
+        for parameter, gradient in earlier:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         """Do forward alone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -17,6 +17,7 @@ from cornstarch.train.witness import FLOOR, TOLERANCE
 from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, compared, farthest, joined, together
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.frozen import COMBINATIONS, PARTS, SCHEDULES, run_frozen
+from tests.parity.masks import MASKS, WAYS, run_mask
 from tests.parity.pool import Failed
 from tests.parity.random_steps import End, trained, trained_by_hand
 from tests.parity.rows import ROWS
@@ -38,7 +39,7 @@ MANY = 200
 MANY_LIMIT = 1e-3
 """How far weights may be off after so many steps, in which rounding grows."""
 
-PARTS_OF_RUN = ("long", *sorted(ROWS, key=lambda row: -len(ROWS[row].modules)), "frozen")
+PARTS_OF_RUN = ("long", *sorted(ROWS, key=lambda row: -len(ROWS[row].modules)), "frozen", "masks")
 """What can be run apart, the longest first."""
 
 WIDTH = 120
@@ -83,6 +84,18 @@ def frozen(matrix: Matrix, trained: tuple[bool, bool, bool], schedule: str) -> D
     return compared(joined(found), alone)
 
 
+def masked(matrix: Matrix, mask: str, way: str) -> Deviation:
+    """Return how far processes that cut tokens are from one, with a mask."""
+    spread = COLUMNS[way]
+    if spread.is_cut:
+        matrix.workers.close()
+    alone = matrix.remembered(mask, run_mask, mask, None, *matrix.places())
+    found = matrix.workers.run(spread.ranks(MASKS[mask]), run_mask, mask, way, *matrix.places())
+    if isinstance(found[0], str):
+        raise Mismatch(found[0])
+    return compared(joined(found), alone)
+
+
 def _off(found: list[End], alone: End) -> tuple[float, float]:
     losses = max(abs(f - e) / e for f, e in zip(found[0][0], alone[0], strict=True))
     return losses, farthest(together([weights for _, weights in found]), alone[1])[0]
@@ -103,6 +116,8 @@ class Run:
         """By title: the deviation of a model that is taken apart; None: it failed."""
         self.frozen: dict[str, list[str]] = {}
         """By what is trained: how far each schedule is off."""
+        self.masks: dict[str, list[str]] = {}
+        """By mask: how far each way to cut tokens is off."""
         self.failures: list[str] = []
         self._start = time.monotonic()
 
@@ -114,15 +129,16 @@ class Run:
 
     def results(self) -> tuple[Any, ...]:
         """Return what was found, for another run to add."""
-        return self.found, self.many, self.apart, self.frozen, self.failures
+        return self.found, self.many, self.apart, self.frozen, self.masks, self.failures
 
     def add(self, results: tuple[Any, ...]) -> None:
         """Take over what another run has found."""
-        found, many, apart, some_frozen, failures = results
+        found, many, apart, some_frozen, masks, failures = results
         self.found |= found
         self.many |= many
         self.apart |= apart
         self.frozen |= some_frozen
+        self.masks |= masks
         self.failures += failures
 
     @property
@@ -138,6 +154,9 @@ class Run:
                 self.frozen[title] = [self.some_frozen(title, combination, schedule) for schedule in SCHEDULES]
             for family, kind in TAKEN_APART:
                 self.model_apart(family, kind)
+        elif name == "masks":
+            for mask, row in MASKS.items():
+                self.masks[row.title] = [self.some_mask(mask, way) for way in WAYS]
         elif name == "long":
             for title, work in _long_runs(self.matrix):
                 self.long_run(title, work)
@@ -159,13 +178,20 @@ class Run:
 
     def some_frozen(self, title: str, trained: tuple[bool, bool, bool], schedule: str) -> str:
         """Run a pipeline of which only some parts are trained."""
+        return self._one(f"trained: {title}, {schedule}", partial(frozen, self.matrix, trained, schedule))
+
+    def some_mask(self, mask: str, way: str) -> str:
+        """Run a mask with tokens cut in one way."""
+        return self._one(f"{mask}, {way}", partial(masked, self.matrix, mask, way))
+
+    def _one(self, title: str, work: Callable[[], Deviation]) -> str:
         problem = None
         try:
-            off = frozen(self.matrix, trained, schedule).worst
+            off = work().worst
             told, problem = f"{off:.0e}", None if off < TOLERANCE else f"{off:.0e}"
         except (Failed, Mismatch) as error:
             told, problem = f"**{_FAILED}**", str(error)
-        self._tell(f"trained: {title}, {schedule}", told, problem)
+        self._tell(title, told, problem)
         return told
 
     def model_apart(self, family: str, kind: str) -> None:
@@ -239,9 +265,22 @@ def page(run: Run) -> str:
         many=MANY,
         long_runs="\n".join(_row(title, result) for title, result in run.many.items()),
         schedules=" | ".join(SCHEDULES),
+        masks=mask_section(run.masks),
         frozen="\n".join(f"| {title} | {' | '.join(told)} |" for title, told in run.frozen.items()),
         apart="\n".join(_row(title, result) for title, result in run.apart.items()),
     )
+
+
+def mask_section(masks: Mapping[str, Sequence[str]]) -> str:
+    """Return what is said about masks."""
+    tools = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    heads = " | ".join(COLUMNS[way].title for way in WAYS)
+    about = (
+        "Who sees whom must not depend on where tokens are. Mixed batches of a vision encoder and a language model, "
+        f"all trained, with every kind of mask and every way to cut tokens ({tools}):"
+    )
+    rows = [f"| {title} | {' | '.join(told)} |" for title, told in masks.items()]
+    return "\n".join([fill(about, WIDTH), "", f"| | {heads} |", "|---" * (len(WAYS) + 1) + "|", *rows])
 
 
 def _table(load: str, found: Found, notes: dict[str, int]) -> list[str]:
@@ -326,6 +365,10 @@ of a key's bias in attention) would become a step like any other, so here eps is
 ## Notes
 
 {notes}
+
+## Masks
+
+{masks}
 
 ## What is frozen, in a pipeline
 

@@ -30,7 +30,7 @@ class Row:
 
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 _TOKENS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_LLAMA = {
+LLAMA = {
     "model_type": "llama",
     **_SIZES,
     "num_hidden_layers": 3,
@@ -38,17 +38,17 @@ _LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
-_PHI3 = {**_LLAMA, "model_type": "phi3", "num_key_value_heads": 2}
-_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+_PHI3 = {**LLAMA, "model_type": "phi3", "num_key_value_heads": 2}
+_MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 _T5 = {"model_type": "t5", **_TOKENS, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4,
        "dropout_rate": 0.0}  # fmt: skip
 
 
-def _llm(config: Mapping[str, Any] = _LLAMA, **said: Any) -> dict[str, Any]:
+def llm(config: Mapping[str, Any] = LLAMA, **said: Any) -> dict[str, Any]:
     return {"config": dict(config), "tokenizer": TOKENIZER, **said}
 
 
-def _vision(train: str) -> dict[str, Any]:
+def vision(train: str) -> dict[str, Any]:
     return {
         "token": "<image>",
         "train": train,
@@ -85,49 +85,49 @@ class Perceptron(nn.Module):
 
 
 ROWS: dict[str, Row] = {
-    "llm": Row("LLM only", {"language_model": _llm()}, asking(), ("language_model",)),
+    "llm": Row("LLM only", {"language_model": llm()}, asking(), ("language_model",)),
     "frozen_vision": Row(
         "frozen vision, projector and LLM trained",
-        {"encoders": {"vision": _vision("projector")}, "language_model": _llm()},
+        {"encoders": {"vision": vision("projector")}, "language_model": llm()},
         asking("i"),
         ("vision", "language_model"),
     ),
     "projector": Row(
         "projector trained, all else frozen",
-        {"encoders": {"vision": _vision("projector")}, "language_model": _llm(train="frozen")},
+        {"encoders": {"vision": vision("projector")}, "language_model": llm(train="frozen")},
         asking("i"),
         ("vision", "language_model"),
     ),
     "vision_audio": Row(
         "vision, audio and LLM trained",
-        {"encoders": {"vision": _vision("full"), "audio": _audio("full")}, "language_model": _llm()},
+        {"encoders": {"vision": vision("full"), "audio": _audio("full")}, "language_model": llm()},
         asking("i", "s"),
         ("vision", "audio", "language_model"),
     ),
     "lora": Row(
         "vision frozen, LLM with LoRA",
         {
-            "encoders": {"vision": _vision("projector")},
-            "language_model": _llm(train="lora", lora={"rank": 2, "alpha": 4}),
+            "encoders": {"vision": vision("projector")},
+            "language_model": llm(train="lora", lora={"rank": 2, "alpha": 4}),
         },
         asking("i"),
         ("vision", "language_model"),
     ),
     "tied": Row(
         "vision, LLM with tied embeddings",
-        {"encoders": {"vision": _vision("full")}, "language_model": _llm({**_LLAMA, "tie_word_embeddings": True})},
+        {"encoders": {"vision": vision("full")}, "language_model": llm({**LLAMA, "tie_word_embeddings": True})},
         asking("i"),
         ("vision", "language_model"),
     ),
     "packed": Row(
         "vision and LLM, packed rows",
-        {"encoders": {"vision": _vision("full")}, "language_model": _llm()},
+        {"encoders": {"vision": vision("full")}, "language_model": llm()},
         asking("i"),
         ("vision", "language_model"),
         {"packing": True, "max_length": 64},
     ),
-    "fused": Row("fused weights (Phi3)", {"whole": _llm(_PHI3, task="causal-lm")}, asking(), ("language_model",)),
-    "moe": Row("MoE (Mixtral)", {"whole": _llm(_MIXTRAL, task="causal-lm")}, asking(), ("language_model",)),
-    "t5": Row("T5", {"whole": _llm(_T5, task="seq2seq-lm")}, asking()),
+    "fused": Row("fused weights (Phi3)", {"whole": llm(_PHI3, task="causal-lm")}, asking(), ("language_model",)),
+    "moe": Row("MoE (Mixtral)", {"whole": llm(_MIXTRAL, task="causal-lm")}, asking(), ("language_model",)),
+    "t5": Row("T5", {"whole": llm(_T5, task="seq2seq-lm")}, asking()),
     "mlp": Row("plain MLP", {"factory": {"function": "tests.parity.rows:Perceptron"}}, numbers),
 }

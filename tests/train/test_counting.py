@@ -60,9 +60,7 @@ def test_no_more_batches_are_drawn_than_there_are_steps_left(exchanges: list[lis
     assert drawn == list(range(12))
 
 
-def test_long_steps_are_counted_one_at_a_time(
-    exchanges: list[list[float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_steps_are_counted_one_at_a_time(exchanges: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
     monkeypatch.setattr("cornstarch.train.counting.time.monotonic", lambda: 2.0 * next(clock))
     totals_of(Counter(["vision"], 1, lambda: False), map(batch, range(5)), left=5)
