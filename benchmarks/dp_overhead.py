@@ -308,9 +308,12 @@ def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
 # ---------------------------------------------------------------------------------------------------- what it says
 
 
-def measure(case: Case, kind: str, repetitions: int, rounds: int, steps: int, folder: Path) -> dict[str, Any]:
+def measure(
+    case: Case, kind: str, repetitions: int, rounds: int, steps: int, folder: Path, only: list[str]
+) -> dict[str, Any]:
     """Measure one case under one kind of parallelism, print its tables, and return its numbers."""
     names, absent = chosen(kind, versions())
+    names = [name for name in names if name in (only or names)]
     chance = random.Random(0)
     taken: dict[str, list[list[Seconds]]] = {name: [] for name in names}
     for number in range(repetitions):
@@ -320,7 +323,7 @@ def measure(case: Case, kind: str, repetitions: int, rounds: int, steps: int, fo
     results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
     others = {name: compared(taken[OURS], taken[name]) for name in names if name in (ACCELERATE, FABRIC)}
     # The time of one process alone divided by that of two with as many rows each.
-    weak = {name: compared(taken[ALONE], taken[name]) for name in (APART, BY_HAND, OURS)}
+    weak = {name: compared(taken[ALONE], taken[name]) for name in (APART, BY_HAND, OURS) if ALONE in taken}
     parameters = sum(p.numel() for p in case.model().parameters())
     if dist.get_rank() == 0:
         print(
@@ -330,7 +333,7 @@ def measure(case: Case, kind: str, repetitions: int, rounds: int, steps: int, fo
         verdict = "within" if results[OURS].ratio <= LIMIT else "above"
         print("; ".join([f"{OURS} is {verdict} {LIMIT} of torch by hand", *map(against, others, others.values())]))
         told = [f"{name} {one.ratio:.2f} ({one.range[0]:.2f} – {one.range[1]:.2f})" for name, one in weak.items()]
-        print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(told)}")
+        print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(told)}" if told else "")
         print("\n".join(absent), flush=True)
     return {
         **asdict(case),
@@ -357,7 +360,7 @@ def work(given: argparse.Namespace) -> None:
                 flush=True,
             )
         cases = [
-            measure(case, kind, given.repetitions, given.rounds, given.steps, given.folder)
+            measure(case, kind, given.repetitions, given.rounds, given.steps, given.folder, only(given))
             for kind in given.kinds
             for case in CASES
             if case.name in given.cases
@@ -374,11 +377,17 @@ def work(given: argparse.Namespace) -> None:
             given.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def only(given: argparse.Namespace) -> list[str]:
+    """Return the contenders that were asked for; none: all."""
+    return [OURS, BY_HAND, *given.only] if given.only else []
+
+
 def arguments(given: argparse.Namespace) -> list[str]:
     """Return what was given, so that it can be given again."""
     numbers = [f"--repetitions={given.repetitions}", f"--rounds={given.rounds}"]
     numbers += [f"--steps={given.steps}", f"--threads={given.threads}"]
-    return [*numbers, "--kinds", *given.kinds, "--cases", *given.cases]
+    chosen_ones = ["--only", *given.only] if given.only else []
+    return [*numbers, "--kinds", *given.kinds, "--cases", *given.cases, *chosen_ones]
 
 
 def main() -> int:
@@ -389,6 +398,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="beside Cornstarch and torch by hand")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to the two processes
     given = parser.parse_args()

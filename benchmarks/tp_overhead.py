@@ -4,6 +4,7 @@
 
 Two processes on this machine (gloo, one thread each) train a Llama. All ways take turns in the same processes, step by
 step, and the median of a way's steps counts; the bytes that are exchanged are counted and compared with the formula.
+That all have the same loss, and the same gradient of the table of embeddings, is checked first.
 """
 
 from __future__ import annotations
@@ -83,6 +84,20 @@ def step(model: nn.Module, ids: torch.Tensor) -> float:
     return taken
 
 
+def check_equal(models: dict[str, nn.Module], ids: torch.Tensor) -> None:
+    """Raise unless all ways have the same loss, and the same gradient where it has come through all layers."""
+    found = {}
+    for name, model in models.items():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        first: Any = model.get_submodule("model.embed_tokens").weight.grad  # whole in every way
+        found[name] = float(loss), first.full_tensor() if hasattr(first, "full_tensor") else first.clone()
+        model.zero_grad()
+    expected = found["cornstarch"]
+    for loss, gradient in found.values():
+        torch.testing.assert_close((loss, gradient), expected, rtol=1e-4, atol=1e-6)
+
+
 def exchanged(model: nn.Module, ids: torch.Tensor) -> int:
     """Return the bytes that a step adds up over ranks."""
     sent = 0
@@ -111,6 +126,7 @@ def work(rank: int, port: int, queue: Any) -> None:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     models = {name: make(mesh) for name, make in WAYS.items()}
     ids = torch.randint(0, 1024, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    check_equal(models, ids)
     times: dict[str, list[float]] = {name: [] for name in models}
     for number in range(WARM + STEPS):
         for name, model in models.items():
