@@ -178,7 +178,7 @@ HSDP = ["parallel.data.kind=hsdp", "parallel.data.replicate=2"]
             "data.reshard_after_forward = 3: model is sharded over 2 ranks; the number must divide that and be "
             "smaller. Use true or false.",
         ),
-        (["parallel.modules.model.stages=2", "--nproc", "2"], "pipeline parallelism cannot be run yet. Use stages: 1."),
+        (["parallel.modules.model.stages=2", "parallel.data.kind=fsdp1", "--nproc", "2"], "it cannot shard the stages"),
         (["parallel.modules.model.tp=2"], "1 rank is too few: a replica takes 2"),
         (["parallel.modules.visoin.tp=2"], "`parallel.modules` has visoin; the model has language_model, vision"),
         (["parallel.modules.language_model.tp=2"], "`parallel.modules` says nothing about vision"),

@@ -170,7 +170,7 @@ PLACED = [
     ("learning_rate: 1", "Did you mean `optimizer.learning_rate` or "),
     ("optimizer: {lr: 1}", "Did you mean `learning_rate`?"),
     ("optimizer.clip: 1", "In a file, nest it: one line for each of `optimizer:`, `clip:`"),
-    ("parallel: {tp: 1}", "Expected one of: modules, data, ranks, verify"),
+    ("parallel: {tp: 1}", "Expected one of: modules, data, ranks, schedule, verify"),
     ("parallel: {data: {kind: ddp, offload: true}}", "only shards can wait in the CPU's memory"),
     ("loop: {zzz: 1}", "Expected one of: steps, epochs,"),
     ("seed: -1", "run.yaml:5  seed = -1\n  Expected a whole number of at least 0."),
