@@ -1,7 +1,8 @@
 """Compose multimodal language models out of any Hugging Face parts, and train them."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
     from cornstarch.attention import MaskSpec
@@ -68,14 +69,4 @@ _ROOMS = {
     "load_config": "cornstarch.train",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_ROOMS[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+__getattr__, __dir__ = names_of(__name__, _ROOMS)

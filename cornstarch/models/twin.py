@@ -37,7 +37,8 @@ def twin_config(config: PreTrainedConfig, multiple: int = 1, layers: int = _LAYE
     """Return a config of the same class and options with few and narrow layers, and without dropout.
 
     The vocabulary, positions and sizes of images stay, so that the same data fits. What is cut over processes (heads,
-    widths, experts) stays a multiple of `multiple` where it was one. So many layers are left, and one of every kind.
+    widths, experts) stays a multiple of `multiple` where it was one. At most so many layers are left, and one of every
+    kind.
     """
     twin = copy.deepcopy(config)
     for part in _parts(twin):

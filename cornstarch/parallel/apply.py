@@ -13,7 +13,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import shard_items, shard_tokens, tokens_are_cut, whole_rows
 from cornstarch.parallel.data import apply_data_parallel, check_data_plan
 from cornstarch.parallel.loading import loaded_whole
-from cornstarch.parallel.mesh import Meshes
+from cornstarch.parallel.mesh import Meshes, StageMeshes
 from cornstarch.parallel.tensor import cut_added_adapters, is_cut, shard_tensors
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import WHOLE_MODEL, ModulePlan
@@ -22,7 +22,7 @@ from cornstarch.plan.plan import WHOLE_MODEL, ModulePlan
 class TensorCut:
     """How one module's matrices are cut over ranks; called with the module, it cuts it."""
 
-    def __init__(self, plan: ModulePlan, meshes: Meshes, is_encoder: bool) -> None:
+    def __init__(self, plan: ModulePlan, meshes: Meshes | StageMeshes, is_encoder: bool) -> None:
         assert meshes.tensor is not None
         self.mesh, self.sequence = meshes.tensor, plan.tp_sequence
         self.vocabulary = plan.tp_vocabulary and not is_encoder
@@ -56,16 +56,21 @@ def spread(model: nn.Module, layout: Layout, device_type: str, meshes: Meshes | 
     check_data_plan(model, layout.plan.data)
     meshes = meshes or Meshes(layout, device_type)
     for module, plan in planned_modules(model, layout):
-        is_encoder = isinstance(module, ModalEncoderModule)
-        if plan.tp > 1:
-            TensorCut(plan, meshes, is_encoder)(module.module if is_encoder else module)
-        if plan.cp > 1 and isinstance(module, ModalEncoderModule):
-            shard_items(module, meshes.context(plan.cp))
-        elif plan.cp > 1:
-            shard_tokens(module, meshes.context(plan.cp), mode=plan.cp_mode, distribution=plan.cp_distribution)
+        spread_inside(module, plan, meshes)
     if meshes.data.size() == 1 and layout.plan.data.kind == "ddp":
         return model  # there is nobody to average with
     return apply_data_parallel(model, meshes.data, layout.plan.data)
+
+
+def spread_inside(module: nn.Module, plan: ModulePlan, meshes: Meshes | StageMeshes) -> None:
+    """Cut the matrices of a module, and what it computes of each batch: tokens, or an encoder's items."""
+    is_encoder = isinstance(module, ModalEncoderModule)
+    if plan.tp > 1:
+        TensorCut(plan, meshes, is_encoder)(module.module if is_encoder else module)
+    if plan.cp > 1 and isinstance(module, ModalEncoderModule):
+        shard_items(module, meshes.context(plan.cp))
+    elif plan.cp > 1:
+        shard_tokens(module, meshes.context(plan.cp), mode=plan.cp_mode, distribution=plan.cp_distribution)
 
 
 def whole_reasons(model: nn.Module, layout: Layout) -> dict[str, str]:
@@ -100,4 +105,4 @@ def plan_of(layout: Layout, name: str) -> ModulePlan:
     return plans.get(name) or plans[WHOLE_MODEL]
 
 
-__all__ = ["planned_modules", "spread", "tensor_cut", "whole_reasons", "whole_sequences"]
+__all__ = ["planned_modules", "spread", "spread_inside", "tensor_cut", "whole_reasons", "whole_sequences"]

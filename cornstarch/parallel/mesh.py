@@ -74,7 +74,7 @@ class Meshes:
         shares = layout.world // tp
         if layout.plan.data.kind == "ddp" and tp > 1:  # DDP knows no parts of matrices: FSDP 2, in shards of one
             replicate = shares
-        axes = {"dp": shares} if replicate is None else {"replicate": replicate, "shard": shares // replicate}
+        axes = _data_axes(shares, replicate)
         whole = {**axes, "tp": tp} if tp > 1 else axes
         mesh = init_device_mesh(device_type, tuple(whole.values()), mesh_dim_names=tuple(whole))
         self.data = mesh[tuple(axes)] if tp > 1 else mesh
@@ -100,19 +100,24 @@ class StageMeshes:
         place = layout.place(rank)
         ranks = layout.mesh(place.modules[0])[place.stage]
         dp, cp, tp = ranks.shape
-        axes = {"dp": dp * cp}
-        if layout.replicate is not None:
-            axes = {"replicate": layout.replicate, "shard": dp * cp // layout.replicate}
+        axes = _data_axes(dp * cp, layout.replicate)
         whole = {**axes, "tp": tp} if tp > 1 else axes
         mesh = _mesh_of(ranks.reshape(tuple(whole.values())), tuple(whole), rank, device_type)
         self.data: DeviceMesh = mesh[tuple(axes)] if tp > 1 else mesh
         """The processes that hold the same parts of matrices: one axis, or two for HSDP."""
         self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None
         """The processes that matrices are cut over."""
-        self.cp: DeviceMesh | None = None
-        """The processes that tokens, or items, are dealt out to."""
-        if cp > 1:
-            self.cp = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), rank, device_type)
+        self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), rank, device_type) if cp > 1 else None
+
+    def context(self, cp: int) -> DeviceMesh:
+        """Return the processes among which tokens, or items, are dealt out in `cp` parts."""
+        assert self._context is not None and self._context.size() == cp
+        return self._context
+
+
+def _data_axes(shares: int, replicate: int | None) -> dict[str, int]:
+    """Return the axes of data parallelism: one, or two for HSDP."""
+    return {"dp": shares} if replicate is None else {"replicate": replicate, "shard": shares // replicate}
 
 
 def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], rank: int, device_type: str) -> DeviceMesh:

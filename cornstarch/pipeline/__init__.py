@@ -1,7 +1,8 @@
 """How stages work together: cutting a model into them, what they hand on, and running them."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
     from cornstarch.pipeline.engine import PipelineEngine, initialize
@@ -19,14 +20,4 @@ _MODULES = {
     "initialize": "cornstarch.pipeline.engine",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = names_of(__name__, _MODULES)

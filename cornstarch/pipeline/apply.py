@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,11 @@ from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.parallel import processes
+from cornstarch.parallel.apply import spread_inside
 from cornstarch.parallel.averaging import average_gradients
-from cornstarch.parallel.context import expect_layers, shard_items, shard_tokens, tokens_are_cut, whole_rows
-from cornstarch.parallel.data import apply_data_parallel, local_value
+from cornstarch.parallel.context import expect_layers, tokens_are_cut, whole_rows
+from cornstarch.parallel.data import apply_data_parallel
 from cornstarch.parallel.mesh import StageMeshes
-from cornstarch.parallel.tensor import shard_tensors
 from cornstarch.pipeline.generation import generate
 from cornstarch.pipeline.holes import Elsewhere
 from cornstarch.pipeline.naming import remember_names
@@ -41,6 +40,7 @@ from cornstarch.pipeline.programs import (
 from cornstarch.pipeline.runtime import Event, Finish, Runtime
 from cornstarch.pipeline.split import StagePart, cut, survey
 from cornstarch.pipeline.template import PipelineTemplate
+from cornstarch.pipeline.ties import find_ties, gradients_added_up
 from cornstarch.pipeline.transfer import Edge, Post, Route
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
@@ -48,16 +48,6 @@ from cornstarch.plan.stages import places_of, stage_graph
 from cornstarch.schedule.actions import Schedule
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
-
-
-@dataclass(frozen=True)
-class _Tie:
-    """A parameter that several stages have; each holds a copy, and all have the gradient of all."""
-
-    parameter: nn.Parameter
-    group: dist.ProcessGroup
-    is_first: bool
-    """Whether this process has it under its own name, and not as a copy."""
 
 
 class Pipeline:
@@ -107,7 +97,10 @@ class Pipeline:
         self._spread_inside()
         self.programs = self._make_programs()
         self._shard()
-        self._ties = self._make_ties()
+        tied = self._tied_names()
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
+        remember_names(model, {own[id(parameter)]: name for name, parameter in tied.items()})
+        self._ties = find_ties(tied, layout)
         self._edges = self._make_edges(ranks)
         self.microbatches = microbatches
         self._runtimes: dict[int, Runtime] = {}
@@ -171,17 +164,7 @@ class Pipeline:
             unnamed = [one for name, one in self._inside().items() if name not in plans]
             here += [(one, list(plans.values())[-1]) for one in unnamed]
         for module, plan in here:
-            if plan.tp > 1:
-                assert self.meshes.tensor is not None
-                encoder = module.module if isinstance(module, ModalEncoderModule) else None
-                vocabulary = plan.tp_vocabulary and encoder is None
-                shard_tensors(encoder or module, self.meshes.tensor, sequence=plan.tp_sequence, vocabulary=vocabulary)
-            if plan.cp > 1:
-                assert self.meshes.cp is not None
-                if isinstance(module, ModalEncoderModule):
-                    shard_items(module, self.meshes.cp)
-                else:
-                    shard_tokens(module, self.meshes.cp, mode=plan.cp_mode, distribution=plan.cp_distribution)
+            spread_inside(module, plan, self.meshes)
 
     def _make_programs(self) -> dict[int, StageProgram]:
         own = [number for number, node in enumerate(self.graph.nodes) if node.place == self.place]
@@ -236,21 +219,6 @@ class Pipeline:
 
     # -------------------------------------------------------------------------------------------- what stages share
 
-    def _make_ties(self) -> list[_Tie]:
-        """Find the parameters that other stages hold, too, and the processes that hold the same part of them."""
-        found = []
-        names = self._tied_names()
-        own = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        remember_names(self.model, {own[id(parameter)]: name for name, parameter in names.items()})
-        said = processes.gather_data(sorted(names))
-        for canonical in sorted({name for one in said for name in one}):
-            holders = [rank for rank, one in enumerate(said) if canonical in one]
-            group = self._same_part(holders)
-            if canonical in names and len(group) > 1:
-                made = dist.new_group(group, use_local_synchronization=True)
-                found.append(_Tie(names[canonical], made, group[0] == processes.rank()))
-        return found
-
     def _tied_names(self) -> dict[str, nn.Parameter]:
         """Return this process's parameters that several stages have, by the name that the whole model has for them."""
         found: dict[str, nn.Parameter] = {}
@@ -265,17 +233,6 @@ class Pipeline:
         if not isinstance(self.model, MultimodalModel):
             return ""
         return "language_model." if self._is_last(module) else f"{module}_encoder."
-
-    def _same_part(self, holders: Sequence[int]) -> list[int]:
-        """Return those of some ranks that have the same coordinates as this one, but for the stage."""
-        here = self.place_of_rank
-        span = self.layout.span(here.modules[-1])
-        return [
-            rank
-            for rank, place in ((rank, self.layout.place(rank)) for rank in holders)
-            if self.layout.span(place.modules[-1]) == span
-            and (place.dp, place.cp, place.tp) == (here.dp, here.cp, here.tp)
-        ]
 
     def _shard(self) -> None:
         """Shard the parameters of this process's stages over those that hold the same."""
@@ -338,16 +295,20 @@ class Pipeline:
             finish: On the last stage: takes the number of a microbatch and its result, returns the scaled loss.
         """
         runtime = self._runtime(len(microbatches))
-        # Gradients of an earlier call have met already: those of tied parameters would be added up once more.
-        earlier = [(tie.parameter, tie.parameter.grad) for tie in self._ties]
-        for parameter, _ in earlier:
-            parameter.grad = None
-        runtime.train(microbatches, finish)
+        with self.gradients_meet():
+            runtime.train(microbatches, finish)
         self.events = runtime.events
-        self._synchronise()
-        for parameter, gradient in earlier:
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    @contextmanager
+    def gradients_meet(self) -> Iterator[None]:
+        """Run a block that computes gradients, and bring them together: over replicas, and over stages that share some.
+
+        What is sharded is brought together with the last backward pass, by FSDP.
+        """
+        with gradients_added_up(self._ties):
+            yield
+            if self.layout.plan.data.kind in ("ddp", "zero1") and self.meshes.data.size() > 1:
+                average_gradients(self.own_parameters(), self.data_group, self.layout.plan.data.bucket_mb)
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         """Do forward alone."""
@@ -380,18 +341,6 @@ class Pipeline:
         if isinstance(program, FSDPModule):
             program.set_is_last_backward(is_last)
             program.set_requires_gradient_sync(is_last)
-
-    def _synchronise(self) -> None:
-        """Average gradients over replicas, and add up those of parameters that several stages have."""
-        kind = self.layout.plan.data.kind
-        if kind in ("ddp", "zero1") and self.meshes.data.size() > 1:
-            average_gradients(self.own_parameters(), self.data_group, self.layout.plan.data.bucket_mb)
-        for tie in self._ties:
-            parameter = tie.parameter
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_value(parameter.grad), group=tie.group)
 
     # -------------------------------------------------------------------------------------------- what is here
 

@@ -21,7 +21,7 @@ from cornstarch.pipeline.balance import best_starts
 from cornstarch.pipeline.chain import DeferredStatistics, Layers, chain_layout, chain_templates
 from cornstarch.pipeline.payload import Form, TensorForm, take_apart
 from cornstarch.pipeline.programs import device_of
-from cornstarch.pipeline.runtime import Inputs, Runtime, StageError, _Run
+from cornstarch.pipeline.runtime import Inputs, Run, Runtime
 from cornstarch.pipeline.sequential import call_with_one
 from cornstarch.schedule.actions import Kind
 from cornstarch.schedule.policies import make_schedule
@@ -125,37 +125,23 @@ def _cut(layers: Layers, chunks: int) -> _Halves:
 class _HalvedRuntime(Runtime):
     """Stops between the last forward and the first backward, where the loss is made."""
 
-    def begin(self, microbatches: Sequence[Inputs], finish: Callable[[int, Any], Tensor]) -> _Run:
+    def begin(self, microbatches: Sequence[Inputs], finish: Callable[[int, Any], Tensor]) -> Run:
         """Do all forwards."""
         forwards = [action for action in self._actions if action.kind is Kind.F]
-        run = _Run(self, forwards, microbatches, finish)
-        self._guarded(run.all, run)
+        run = Run(self, forwards, microbatches, finish)
+        self.guarded(run.all, run)
         return run
 
-    def end(self, run: _Run) -> None:
+    def end(self, run: Run) -> None:
         """Do all backwards."""
         run.actions = [action for action in self._actions if action.kind is not Kind.F]
-        self._guarded(run.all, run)
+        self.guarded(run.all, run)
 
     def share(self, tensor: Tensor, source: int) -> None:
         """Give all processes what one has; over the same lines, so that nobody waits for one that has failed."""
         assert self.post is not None
         group = self.post.group
-        self._guarded(lambda: dist.broadcast(tensor, source, group=group))
-
-    def _guarded(self, work: Callable[[], Any], run: _Run | None = None) -> None:
-        """Do something; if it fails, let all others know, and say what went wrong first, here or elsewhere."""
-        if self._broken is not None:
-            raise StageError(f"The pipeline has stopped: {self._broken}")
-        try:
-            work()
-            assert self.post is not None
-            self.post.flush()
-        except BaseException as error:
-            self._broken = self._stop(error, None if run is None else run.at)
-            if isinstance(error, KeyboardInterrupt) or self._broken == str(error):
-                raise
-            raise StageError(self._broken) from error
+        self.guarded(lambda: dist.broadcast(tensor, source, group=group))
 
 
 class _Halves(Pipeline):
@@ -184,7 +170,7 @@ class _Halves(Pipeline):
             )
         return self.graph.wants_gradient(self.graph.sink)
 
-    def begin(self, parts: Sequence[Inputs], outputs: dict[int, Tensor], gradients: dict[int, Tensor]) -> _Run:
+    def begin(self, parts: Sequence[Inputs], outputs: dict[int, Tensor], gradients: dict[int, Tensor]) -> Run:
         """Do all forwards; `gradients` are read when the backwards begin."""
 
         def finish(m: int, output: Tensor) -> Tensor:
@@ -197,16 +183,10 @@ class _Halves(Pipeline):
         """Do forward alone."""
         self._halved.forward(parts, lambda m, output: outputs.__setitem__(m, _checked(output)))
 
-    def end(self, run: _Run) -> None:
+    def end(self, run: Run) -> None:
         """Do all backwards, and add up the gradients of layers that several stages have."""
-        earlier = {tie.parameter: tie.parameter.grad for tie in self._ties}
-        for parameter in earlier:
-            parameter.grad = None
-        self._halved.end(run)
-        self._synchronise()
-        for parameter, gradient in earlier.items():
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        with self.gradients_meet():
+            self._halved.end(run)
 
     def everywhere(self, made: dict[int, Tensor], input: Tensor) -> Tensor:
         """Return the output of the last stage in all processes."""

@@ -98,7 +98,6 @@ class Runtime:
         self._takes_part, self._before_backward = takes_part, before_backward
         self.events: list[Event] = []
         """What the last step did when."""
-        self._broken: str | None = None
         self.use(schedule)
 
     def use(self, schedule: Schedule) -> None:
@@ -129,21 +128,26 @@ class Runtime:
             self._run(actions, microbatches, finish)
 
     def _run(self, actions: Sequence[Action], microbatches: Sequence[Inputs], finish: Finish) -> None:
-        if self._broken is not None:
-            raise StageError(f"The pipeline has stopped: {self._broken}")
-        run = _Run(self, actions, microbatches, finish)
+        run = Run(self, actions, microbatches, finish)
         self.events = run.events
-        try:
-            run.all()
-            if self.post is not None:
-                self.post.flush()
-        except BaseException as error:
-            self._broken = self._stop(error, run.at)
-            if isinstance(error, KeyboardInterrupt) or self._broken == str(error):
-                raise
-            raise StageError(self._broken) from (None if _is_line_cut(error) else error)
+        self.guarded(run.all, run)
 
     # -------------------------------------------------------------------------------------------- failures
+
+    def guarded(self, work: Callable[[], object], run: Run | None = None) -> None:
+        """Do something with the other places; if it fails, let them know, and say what went wrong first, anywhere."""
+        lines = self.post
+        if lines is not None and lines.broken is not None:
+            raise StageError(f"The pipeline has stopped: {lines.broken}")
+        try:
+            work()
+            if lines is not None:
+                lines.flush()
+        except BaseException as error:
+            said = self._stop(error, None if run is None else run.at)
+            if isinstance(error, KeyboardInterrupt) or said == str(error):
+                raise
+            raise StageError(said) from (None if _is_line_cut(error) else error)
 
     def _stop(self, error: BaseException, at: Action | None) -> str:
         """Let all others know, and return what went wrong first, here or elsewhere."""
@@ -155,7 +159,7 @@ class Runtime:
             told = self._told(error, at)
             # Whoever comes first has said it; what follows from it is no news.
             elsewhere = store.compare_set(_FAILURE, "", told).decode() if not _is_line_cut(error) else told
-        self.post.close()
+        self.post.close(because=elsewhere)
         return elsewhere
 
     def _told(self, error: BaseException, at: Action | None) -> str:
@@ -180,7 +184,7 @@ def _is_line_cut(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(line in words for line in (*lines, "read error", "write error"))
 
 
-class _Run:
+class Run:
     """One pass through a list of actions."""
 
     def __init__(
@@ -378,4 +382,4 @@ def _without_gradient(payload: Payload) -> Payload:
     return put_together(form, [tensor.detach() for tensor in tensors])
 
 
-__all__ = ["Event", "Finish", "Program", "Runtime", "StageError"]
+__all__ = ["Event", "Finish", "Program", "Run", "Runtime", "StageError"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.models.twin import _LAYER_COUNTS as LAYER_COUNTS
 from cornstarch.models.twin import disturb, twin_config
 from cornstarch.pipeline.anatomy import frame_of, full_name
 from cornstarch.pipeline.findings import Survey
@@ -175,19 +175,10 @@ def _narrow(config: PreTrainedConfig, align: bool = False) -> PreTrainedConfig:
         config: Of the model.
         align: Let sizes of any name that equal the width go on doing so.
     """
-    twin = twin_config(config)
-    _restore_depth(config, twin)
+    twin = twin_config(config, layers=sys.maxsize)
     if align:
         _align(config, twin)
     return twin
-
-
-def _restore_depth(config: PreTrainedConfig, twin: PreTrainedConfig) -> None:
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            _restore_depth(value, getattr(twin, name))
-        elif name in LAYER_COUNTS or (isinstance(value, list) and len(value) != len(getattr(twin, name))):
-            setattr(twin, name, copy.deepcopy(value))
 
 
 def _align(config: PreTrainedConfig, twin: PreTrainedConfig) -> None:

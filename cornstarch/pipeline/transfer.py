@@ -98,6 +98,8 @@ class Post:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.broken: str | None = None
+        """Why the lines were cut, if they were."""
         self._sent: queue.SimpleQueue[tuple[list[Any], list[Tensor]] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._pending = 0
@@ -145,8 +147,9 @@ class Post:
                 self._pending -= 1
                 self._less.notify_all()
 
-    def close(self) -> None:
+    def close(self, because: str = "it was closed") -> None:
         """Cut the lines to all others."""
+        self.broken = because
         self._sent.put(None)
         group = self.group
         del self.group  # the sockets close with the last that knows it

@@ -1,7 +1,8 @@
 """What is intended: plans and layouts, as plain data that is made before any process starts."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
     from cornstarch.plan.layout import AXES, Axis, Layout, Place, unexecutable
@@ -30,14 +31,4 @@ _MODULES = {
     "unexecutable": "cornstarch.plan.layout",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -1,7 +1,8 @@
 """The loop and what surrounds it: the run's description, data, checkpoints, metrics."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
     from cornstarch.train.config import RunConfig
@@ -28,14 +29,4 @@ _MODULES = {
     "load_config": "cornstarch.train.source",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+__getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -59,6 +59,11 @@ def run(row: str, load: str, parallel: Mapping[str, Any], tokenizer: str, folder
         trainer = made(row, _samples(row, LOADS[load]), _loop(LOADS[load]), parallel, tokenizer, folder)
     except ConfigError as error:
         return str(error)
+    return outcome_of(trainer)
+
+
+def outcome_of(trainer: Witness) -> Outcome:
+    """Do all steps and return what they come to; all processes have to ask together."""
     losses, norms, totals = [], [], []
     for batch in trainer.batches():
         result = trainer.step(batch)

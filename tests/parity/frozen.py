@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel import processes
 from cornstarch.train.tasks.task import Task
 from cornstarch.train.witness import Witness
-from tests.parity.cell import STEPS, Outcome, made, parameter_arrays
+from tests.parity.cell import STEPS, Outcome, made, outcome_of
 from tests.parity.rows import ROWS
 from tests.parity.samples import alike
 
@@ -39,13 +38,4 @@ def run_frozen(trained: tuple[bool, bool, bool], schedule: str | None, tokenizer
     parallel = {} if schedule is None else {"modules": _MODULES, "schedule": schedule}
     samples = alike(ROWS["packed"].make, STEPS * 8)
     loop = {"steps": STEPS, "batch_size": 8, "accumulation": 4}
-    witness = made("packed", samples, loop, parallel, tokenizer, folder, kind=kind)
-    losses, norms, totals = [], [], []
-    for batch in witness.batches():
-        result = witness.step(batch)
-        assert result.grad_norm is not None
-        losses.append(processes.sum_over_ranks([float(result.loss)])[0] / witness.replica.alike)
-        norms.append(float(result.grad_norm))
-        totals.append({**vars(result.totals), "items": dict(result.totals.items)})
-    gradients = [{name: None if g is None else g.numpy() for name, g in step.items()} for step in witness.gradients]
-    return Outcome(losses, norms, totals, gradients, parameter_arrays(witness.model, witness.task.wrapped))
+    return outcome_of(made("packed", samples, loop, parallel, tokenizer, folder, kind=kind))
