@@ -8,11 +8,12 @@ the loss in both processes, as DeepSpeed's does. torch runs twice, to show how f
 All contenders live in the same two processes and take turns of so many steps, in a random order that is the same in
 both; before each turn the processes wait for one another. A turn takes as long as it does in the slower process. All
 contenders are made anew several times. Reported: the median over these repetitions of the ratio (the median over
-rounds), with its smallest and largest value. The case that counts is `larger`.
+rounds), with its smallest and largest value. The case that counts is `larger`. Beside the time that passes stands the
+time that the processors work, of both processes and all of their threads: others on the same machine disturb it less.
 
 Overhead of an action: with stages that compute next to nothing, the time of a step by its actions (a forward or a
-backward of a microbatch), less that of the same messages in the same order, sent and received by hand. Those take turns
-with the contenders.
+backward of a microbatch), less that of the same messages in the same order, sent and received by hand; and less that of
+the same messages with the same computations between them, by hand. Those take turns with the contenders.
 
 Bubble: in stages that sleep (virtual_devices.py), the share of a step in which places do not compute, against
 (K - 1) / (M + K - 1). Whatever is not sleep counts as bubble.
@@ -63,7 +64,7 @@ from cornstarch.schedule.policies import make_schedule
 
 STAGES, MICROBATCHES, RATE = 2, 8, 0.01
 OURS, BATCH, TORCH, AGAIN, DEEPSPEED = "Cornstarch", "Cornstarch, train_batch", "torch", "torch, again", "DeepSpeed"
-MESSAGES = "messages alone"
+MESSAGES, BY_HAND = "messages alone", "messages and computing by hand"
 AGAINST = {OURS: TORCH, BATCH: DEEPSPEED, AGAIN: TORCH}
 LIMIT, OVERHEAD, BUBBLE = 1.0, 200.0, 0.05  # of the others; µs of an action; of the formula
 COUNTS = "larger"  # the case that the limit is for; the others show what does not grow with the model
@@ -155,8 +156,8 @@ class Seat:
     optimizer: Sgd | None
     """None: nothing is trained."""
     close: Callable[[], None] = lambda: None
-    seconds: list[float] = field(default_factory=list)
-    """Of a step, turn by turn."""
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    """Of a step, turn by turn: that pass, and that the processor works in this process."""
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -261,13 +262,32 @@ CONTENDERS: dict[str, Callable[[Case], Seat]] = {
 # ---------------------------------------------------------------------------------------------------- taking turns
 
 
-def take_turns(case: Case, names: list[str], rounds: int, steps: int, chance: random.Random) -> dict[str, list[float]]:
-    """Return the seconds of a step of each contender, turn by turn; both processes must call it."""
-    seats = {name: {**CONTENDERS, MESSAGES: messages}[name](case) for name in chance.sample(names, len(names))}
+@dataclass
+class Times:
+    """Seconds of a step, by repetition and turn."""
+
+    passing: list[list[float]] = field(default_factory=list)
+    """In the slower process."""
+    working: list[list[float]] = field(default_factory=list)
+    """Of the processors, for both processes together."""
+
+    def add(self, turns: list[list[list[float]]]) -> None:
+        """Add a repetition: by process and turn, what passed and what was worked."""
+        together = list(zip(*turns, strict=True))[1:]  # the first turn warms up
+        self.passing.append([max(passing for passing, _ in ranks) for ranks in together])
+        self.working.append([sum(working for _, working in ranks) for ranks in together])
+
+
+def take_turns(
+    case: Case, names: list[str], rounds: int, steps: int, chance: random.Random
+) -> dict[str, list[list[list[float]]]]:
+    """Return the seconds of a step of each contender, by process and turn; both processes must call it."""
+    known = {**CONTENDERS, MESSAGES: messages, BY_HAND: by_hand}
+    seats = {name: known[name](case) for name in chance.sample(names, len(names))}
     gc.collect()
     gc.freeze()  # what all have made is not looked through in the step of one of them
     order = list(names)
-    for _ in range(rounds + 1):  # the first round warms up
+    for _ in range(rounds + 1):
         chance.shuffle(order)
         for name in order:
             take_turn(seats[name], steps)
@@ -277,15 +297,15 @@ def take_turns(case: Case, names: list[str], rounds: int, steps: int, chance: ra
     dist.barrier()
     for seat in seats.values():
         seat.close()
-    return {name: [max(ranks) for ranks in zip(*told[name], strict=True)][1:] for name in names}
+    return told
 
 
 def take_turn(seat: Seat, steps: int) -> None:
     """Let a contender do some steps, when all processes are there."""
     dist.barrier()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     losses = [seat.step() for _ in range(steps)]
-    seat.seconds.append((time.perf_counter() - began) / steps)
+    seat.seconds.append(((time.perf_counter() - began) / steps, (time.process_time() - worked) / steps))
     seat.losses += [loss for loss in losses if loss is not None]
 
 
@@ -330,31 +350,40 @@ def compared(name: str, found: list[list[float]], base: list[list[float]]) -> Ra
     return Ratio(name, statistics.median(ratios), (min(ratios), max(ratios)))
 
 
-def measure(
-    case: Case, names: list[str], given: argparse.Namespace
-) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+def measure(case: Case, names: list[str], given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Times]]:
     """Measure one case, print its table, and return its numbers, and the seconds of all turns."""
     chance = random.Random(0)
-    taken: dict[str, list[list[float]]] = {name: [] for name in names}
+    taken = {name: Times() for name in names}
     for _ in range(given.repetitions):
-        for name, seconds in take_turns(case, names, given.rounds, given.steps, chance).items():
-            taken[name].append(seconds)
-    milliseconds = {name: 1e3 * statistics.median(map(statistics.median, taken[name])) for name in names}
-    ratios = {
-        name: compared(other, taken[name], taken[other])
-        for name, other in AGAINST.items()
-        if name in names and other in names
-    }
+        for name, turns in take_turns(case, names, given.rounds, given.steps, chance).items():
+            taken[name].add(turns)
+    passing = {name: milliseconds(taken[name].passing) for name in names}
+    working = {name: milliseconds(taken[name].working) for name in names}
+    pairs = [(name, other) for name, other in AGAINST.items() if name in names and other in names]
+    ratios = {name: compared(other, taken[name].passing, taken[other].passing) for name, other in pairs}
+    work_ratios = {name: compared(other, taken[name].working, taken[other].working) for name, other in pairs}
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for layer in case.layers() for p in layer.parameters())
         print(f"\n{case.name}: {parameters / 1e6:.1f} M parameters, {MICROBATCHES} microbatches of {case.rows} rows")
-        print("| | ms per step | ratio (range) |\n|---|---|---|")
+        print("| | ms per step | ratio (range) | ms of the processors | ratio (range) |\n|---|---|---|---|---|")
         for name in names:
-            print(f"| {name} | {milliseconds[name]:.2f} | {ratios.get(name, '')} |")
+            cells = [f"{passing[name]:.2f}", ratios.get(name, ""), f"{working[name]:.2f}", work_ratios.get(name, "")]
+            print(f"| {' | '.join(map(str, [name, *cells]))} |")
         if case.name != NOTHING.name:
             print(verdict(case, ratios), flush=True)
-    told = {name: asdict(one) for name, one in ratios.items()}
-    return {**asdict(case), "milliseconds": milliseconds, "ratios": told}, taken
+    found = {
+        **asdict(case),
+        "milliseconds": passing,
+        "ratios": {name: asdict(one) for name, one in ratios.items()},
+        "processor_milliseconds": working,
+        "processor_ratios": {name: asdict(one) for name, one in work_ratios.items()},
+    }
+    return found, taken
+
+
+def milliseconds(seconds: list[list[float]]) -> float:
+    """Return the median over repetitions of the median over turns."""
+    return 1e3 * statistics.median(map(statistics.median, seconds))
 
 
 def verdict(case: Case, ratios: Mapping[str, Ratio]) -> str:
@@ -370,19 +399,28 @@ def verdict(case: Case, ratios: Mapping[str, Ratio]) -> str:
 # ---------------------------------------------------------------------------------------------------- overhead
 
 
-def messages(case: Case) -> Seat:
-    """Send and receive what a step of two stages does, in the same order; receives are begun before they are due."""
+def exchange(case: Case, compute: Callable[[bool], None]) -> Seat:
+    """Send and receive what a step of two stages does, in the same order; receives are begun before they are due.
+
+    compute: called before each send, with whether it is forward, and after each receive of a gradient.
+    """
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     own, others = ([torch.zeros(case.rows, case.width) for _ in range(MICROBATCHES)] for _ in range(2))
     ahead = 1 - rank  # the first stage is a forward ahead
 
     def step() -> None:
         due = [dist.irecv(one, 1 - rank, group=group) for one in others]
-        sent = [dist.isend(own[m], 1 - rank, group=group) for m in range(ahead)]
-        for m in range(MICROBATCHES):
+        sent: list[Any] = []
+        for m in range(-ahead, MICROBATCHES):
             if rank == 0 and m + ahead < MICROBATCHES:
+                compute(True)
                 sent.append(dist.isend(own[m + ahead], 1 - rank, group=group))
+            if m < 0:
+                continue
             due[m].wait()
+            if rank == 1:
+                compute(True)
+            compute(False)
             if rank == 1:
                 sent.append(dist.isend(own[m], 1 - rank, group=group))
         for one in sent:
@@ -391,49 +429,45 @@ def messages(case: Case) -> Seat:
     return Seat(step, None, lambda: dist.destroy_process_group(group))
 
 
-def computing() -> Callable[[], None]:
-    """Return what computes what a stage does in a step in which next to nothing is computed."""
-    layers = NOTHING.own()
-    hidden, targets = (one[0] for one in NOTHING.data())
-
-    def work() -> None:
-        for _ in range(MICROBATCHES):
-            mse_loss(layers(hidden.detach().requires_grad_()), targets).backward()
-
-    return work
+def messages(case: Case) -> Seat:
+    """Send and receive alone."""
+    return exchange(case, lambda forward: None)
 
 
-def timed(work: Callable[[], None], times: int = 200) -> float:
-    """Return the microseconds of an action, of which a step has two for each microbatch; the median of many."""
-    taken = []
-    for number in range(times // 10 + times):
-        dist.barrier()
-        began = time.perf_counter()
-        work()
-        if number >= times // 10:
-            taken.append(time.perf_counter() - began)
-    own = 1e6 * statistics.median(taken) / (2 * MICROBATCHES)
-    return max(processes.gather_data(own))
+def by_hand(case: Case) -> Seat:
+    """Send and receive, and compute what the stages do in between."""
+    layers, (inputs, targets) = case.own(), case.data()
+    gradient, rank = torch.ones_like(inputs[0]), dist.get_rank()
+    made: list[Tensor] = []
+
+    def compute(forward: bool) -> None:
+        if forward:
+            output = layers(inputs[0].detach().requires_grad_(rank > 0))
+            made.append(output if rank == 0 else mse_loss(output, targets[0]) / MICROBATCHES)
+        else:
+            made.pop(0).backward(gradient if rank == 0 else None)
+
+    return exchange(case, compute)
 
 
 def measure_overhead(names: list[str], given: argparse.Namespace) -> dict[str, Any]:
     """Measure what an action costs beyond the transfer, print it, and return it."""
-    found, taken = measure(NOTHING, [*names, MESSAGES], given)
-    compute = timed(computing())
+    found, taken = measure(NOTHING, [*names, MESSAGES, BY_HAND], given)
     actions = {name: 1e3 * one / (2 * MICROBATCHES) for name, one in found["milliseconds"].items()}
-    overhead = {name: beyond(taken[name], taken[MESSAGES]) for name in names}
+    overhead, own = (
+        {name: beyond(taken[name].passing, taken[base].passing) for name in names} for base in (MESSAGES, BY_HAND)
+    )
     if dist.get_rank() == 0:
-        print(f"computing alone, which is part of what is beyond the messages, takes {compute:.0f} µs an action")
-        print("| | µs an action | beyond the messages (range) |\n|---|---|---|")
+        print("| | µs an action | beyond the messages (range) | beyond messages and computing |\n|---|---|---|---|")
         for name in names:
-            middle, low, high = overhead[name]
-            print(f"| {name} | {actions[name]:.0f} | {middle:.0f} ({low:.0f} – {high:.0f}) |")
+            cells = [f"{middle:.0f} ({low:.0f} – {high:.0f})" for middle, low, high in (overhead[name], own[name])]
+            print(f"| {name} | {actions[name]:.0f} | {' | '.join(cells)} |")
         print(f"{OURS}: {overhead_words(*overhead[OURS])}", flush=True)
-    return {**found, "computing_us": compute, "actions_us": actions, "overhead_us": overhead}
+    return {**found, "actions_us": actions, "overhead_us": overhead, "own_us": own}
 
 
 def beyond(found: list[list[float]], bare: list[list[float]]) -> tuple[float, float, float]:
-    """Return the microseconds of an action beyond its messages: the median over repetitions, and their range."""
+    """Return the microseconds of an action beyond others: the median over repetitions, and their range."""
     each = [
         1e6 * statistics.median(a - b for a, b in zip(one, other, strict=True)) / (2 * MICROBATCHES)
         for one, other in zip(found, bare, strict=True)
@@ -518,12 +552,21 @@ def be_quiet() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
+def compare(given: argparse.Namespace) -> dict[str, Any]:
+    """Measure all but the bubble; both processes must call it."""
+    names = [name for name in CONTENDERS if name != DEEPSPEED or given.deepspeed]
+    overhead = measure_overhead(names, given)
+    return {
+        "overhead": overhead,
+        "cases": [measure(case, names, given)[0] for case in CASES if case.name in given.cases],
+    }
+
+
 def work(given: argparse.Namespace) -> None:
     """Be one of the two processes."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     be_quiet()
     torch.set_num_threads(1)
-    names = [name for name in CONTENDERS if name != DEEPSPEED or given.deepspeed]
     with start_process_group(current_world(), "cpu", timeout=300):
         if given.deepspeed:
             import deepspeed
@@ -531,19 +574,19 @@ def work(given: argparse.Namespace) -> None:
             with redirect_stdout(io.StringIO()):
                 deepspeed.init_distributed("gloo", verbose=False)
             be_quiet()
-        overhead = measure_overhead(names, given)
-        cases = [measure(case, names, given)[0] for case in CASES if case.name in given.cases]
+        found = compare(given)
         if dist.get_rank() == 0:
-            given.result.write_text(json.dumps({"overhead": overhead, "cases": cases}))
+            given.result.write_text(json.dumps(found))
 
 
-def main() -> int:
+def options(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return what is asked for; default: on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew")
+    parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew; 0: bubbles only")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of a round")
     parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], default=[c.name for c in CASES])
-    parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a forward, for the bubble")
+    parser.add_argument("--sleep", type=float, default=0.1, help="seconds of a forward, for the bubble")
     parser.add_argument(
         "--places", nargs="*", type=int, default=[2, 4], help="stages, for the bubble; none: leave it out"
     )
@@ -552,7 +595,22 @@ def main() -> int:
     parser.add_argument("--deepspeed", action=argparse.BooleanOptionalAction, help="default: if it is installed")
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to the two processes
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def in_two_processes() -> dict[str, Any] | None:
+    """Run this script in two processes, and return what they measure; None: they failed."""
+    with TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
+        found: dict[str, Any] | None = None
+        if launch(command, 2, Path(folder) / "logs") == 0:
+            found = json.loads(result.read_text())
+        return found
+
+
+def main() -> int:
+    given = options()
     found = versions()
     if given.deepspeed is None:
         given.deepspeed = found["deepspeed"] != "not installed"
@@ -566,12 +624,9 @@ def main() -> int:
     if not given.deepspeed:
         print("DeepSpeed is left out: it is not installed, or not wanted.")
     sys.stdout.flush()
-    with TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        code = launch([sys.executable, __file__, *sys.argv[1:], "--result", str(result)], 2, Path(folder) / "logs")
-        if code:
-            return code
-        measured = json.loads(result.read_text())
+    measured = in_two_processes() if given.repetitions else {}
+    if measured is None:
+        return 1
     bubbles = measure_bubbles(given) if given.places else []
     if given.output is not None:
         command = f"python benchmarks/pipeline_runtime.py {' '.join(sys.argv[1:])}".rstrip()

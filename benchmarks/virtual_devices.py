@@ -1,7 +1,8 @@
 """Virtual devices: processes in which the compute of a layer is a sleep of its cost.
 
 The real runtime carries out a real schedule on them, with messages of a few numbers; since they sleep nearly all of the
-time, many of them fit on two cores.
+time, many of them fit on two cores. A sleep that ends too late, as on a machine that has other things to do, takes that
+from the next one; all else that the runtime does counts.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ def _work(place: int, port: int, name: str, job: Job, pipe: Connection) -> None:
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=place, world_size=job.graph.places)
     post = Post(dist.new_group(backend="gloo"), torch.device("cpu"))
-    stages = {stage: VirtualStage(job.graph, stage, job.layers[stage]) for stage in job.graph.at(place)}
+    device = Device()
+    stages = {stage: VirtualStage(job.graph, stage, job.layers[stage], device) for stage in job.graph.at(place)}
     schedule = make_schedule(job.graph, job.microbatches, job.policy)
     runtime = Runtime(schedule, place, stages, _edges(job.graph, place, post), post)
     inputs = [{"value": torch.zeros(8)} for _ in range(job.microbatches)]
     spans = []
     for step in range(1 + job.steps):
-        for stage in stages.values():
-            stage.sleeps = step > 0  # the first step makes what passes between stages known
+        device.sleeps = step > 0  # the first step makes what passes between stages known
         dist.barrier()
         begin = time.perf_counter()  # the same clock in all processes
         runtime.train(inputs, lambda m, output: output.sum())
@@ -131,37 +132,54 @@ def _passes(graph: StageGraph, stage: int, layers: Sequence[Cost]) -> tuple[list
     return [forward for forward, _, _ in layers], backward
 
 
+class Device:
+    """What the stages of a place compute on, one after the other."""
+
+    def __init__(self) -> None:
+        self.sleeps = True
+        self._late = 0.0
+        """Seconds that the last sleep was too long."""
+        self._woke = 0.0
+
+    def compute(self, costs: Sequence[float]) -> None:
+        """Sleep layer by layer.
+
+        Without the last sleep's delay this would have begun earlier by as much, less what passed since then: in that
+        time the device may have waited for others.
+        """
+        begin = time.perf_counter()
+        end = begin - max(0.0, self._late - (begin - self._woke))
+        for cost in costs if self.sleeps else ():
+            end += cost
+            time.sleep(max(0.0, end - time.perf_counter()))
+        self._woke = time.perf_counter()
+        self._late = self._woke - end if self.sleeps else 0.0
+
+
 class VirtualStage(nn.Module):
     """Sleeps as long as its layers cost, forward and backward."""
 
-    def __init__(self, graph: StageGraph, stage: int, layers: Sequence[Cost]) -> None:
+    def __init__(self, graph: StageGraph, stage: int, layers: Sequence[Cost], device: Device) -> None:
         super().__init__()
         self.forward_costs, self.backward_costs = _passes(graph, stage, layers)
         self.weight = nn.Parameter(torch.zeros(()), requires_grad=graph.nodes[stage].trains)
-        self.sleeps = True
+        self.device = device
 
     def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
         """Add up what is received."""
         value = sum(received.values()) if received else inputs["value"]
         return _Compute.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
 
-    def compute(self, costs: Sequence[float]) -> None:
-        """Sleep layer by layer; one that sleeps too long takes it from the next."""
-        end = time.perf_counter()
-        for cost in costs if self.sleeps else ():
-            end += cost
-            time.sleep(max(0.0, end - time.perf_counter()))
-
 
 class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, stage: VirtualStage) -> Tensor:
         ctx.stage = stage
-        stage.compute(stage.forward_costs)
+        stage.device.compute(stage.forward_costs)
         return value + weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.stage.compute(ctx.stage.backward_costs)
+        ctx.stage.device.compute(ctx.stage.backward_costs)
         wants_value, wants_weight, _ = ctx.needs_input_grad
         return gradients[0] if wants_value else None, gradients[0].sum() if wants_weight else None, None

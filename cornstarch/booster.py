@@ -45,7 +45,7 @@ from cornstarch.train.boosted_state import (
 )
 from cornstarch.train.holdings import named_parameters
 from cornstarch.train.precision import Placement
-from cornstarch.train.recompute import recompute_activations
+from cornstarch.train.recompute import recompute_planned
 from cornstarch.train.start_check import untested_cuts
 
 PathLike = str | os.PathLike[str]
@@ -172,7 +172,7 @@ class Booster:
 
     def _made(self, model: nn.Module, layout: Layout, placement: Placement) -> BoostedModel:
         plugin, plan = self.plugin, layout.plan
-        self._recompute(model)
+        recompute_planned(model, layout)
         if plugin.processor is not None and isinstance(model, MultimodalModel) and layout.dp > 1:
             model.keep_encoders_running(plugin.processor.stand_ins())
         # Both look at the whole model.
@@ -180,7 +180,9 @@ class Booster:
         pipeline, wrapped = None, model
         if plan.is_pipeline:
             many = plugin.num_microbatches or 1
-            pipeline = Pipeline(model, layout, placement.device, many, plugin.templates(), placement.computing)
+            pipeline = Pipeline(
+                model, layout, placement.device, many, plugin.templates(), placement.computing, plugin.packed
+            )
         elif layout.world > 1:
             wrapped = spread(model, layout, placement.device.type)
         return BoostedModel(
@@ -195,16 +197,6 @@ class Booster:
             computing=placement.computing,
             weigh=plugin.loss_weight,
         )
-
-    def _recompute(self, model: nn.Module) -> None:
-        """Switch activation checkpointing on where it is asked for."""
-        encoders = model.encoders if isinstance(model, MultimodalModel) else {}
-        for name, plugin in self.plugin.encoder_plugins.items():
-            if plugin.activation_checkpointing:
-                recompute_activations(encoders[name].module)
-        last = self.plugin.language_model_plugin
-        if last is not None and last.activation_checkpointing:
-            recompute_activations(model.language_model if isinstance(model, MultimodalModel) else model)
 
     def _attached(self, groups: GroupedParameters, boosted: BoostedModel) -> Stepping:
         parameters = named_parameters(boosted.module)
@@ -257,6 +249,11 @@ class Booster:
         if not hasattr(data_iter, "__next__"):
             raise ConfigError(f"data_iter is a {type(data_iter).__name__}; expected an iterator: iter(dataloader).")
         batch = next(data_iter)
+        if boosted.pipeline is not None and not self.plugin.packed and "documents" in batch:
+            raise ConfigError(
+                "The batch has several samples in a row (documents), which this pipeline was not made for. Say "
+                "MultimodalParallelPlugin(packed=True)."
+            )
         trains = self._scale is not None and torch.is_grad_enabled()
         scale = self._scale.value if trains and self._scale is not None else 1.0
         return boosted.step(batch, Asked(criterion, scale, return_outputs, return_loss, loss_everywhere))

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+# torch 2.11 to 2.15: the documented way to see every operation with its tags, in a module with a private name. Goes
+# when it is importable from elsewhere.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 
 def is_flattened(parameter: Any) -> bool:
     """Say whether FSDP1 keeps a parameter in a flat one, cut into intervals.
@@ -163,12 +167,13 @@ def backward_of_inputs(
     from torch.distributed.pipelining._backward import stage_backward_input
 
     given = None if gradients is None else list(gradients)
+    roots = [root.clone() if root._is_view() else root for root in roots]  # it detaches them in place
     try:
         return stage_backward_input(list(roots), given, list(inputs), iter(weights))[1]
     except RuntimeError as error:
         # torch 2.11 and 2.12 do not allow for an input that nothing depends on: then nothing is left for later.
         if "not have been used in the graph" not in f"{error} {error.__cause__}":
-            raise
+            raise (error.__cause__ or error) from None  # they wrap whatever a module raises
     torch.autograd.backward(list(roots), given)
     return None
 
@@ -188,3 +193,100 @@ def default_store() -> torch.distributed.Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def move_present(model: torch.nn.Module, device: torch.device) -> None:
+    """Bring a model to a device, in place, but for parameters on the meta device: they stay there.
+
+    torch 2.11 to 2.15: `Module.to` refuses tensors without memory, and has no way to leave some out. Goes when it has.
+    """
+    model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def grouped_products() -> list[Any]:
+    """Return the operations that multiply rows with the matrices of experts, each row with one of them.
+
+    torch 2.11 to 2.15 have `aten::_grouped_mm`, which `torch.nn.functional.grouped_mm` calls too. Goes when there is a
+    public operation, which is then named where it is looked for.
+    """
+    return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
+
+
+def has_triton() -> bool:
+    """Return whether Triton can make kernels for a device here; torch asks so itself, and has no public name for it."""
+    from torch.utils._triton import has_triton as found
+
+    return bool(found())
+
+
+# ---------------------------------------------------------------------------------------------------- torch.compile
+
+_MOST_COMPILED = 64  # variants of a layer: kinds of masks and layers, with and without gradients, fixed and free sizes
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function; it may have more variants than torch's 8, which end a compiled run in the middle."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, _MOST_COMPILED)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _MOST_COMPILED)
+    made: Callable[..., Any] = torch.compile(function, **options)
+    return made
+
+
+def compile_counts() -> dict[str, int]:
+    """Return how many graphs were compiled in this process so far, and how often a function had to be left."""
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def compile_error() -> type[Exception]:
+    """Return the class of what torch raises when it cannot compile a function."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def set_activation_budget(share: float) -> None:
+    """Let what is compiled from now on keep this share of its activations, and compute the rest again.
+
+    torch chooses what costs least to compute again; it has no public name for it. It would also keep whatever a matrix
+    product of the backward pass reads: an activation function's output beside its inputs. To write that once more costs
+    almost nothing, and takes a fifth of the memory of a language model's step.
+    """
+    from torch._functorch import config
+
+    config.activation_memory_budget = share
+    config.ban_recompute_materialized_backward = False
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer can divide gradients while it reads them: torch's fused Adam and AdamW on a GPU."""
+    if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        return False
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(group.get("fused") for group in groups) and all(
+        parameter.is_cuda and type(parameter) is torch.nn.Parameter for parameter in parameters
+    )
+
+
+def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
+    """Do a step with gradients divided by a number on their device, in the same pass over memory.
+
+    `GradScaler` hands its scale to fused optimizers in this way (torch 2.11 to 2.15); there is no public name for it.
+    """
+    chosen: Any = optimizer
+    chosen.grad_scale = divisor.float().reshape(1)
+    chosen.found_inf = torch.zeros(1, device=divisor.device)
+    try:
+        chosen.step()
+    finally:
+        del chosen.grad_scale, chosen.found_inf

@@ -206,6 +206,9 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend for a layer: as its mask does, as whoever attends for it now does, or by `attend_by_kernel`."""
+    if torch.compiler.is_compiling() and not isinstance(attention_mask, AttendingMask):
+        # Only layers are compiled for which nobody attends, and context variables cannot be traced.
+        return attend_by_kernel(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
     attender = _attender.get()
     if attender is not None:
         asked = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **options}

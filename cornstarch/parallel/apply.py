@@ -74,8 +74,8 @@ def spread_inside(module: nn.Module, plan: ModulePlan, meshes: Meshes | StageMes
 
 
 def whole_reasons(model: nn.Module, layout: Layout) -> dict[str, str]:
-    """Return why modules whose matrices are cut were read whole, by the names of their classes."""
-    cut = [module for module, plan in planned_modules(model, layout) if plan.tp > 1]
+    """Return why modules of which processes have parts were read whole, by the names of their classes."""
+    cut = [module for module, plan in planned_modules(model, layout) if plan.tp > 1 or layout.plan.is_pipeline]
     inner = [unwrap(module.module if isinstance(module, ModalEncoderModule) else module) for module in cut]
     reasons = {type(module).__name__: loaded_whole(module) for module in inner}
     return {name: reason for name, reason in reasons.items() if reason is not None}

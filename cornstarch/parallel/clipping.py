@@ -48,6 +48,15 @@ def clip_gradients(
     return norm
 
 
+def clipping_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of gradients that are all here, and what they are to be divided by so that it is at most `most`.
+
+    An optimizer that divides gradients while it reads them saves a pass over all of them.
+    """
+    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    return norm, torch.clamp((norm + 1e-6) / most, min=1.0)
+
+
 def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
     if parameters:
         return parameters[0].device
@@ -80,4 +89,4 @@ def _copies(gradient: Tensor, holders: int) -> int:
     return holders // math.prod(cut)
 
 
-__all__ = ["clip_gradients"]
+__all__ = ["clip_gradients", "clipping_divisor"]

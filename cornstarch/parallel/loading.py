@@ -33,7 +33,10 @@ from cornstarch.parallel.tensor.order import Cut
 from cornstarch.parallel.tensor.styles import Style
 
 CutFunction = Callable[[Any], Any]
-_REASON = "read_whole_because"
+Held = Callable[[Any], Collection[str]]
+"""Returns the names of the parameters that this process has, given the model without memory."""
+
+_REASON, _IN_PART = "read_whole_because", "read_in_part"
 
 
 def load_sharded(
@@ -70,8 +73,10 @@ def load_sharded(
     return (model, info) if wants_info else model
 
 
-def load_cut(model_class: Any, folder: str | Path, cut: CutFunction, **options: Any) -> Any:
-    """Return the model of a folder, of which `cut` says what this process has.
+def load_cut(
+    model_class: Any, folder: str | Path, cut: CutFunction, *, held: Held | None = None, **options: Any
+) -> Any:
+    """Return the model of a folder, of which `cut` and `held` say what this process has.
 
     Args:
         model_class: A class of transformers, or an Auto class.
@@ -80,12 +85,13 @@ def load_cut(model_class: Any, folder: str | Path, cut: CutFunction, **options: 
             parameters, or take parameters away (`drop_parameters`). What is left is read. If it raises `ReadWhole`, or
             cannot work on the meta device, the model is read whole and `cut` called once more; `loaded_whole` tells
             why.
+        held: Returns the names of the parameters that are read. All others stay in their places, on the meta device.
         options: Whatever else `from_pretrained` takes.
     """
     options = {"use_safetensors": True, **options}
     try:
         try:
-            return _by_slice(model_class, folder, cut, options)
+            return _by_slice(model_class, folder, cut, held, options)
         except ReadWhole as error:
             reason = str(error)
         loaded = model_class.from_pretrained(folder, **options)
@@ -96,13 +102,25 @@ def load_cut(model_class: Any, folder: str | Path, cut: CutFunction, **options: 
     return loaded
 
 
-def _by_slice(model_class: Any, folder: str | Path, cut: CutFunction, options: Mapping[str, Any]) -> Any:
+def _by_slice(
+    model_class: Any, folder: str | Path, cut: CutFunction, held: Held | None, options: Mapping[str, Any]
+) -> Any:
     with ExitStack() as files:
-        reading = _Reading(cut, str(folder), files)
+        reading = _Reading(cut, held, str(folder), files)
         with weights_through(reading):
             loaded = model_class.from_pretrained(folder, **options)
         reading.finish(_model_of(loaded))
     return loaded
+
+
+def is_read_in_part(model: nn.Module) -> bool:
+    """Whether a model was made, or read, with some parameters left on the meta device: other processes have them."""
+    return _IN_PART in unwrap(model).__dict__
+
+
+def note_in_part(model: nn.Module) -> None:
+    """Note that other processes have some of a model's parameters."""
+    unwrap(model).__dict__[_IN_PART] = True
 
 
 def loaded_whole(model: nn.Module) -> str | None:
@@ -141,9 +159,10 @@ def _share_new_weights(model: nn.Module, info: Mapping[str, Any], mesh: DeviceMe
 class _Reading:
     """The reading of one model: from its names to pieces of stored tensors, and back to DTensors."""
 
-    def __init__(self, cut: CutFunction, folder: str, files: ExitStack) -> None:
-        self._cut, self._folder, self._files = cut, folder, files
+    def __init__(self, cut: CutFunction, held: Held | None, folder: str, files: ExitStack) -> None:
+        self._cut, self._held, self._folder, self._files = cut, held, folder, files
         self._places: list[tuple[nn.Module, str, DTensor]] = []
+        self._aside: _Aside | None = None
         self._was_asked = False
 
     def __call__(self, model: Any, files: Sequence[str] | None, settings: Any) -> Mapping[str, Any]:
@@ -160,7 +179,12 @@ class _Reading:
                 f"{self._folder}: its weights do not fit {type(model).__name__}: {_listed(other)}. "
                 "Its config.json, or the config that was given, is that of another model."
             )
+        names = None if self._held is None else self._held(model)
+        if names is not None:
+            self._check_nothing_new(model, going, other)
         self._cut_on_meta(model)
+        if names is not None:
+            self._aside = _Aside(model, names)
         kept = set(model.state_dict())
         ties = _keep_ties(model, kept)
         held = {name: (parameter, cut) for name, parameter, cut in _distributed(model)}
@@ -206,6 +230,17 @@ class _Reading:
         if missing:
             raise ReadWhole(f"{missing[0]} is not stored, and made anew")
 
+    def _check_nothing_new(self, model: Any, going: Mapping[str, Destination], other: Collection[str]) -> None:
+        """Have a model read whole of which something is made with random numbers: all processes must draw the same."""
+        stored = {name for destination in going.values() for name in destination.names} - {*other}
+        for target, source in (model.all_tied_weights_keys or {}).items():
+            if target in stored and source in stored:
+                raise ReadWhole(f"{target} and {source} are tied, and both are stored")
+            stored |= {target, source} if stored & {target, source} else set()
+        made = [name for name, _ in model.named_parameters() if name not in stored]
+        if made:
+            raise ReadWhole(f"{made[0]} is not stored as it is here, and made anew")
+
     def _make_plain(self, model: nn.Module) -> None:
         """Put plain parameters of the pieces' shapes in place of DTensors; tied ones stay tied."""
         plain: dict[int, nn.Parameter] = {}
@@ -223,6 +258,8 @@ class _Reading:
             raise ReadWhole(f"{type(model).__name__} is not loaded by transformers' own loader")
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise ReadWhole("it is stored with adapters")
+        if self._aside is not None:
+            self._aside.put_back(model)
         tied: dict[int, list[tuple[nn.Module, str, DTensor]]] = {}
         for module, name, former in self._places:
             tied.setdefault(id(module._parameters[name]), []).append((module, name, former))
@@ -241,6 +278,44 @@ class _Reading:
             made = nn.Parameter(whole, requires_grad=read.requires_grad)
             for module, name, _ in places:
                 module._parameters[name] = made
+
+
+class _Aside:
+    """Parameters that other processes have: out of the loader's sight while it works, and in their places afterwards.
+
+    Args:
+        model: On the meta device.
+        held: The names of those that stay.
+    """
+
+    def __init__(self, model: Any, held: Collection[str]) -> None:
+        self._ties = dict(model.all_tied_weights_keys or {})
+        self._parameters = [
+            (module, key, parameter)
+            for prefix, module in model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and f"{prefix}.{key}".lstrip(".") not in held
+        ]
+        gone = {id(parameter) for _, _, parameter in self._parameters}
+        self._around = [m for m in model.modules() if any(id(parameter) in gone for parameter in m.parameters())]
+        for module in self._around:  # the loader would want to make what is not there anew
+            module._is_hf_initialized = True
+        for module, key, _ in self._parameters:
+            module._parameters[key] = None
+
+    def put_back(self, model: Any) -> None:
+        """Put them back, without memory, and let transformers fill the buffers around them."""
+        for module, key, parameter in self._parameters:
+            parameter._is_hf_initialized = True
+            module._parameters[key] = parameter
+        for module in self._around:
+            module._is_hf_initialized = False
+        model.all_tied_weights_keys = self._ties
+        try:
+            model.initialize_weights()
+        except (NotImplementedError, RuntimeError) as error:
+            raise ReadWhole(f"its buffers are made from weights that are not here ({error})") from error
+        note_in_part(model)
 
 
 def _listed(shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> str:
@@ -263,4 +338,14 @@ def _keep_ties(model: Any, kept: set[str]) -> dict[str, str]:
     return ties
 
 
-__all__ = ["ReadWhole", "drop_parameters", "load_cut", "load_sharded", "loaded_whole", "note_whole"]
+__all__ = [
+    "Held",
+    "ReadWhole",
+    "drop_parameters",
+    "is_read_in_part",
+    "load_cut",
+    "load_sharded",
+    "loaded_whole",
+    "note_in_part",
+    "note_whole",
+]

@@ -114,6 +114,10 @@ class StageMeshes:
         assert self._context is not None and self._context.size() == cp
         return self._context
 
+    def every(self) -> list[DeviceMesh]:
+        """Return all of them."""
+        return [mesh for mesh in (self.data, self.tensor, self._context) if mesh is not None]
+
 
 def _data_axes(shares: int, replicate: int | None) -> dict[str, int]:
     """Return the axes of data parallelism: one, or two for HSDP."""

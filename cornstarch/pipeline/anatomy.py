@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import GradientCheckpointingLayer
+from transformers import GradientCheckpointingLayer, PreTrainedModel
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
@@ -122,7 +122,15 @@ def layer_lists(model: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
         order = [numbers[call] for call in calls if call in numbers]
         if order and order == sorted(set(order)):
             found[name] = elements
-    return found
+    chain = [] if found or isinstance(model, PreTrainedModel) else _called_once(model, calls)
+    return {"": chain} if len(chain) > 1 else found
+
+
+def _called_once(model: nn.Module, calls: Sequence[str]) -> list[str]:
+    """Return the modules with parameters that a forward without lists calls itself, one after the other."""
+    own = {name for name, child in model.named_children() if weighs(child)}
+    order = [call for call in calls if call in own]
+    return order if len(set(order)) == len(order) else []
 
 
 def chosen_layers(model: nn.Module, calls: Sequence[str], lists: dict[str, list[str]]) -> list[str]:
@@ -134,7 +142,11 @@ def chosen_layers(model: nn.Module, calls: Sequence[str], lists: dict[str, list[
         if size > largest:
             raise UnsupportedModelError(f"{kind} cannot be cut into stages: it runs through its layers ({name}) again.")
     if not lists:
-        raise UnsupportedModelError(f"{kind} cannot be cut into stages: it has no list of layers called one by one.")
+        advice = " Let its forward call modules one after the other, each once, or those of an nn.ModuleList."
+        raise UnsupportedModelError(
+            f"{kind} cannot be cut into stages: it has no list of layers called one by one."
+            f"{'' if isinstance(model, PreTrainedModel) else advice}"
+        )
     blocks = {name: _is_list_of_blocks(model.get_submodule(name)) for name in lists}
     chosen = [max(sizes, key=lambda name: (blocks[name], sizes[name]))]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

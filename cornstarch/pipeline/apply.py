@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,16 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from cornstarch.attention import attend_through_masks
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import processes
-from cornstarch.parallel.apply import spread_inside
 from cornstarch.parallel.averaging import average_gradients
 from cornstarch.parallel.context import expect_layers, tokens_are_cut, whole_rows
 from cornstarch.parallel.data import apply_data_parallel
-from cornstarch.parallel.mesh import StageMeshes
+from cornstarch.pipeline.copies import give_up_parameters, list_parameters, shared_copy
 from cornstarch.pipeline.generation import generate
 from cornstarch.pipeline.holes import Elsewhere
 from cornstarch.pipeline.naming import remember_names
@@ -39,14 +35,15 @@ from cornstarch.pipeline.programs import (
 )
 from cornstarch.pipeline.runtime import Event, Finish, Runtime
 from cornstarch.pipeline.split import StagePart, cut, survey
+from cornstarch.pipeline.staging import StageGroups, Staging
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.pipeline.ties import find_ties, gradients_added_up
 from cornstarch.pipeline.transfer import Edge, Post, Route
+from cornstarch.pipeline.unready import attend, must_attend_through_masks, spread_in_part
 from cornstarch.plan.layout import Layout
-from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
-from cornstarch.plan.stages import places_of, stage_graph
+from cornstarch.plan.plan import LANGUAGE_MODEL
+from cornstarch.plan.stages import places_of
 from cornstarch.schedule.actions import Schedule
-from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
 
 
@@ -57,13 +54,14 @@ class Pipeline:
     Make the optimizer afterwards. Losses are scaled as everywhere: averaged over replicas and parts of tokens.
 
     Args:
-        model: The whole model.
+        model: The whole model. What other stages own may be without memory, on the meta device (`leave_elsewhere`).
         layout: Who holds what.
         device: Where this process computes.
         microbatches: Of a step; a step that has fewer may need another schedule.
         templates: By module, which modules each stage has. Default: stages that weigh the same.
         computing: Makes the context in which forward passes run.
         packed: Whether rows may have several documents, which do not see one another.
+        groups: Those of the layout, if there are some already: modules must be cut over the same ones.
     """
 
     def __init__(
@@ -72,36 +70,29 @@ class Pipeline:
         layout: Layout,
         device: torch.device,
         microbatches: int = 1,
-        templates: Mapping[str, PipelineTemplate] | None = None,
+        templates: Mapping[str, PipelineTemplate | None] | None = None,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         packed: bool = False,
+        groups: StageGroups | None = None,
     ) -> None:
         self.model, self.layout, self.device, self._computing = model, layout, device, computing
-        self.place_of_rank = layout.place(processes.rank())
-        plans = layout.plan.modules
-        self.templates = {name: self._template(name, plan, templates or {}) for name, plan in plans.items()}
-        trains = {name: _trains(self._module(name), self.templates[name]) for name in plans}
-        for encoder in self._inside().values():
-            trains[list(plans)[-1]][0] |= any(parameter.requires_grad for parameter in encoder.parameters())
-        self.graph: StageGraph = stage_graph(layout, trains)
+        self._staging = staging = Staging(model, layout, templates)
+        self.place_of_rank, self.place = staging.place_of_rank, staging.place
+        self.templates, self.graph = staging.templates, staging.graph
         make_schedule(self.graph, microbatches, layout.plan.schedule)  # if they do not fit, this is the time to say so
-        ranks = places_of(layout, self.place_of_rank.dp)
-        self.place = next(number for number, one in enumerate(ranks) if processes.rank() in one)
-        # Groups get their names from how many a process has: first the one that all processes of a replica make.
-        replica = sorted(int(rank) for one in ranks for rank in one.ravel())
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self.post = Post(dist.new_group(replica, backend=backend, use_local_synchronization=True), device)
-        self.meshes = StageMeshes(layout, device.type)
+        groups = groups or StageGroups(layout, device)
+        self.post, self.meshes = Post(groups.replica, device), groups.meshes
         self._packed = packed
         self._choose_attention(model)
         self._spread_inside()
         self.programs = self._make_programs()
+        self._check_there()
         self._shard()
         tied = self._tied_names()
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         remember_names(model, {own[id(parameter)]: name for name, parameter in tied.items()})
         self._ties = find_ties(tied, layout)
-        self._edges = self._make_edges(ranks)
+        self._edges = self._make_edges(staging.ranks)
         self.microbatches = microbatches
         self._runtimes: dict[int, Runtime] = {}
         if isinstance(model, MultimodalModel):
@@ -111,63 +102,25 @@ class Pipeline:
 
     # -------------------------------------------------------------------------------------------- making it
 
-    def _module(self, name: str, model: nn.Module | None = None) -> nn.Module:
-        model = self.model if model is None else model
-        if not isinstance(model, MultimodalModel):
-            return model
-        if self._is_last(name):
-            return model.language_model
-        if name not in model.encoders:
-            known = ", ".join([*model.encoders, LANGUAGE_MODEL])
-            raise ConfigError(f"parallel.modules.{name}: the model has no such part; it has {known}.")
-        return model.encoders[name]
-
-    def _inside(self) -> dict[str, ModalEncoderModule]:
-        """Return the encoders that run inside the first stage: those that the plan puts there, or does not name."""
-        if not isinstance(self.model, MultimodalModel):
-            return {}
-        plan = self.layout.plan
-        inside = {*plan.modules} if plan.ranks in ("first_stage", "shared") else set()
-        return {n: one for n, one in self.model.encoders.items() if n in inside or n not in plan.modules}
-
-    def _is_last(self, name: str) -> bool:
-        """Whether it is what all encoders meet at, or the whole model."""
-        return name == list(self.layout.plan.modules)[-1]
-
-    def _template(self, name: str, plan: ModulePlan, given: Mapping[str, PipelineTemplate]) -> PipelineTemplate | None:
-        stages = plan.stages * plan.virtual_stages
-        if name not in given:
-            if stages == 1:
-                return None
-            encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
-            upstream = self._is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
-            return PipelineTemplate.split(self._module(name), stages, trained_upstream=upstream)
-        template = given[name]
-        template.check(self._module(name))
-        if template.num_stages != stages:
-            raise ConfigError(f"{name}: the template has {template.num_stages} stages, the plan {stages}.")
-        return template
-
     def _choose_attention(self, model: nn.Module) -> None:
         """Let the language model attend through masks, if it will have to: cut into stages it cannot be changed."""
-        is_here = any(map(self._is_last, self.place_of_rank.modules))
-        if not (is_here and isinstance(model, MultimodalModel)):
-            return
-        if self._packed or any(encoder.attention != "causal" for encoder in model.encoders.values()):
-            attend_through_masks(model.language_model)
+        is_here = any(map(self._staging.is_last, self.place_of_rank.modules))
+        if is_here and isinstance(model, MultimodalModel) and must_attend_through_masks(model, self._packed):
+            attend(model.language_model, self.device)
 
     def _spread_inside(self) -> None:
         """Cut matrices and tokens of this process's modules, while the model is whole: that is when it is verified."""
-        plans = self.layout.plan.modules
-        here = [(self._module(name), plans[name]) for name in self.place_of_rank.modules]
-        if self.place_of_rank.stage == 0 and any(map(self._is_last, self.place_of_rank.modules)):
-            unnamed = [one for name, one in self._inside().items() if name not in plans]
-            here += [(one, list(plans.values())[-1]) for one in unnamed]
-        for module, plan in here:
-            spread_inside(module, plan, self.meshes)
+        for _, module, plan in self._staging.here():
+            spread_in_part(module, plan, self.meshes, self.device)
+
+    def _check_there(self) -> None:
+        """Make sure that nothing was given up that a stage here has."""
+        lost = [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
+        if lost:
+            raise RuntimeError(f"{lost[0]} belongs to this process's stages, but has no weights.")
 
     def _make_programs(self) -> dict[int, StageProgram]:
-        own = [number for number, node in enumerate(self.graph.nodes) if node.place == self.place]
+        own = self._staging.own()
         modules = [self.graph.nodes[number].module for number in own]
         if len(set(modules)) == len(modules):
             programs = {number: self._program(number, self.model) for number in own}
@@ -176,16 +129,16 @@ class Pipeline:
         # Several stages of one module: each has a copy of the model, of which only the parameters are the same.
         programs = {}
         for number, name in zip(own, modules, strict=True):
-            copy = _shared_copy(self.model)
+            copy = shared_copy(self.model, self.meshes)
             self._choose_attention(copy)
             programs[number] = self._program(number, copy)
             self._give_up_modules(copy, {name}, [programs[number]])
-        _give_up_parameters(self.model, programs.values())
+        give_up_parameters(self.model, programs.values())
         return programs
 
     def _program(self, number: int, model: nn.Module) -> StageProgram:
         node = self.graph.nodes[number]
-        template, module = self.templates[node.module], self._module(node.module, model)
+        template, module = self.templates[node.module], self._staging.module(node.module, model)
         program: StageProgram | None = None
 
         def call(model: nn.Module, inputs: Inputs) -> Any:
@@ -197,11 +150,11 @@ class Pipeline:
             expect_layers(module, _own_layers(module, template, node.index))
         if not isinstance(model, MultimodalModel):
             program = ModelProgram(model, part or _whole_part(model, call))
-        elif not self._is_last(node.module):
+        elif not self._staging.is_last(node.module):
             program = EncoderProgram(model, node.module, part)
         else:
             sources = {s: self.graph.nodes[s].module for s in self.graph.predecessors(number)}
-            runs_encoders = node.index == 0 and bool(self._inside())
+            runs_encoders = node.index == 0 and bool(self._staging.inside())
             program = LanguageProgram(model, part, sources, runs_encoders=runs_encoders)
         program.computing = self._computing
         return program
@@ -214,7 +167,7 @@ class Pipeline:
         for name, encoder in model.encoders.items():
             if name not in own and not runs_encoders:
                 setattr(model, f"{name}_encoder", Elsewhere(encoder, f"{name}_encoder", lambda: self.device))
-        if not any(map(self._is_last, own)):
+        if not any(map(self._staging.is_last, own)):
             model.language_model = Elsewhere(model.language_model, LANGUAGE_MODEL, lambda: self.device)
 
     # -------------------------------------------------------------------------------------------- what stages share
@@ -232,7 +185,7 @@ class Pipeline:
         """Return what stands before the names of a module's parameters in the whole model."""
         if not isinstance(self.model, MultimodalModel):
             return ""
-        return "language_model." if self._is_last(module) else f"{module}_encoder."
+        return "language_model." if self._staging.is_last(module) else f"{module}_encoder."
 
     def _shard(self) -> None:
         """Shard the parameters of this process's stages over those that hold the same."""
@@ -241,6 +194,7 @@ class Pipeline:
             return
         for program in self.programs.values():
             apply_data_parallel(program, self.meshes.data, plan)
+        list_parameters(self.model, self.programs.values())
 
     def _make_edges(self, ranks: Sequence[Any]) -> dict[tuple[int, int], Edge]:
         edges: dict[tuple[int, int], Edge] = {}
@@ -332,7 +286,7 @@ class Pipeline:
 
     def _takes_part(self, stage: int, inputs: Inputs) -> bool:
         name = self.graph.nodes[stage].module
-        if not isinstance(self.model, MultimodalModel) or self._is_last(name):
+        if not isinstance(self.model, MultimodalModel) or self._staging.is_last(name):
             return True
         return self.model.stand_in(name, self.device) is not None or name in encoder_inputs(self.model, inputs)
 
@@ -372,40 +326,12 @@ class Pipeline:
         self.post.close()
 
 
-def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
-    """Return whether each stage of a module has something that is trained."""
-    if template is None:
-        return [any(parameter.requires_grad for parameter in module.parameters())]
-    known = survey(module)
-    starts = template.starts(module, known)
-    found = [False] * len(starts)
-    for name in known.modules:
-        stage = bisect_right(starts, known.segment_of(name)) - 1
-        found[stage] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
-    return found
-
-
 def _own_layers(module: nn.Module, template: PipelineTemplate | None, stage: int) -> int:
     """Return how many layers a stage has."""
     assert template is not None
     known = survey(module)
     starts = [*template.starts(module, known), len(known.layers)]
     return max(0, min(starts[stage + 1], len(known.layers)) - starts[stage])
-
-
-def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that has the very same parameters and buffers."""
-    kept = [*model.parameters(), *model.buffers()]
-    return deepcopy(model, {id(tensor): tensor for tensor in kept})
-
-
-def _give_up_parameters(model: nn.Module, programs: Iterable[StageProgram]) -> None:
-    """Let a model that is not run itself list only what the stages here have."""
-    own = {id(parameter) for program in programs for parameter in program.parameters()}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) not in own:
-                module._parameters[name] = None
 
 
 def _whole_part(model: nn.Module, call: Callable[[nn.Module, Inputs], Any]) -> Any:

@@ -23,8 +23,11 @@ Made = dict[str, list[Any]]
 """By the name of a layer or another module: what its calls returned."""
 
 
-class StageDone(Exception):
-    """Ends the forward of a model when all layers of a stage have run; carries what goes on to the next stage."""
+class StageDone(BaseException):
+    """Ends the forward of a model when all layers of a stage have run; carries what goes on to the next stage.
+
+    It is no error: whoever handles those around a forward lets it pass.
+    """
 
     def __init__(self, payload: dict[str, Any]) -> None:
         super().__init__("the stage is done")

@@ -200,9 +200,27 @@ def _put(model: nn.Module, stand_ins: Mapping[int, nn.Module]) -> None:
 
 
 def _tied(model: nn.Module, survey: Survey, cuts: Cuts, stage: int) -> dict[str, str]:
+    return shared_parameters(model, _stages_by_module(survey, cuts), stage, set(range(len(cuts.starts))))
+
+
+def _stages_by_module(survey: Survey, cuts: Cuts) -> dict[str, set[int]]:
     stages = {name: cuts.stages_of(frozenset({number})) for number, name in enumerate(survey.layers)}
-    stages |= {name: cuts.stages_of(unit.uses) for name, unit in survey.units.items()}
-    return shared_parameters(model, stages, stage, set(range(len(cuts.starts))))
+    return stages | {name: cuts.stages_of(unit.uses) for name, unit in survey.units.items()}
+
+
+def stages_of_parameters(model: nn.Module, survey: Survey, starts: Sequence[int]) -> dict[int, set[int]]:
+    """Return which stages have each parameter of a model, by its `id`.
+
+    Args:
+        model: The whole model.
+        survey: How it is made; with the names that its modules have in `model`.
+        starts: The first segment of each stage; 0 first.
+    """
+    by_module = _stages_by_module(survey, Cuts(tuple(starts), len(survey.layers)))
+    found: dict[int, set[int]] = {}
+    for _, parameter, home in _homes(model, by_module, set(range(len(starts)))):
+        found.setdefault(id(parameter), set()).update(home)
+    return found
 
 
 def shared_parameters(
@@ -219,8 +237,7 @@ def shared_parameters(
     listed = {id(parameter): name for name, parameter in model.named_parameters()}
     own: dict[str, str] = {}
     holders: dict[str, set[int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        home = next((stages[prefix] for prefix in _prefixes(name) if prefix in stages), everywhere)
+    for name, parameter, home in _homes(model, stages, everywhere):
         canonical = listed[id(parameter)]
         holders.setdefault(canonical, set()).update(home)
         if stage in home:
@@ -228,6 +245,14 @@ def shared_parameters(
     shared = {name: canonical for name, canonical in own.items() if len(holders[canonical]) > 1}
     # Of several names that a parameter has on this stage itself, one is enough.
     return {name: canonical for name, canonical in shared.items() if name == _first(shared, canonical)}
+
+
+def _homes(
+    model: nn.Module, stages: Mapping[str, set[int]], everywhere: set[int]
+) -> Iterator[tuple[str, nn.Parameter, set[int]]]:
+    """Yield every name of a parameter, the parameter, and the stages that have it under this name."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, parameter, next((stages[prefix] for prefix in _prefixes(name) if prefix in stages), everywhere)
 
 
 def _first(names: Mapping[str, str], canonical: str) -> str:
@@ -291,4 +316,13 @@ def _refuse_other_attention(model: nn.Module) -> None:
             part.set_attn_implementation = refuse  # type: ignore[method-assign]
 
 
-__all__ = ["Call", "Cuts", "StagePart", "call_with_names", "make_part", "placed", "shared_parameters"]
+__all__ = [
+    "Call",
+    "Cuts",
+    "StagePart",
+    "call_with_names",
+    "make_part",
+    "placed",
+    "shared_parameters",
+    "stages_of_parameters",
+]

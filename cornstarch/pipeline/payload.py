@@ -6,7 +6,9 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +16,14 @@ from transformers.utils import ModelOutput
 
 from cornstarch.errors import ConfigError
 
+_SMALL = 2**15  # bytes of a tensor that travels together with others: a copy costs less than a message
+_ALIGNED = 16  # bytes
+
 Payload = Any
 """Tensors in lists, tuples, dictionaries and `ModelOutput`s, beside None, numbers and texts."""
 
 
-@dataclass(frozen=True)
-class TensorForm:
+class TensorForm(NamedTuple):
     """A tensor without its numbers."""
 
     dtype: torch.dtype
@@ -29,11 +33,27 @@ class TensorForm:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
         """Return the form of a tensor."""
-        return cls(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+        return cls(tensor.dtype, tensor.shape, tensor.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return self.dtype.itemsize * prod(self.shape)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a tensor of this form, to be filled."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Parcels(NamedTuple):
+    """Which tensors of a payload have a message of their own, and how the others lie in one that they share."""
+
+    alone: tuple[int, ...]
+    """By number; those that are empty do not travel."""
+    together: tuple[tuple[int, int, int], ...]
+    """Their number, and where they begin and end, in bytes."""
+    size: int
+    """Of the shared message, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,33 @@ class Form:
         """Return the form that was encoded."""
         tree, tensors = json.loads(content)
         return cls(tree, tuple(TensorForm(getattr(torch, name), tuple(shape), grad) for name, shape, grad in tensors))
+
+    @cached_property
+    def gradients(self) -> Form:
+        """The form of what comes back: the gradients of those tensors that take one."""
+        return Form(None, tuple(one for one in self.tensors if one.takes_gradient))
+
+    @cached_property
+    def bytes(self) -> int:
+        """What its tensors take."""
+        return sum(one.bytes for one in self.tensors)
+
+    @cached_property
+    def parcels(self) -> Parcels:
+        """How its tensors travel."""
+        sizes = [one.bytes for one in self.tensors]
+        small = [number for number, size in enumerate(sizes) if 0 < size <= _SMALL]
+        if len(small) < 2:
+            return Parcels(tuple(number for number, size in enumerate(sizes) if size), (), 0)
+        together, begin = [], 0
+        for number in small:
+            together.append((number, begin, begin + sizes[number]))
+            begin += -(-sizes[number] // _ALIGNED) * _ALIGNED
+        return Parcels(tuple(number for number, size in enumerate(sizes) if size > _SMALL), tuple(together), begin)
+
+    def without_gradient(self) -> Form:
+        """Return the form of the same payload, of which nothing takes a gradient."""
+        return Form(self.tree, tuple(one._replace(takes_gradient=False) for one in self.tensors))
 
 
 def take_apart(payload: Payload) -> tuple[Form, list[Tensor]]:
@@ -117,4 +164,4 @@ def _output_class(kind: str) -> type[ModelOutput]:
     return found
 
 
-__all__ = ["Form", "Payload", "TensorForm", "put_together", "take_apart"]
+__all__ = ["Form", "Parcels", "Payload", "TensorForm", "put_together", "take_apart"]

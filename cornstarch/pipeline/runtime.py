@@ -7,8 +7,8 @@ tensors travel follows from the inputs of a microbatch, which all processes of a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cornstarch.compat import backward_of_inputs, backward_of_weights, default_store
+from cornstarch.compat import backward_of_inputs, backward_of_weights
 from cornstarch.errors import ConfigError
 from cornstarch.pipeline.payload import Form, Payload, put_together, take_apart
 from cornstarch.pipeline.transfer import Arrival, Edge, Post, signature
 from cornstarch.schedule.actions import Action, Kind, Schedule
 
 _MOST_SENT = 4  # payloads of frozen stages that are on their way
-_AHEAD = 3  # computations whose receives are begun early
-_FAILURE = "cornstarch/pipeline/failure"
+_SOON = 3  # computations whose receives have begun,
+_AHEAD = 16  # and up to so many when there are less: the other end is told of all of them at once,
+_AWAITED = 2**25  # unless their buffers take more bytes than this
 
 Inputs = Mapping[str, Any]
 Finish = Callable[[int, Any], "Tensor | None"]
@@ -43,7 +44,7 @@ class StageError(RuntimeError):
     """Something went wrong in a stage, here or in another process."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """One action, as it was in time."""
 
@@ -55,12 +56,12 @@ class Event:
     """Of it, seconds spent waiting for other places."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Held:
     """What a stage keeps of a microbatch between forward and backward."""
 
-    leaves: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By the stage they come from: inputs that take a gradient."""
+    leaves: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+    """By the stage they come from: the form of what was received, and those of it that take a gradient."""
     outputs: list[Tensor] = field(default_factory=list)
     """What takes a gradient of what was handed on."""
     form: Form | None = None
@@ -109,6 +110,22 @@ class Runtime:
         for number, action in enumerate(self._actions):
             if action.kind in (Kind.B, Kind.W, Kind.I):
                 self._last_backward[action.stage] = number
+        self._returned = self._gradients_before()
+
+    def _gradients_before(self) -> dict[tuple[int, int], list[int]]:
+        """Return, by stage elsewhere and microbatch: whose gradients it needs between the forward before and this one.
+
+        Once its payload is here, what was sent back to it for those has arrived.
+        """
+        found: dict[tuple[int, int], list[int]] = {}
+        for source in {source for source, target in self.edges if target in self.programs}:
+            needed: list[int] = []
+            for action in self.schedule.actions[self.graph.nodes[source].place]:
+                if action.stage == source and action.kind is Kind.F:
+                    found[source, action.microbatch], needed = needed, []
+                elif action.stage == source:
+                    needed.append(action.microbatch)
+        return found
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -140,9 +157,10 @@ class Runtime:
         if lines is not None and lines.broken is not None:
             raise StageError(f"The pipeline has stopped: {lines.broken}")
         try:
-            work()
-            if lines is not None:
-                lines.flush()
+            with nullcontext() if lines is None else lines.alarm.listening():
+                work()
+                if lines is not None:
+                    lines.flush()
         except BaseException as error:
             said = self._stop(error, None if run is None else run.at)
             if isinstance(error, KeyboardInterrupt) or said == str(error):
@@ -151,31 +169,20 @@ class Runtime:
 
     def _stop(self, error: BaseException, at: Action | None) -> str:
         """Let all others know, and return what went wrong first, here or elsewhere."""
-        if self.post is None or not dist.is_initialized():
-            return self._told(error, at)
-        store = default_store()
-        elsewhere = _first_failure(store) if _is_line_cut(error) else None
-        if elsewhere is None:
-            told = self._told(error, at)
-            # Whoever comes first has said it; what follows from it is no news.
-            elsewhere = store.compare_set(_FAILURE, "", told).decode() if not _is_line_cut(error) else told
-        self.post.close(because=elsewhere)
-        return elsewhere
+        told = self._told(error, at)
+        if self.post is None:
+            return told
+        # Whoever comes first has said it; what follows from it is no news.
+        said = self.post.alarm.sound(told, is_echo=_is_line_cut(error))
+        self.post.cut(because=said)
+        self.post.close()
+        return said
 
     def _told(self, error: BaseException, at: Action | None) -> str:
         rank = dist.get_rank() if dist.is_initialized() else 0
         where = "" if at is None else f", stage {at.stage} ({self.graph.nodes[at.stage]}), microbatch {at.microbatch}"
         what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         return f"rank {rank}{where}: {what}"
-
-
-def _first_failure(store: dist.Store) -> str | None:
-    """Return what another process said before it cut the line; it says so first, but looks are quicker than words."""
-    for _ in range(50):
-        if store.check([_FAILURE]):
-            return store.get(_FAILURE).decode()
-        time.sleep(0.02)
-    return None
 
 
 def _is_line_cut(error: BaseException) -> bool:
@@ -197,14 +204,16 @@ class Run:
         self.held: dict[tuple[int, int], _Held] = {}
         self.local: dict[tuple[int, int, int], tuple[Form, list[Tensor]]] = {}
         self.local_gradients: dict[tuple[int, int, int], list[Tensor]] = {}
-        self.payloads: dict[tuple[int, int, int], Arrival | None] = {}
+        self.payloads: dict[tuple[int, int, int], Arrival] = {}
         self.gradients: dict[tuple[int, int, int], list[Arrival]] = {}
         self.parts = self._parts()
-        # Nothing ever comes back to stages that are frozen from the first: they would send all microbatches at once.
-        self.runs_ahead = all(self.graph.backward(stage) == "none" for stage in runtime.programs)
+        # Where nothing ever comes back, as in stages that are frozen from the first, all would be sent at once.
+        returns = [stage for stage in runtime.programs if self.graph.backward(stage) != "none"]
+        self.runs_ahead = not (returns and torch.is_grad_enabled())
         self.events: list[Event] = []
         self.at: Action | None = None
         self.waited = 0.0
+        self.awaited = 0  # bytes
 
     def _parts(self) -> list[tuple[bool, ...]]:
         """Return, by stage, in which microbatches it takes part: encoders may have nothing to do."""
@@ -222,9 +231,8 @@ class Run:
         expected = 0
         for number, action in enumerate(self.actions):
             self.at = action
-            while expected < min(len(self.actions), number + _AHEAD) and self._expect(self.actions[expected]):
-                expected += 1
-            expected = max(expected, number + 1)
+            if expected < number + _SOON:
+                expected = self._expect_from(max(expected, number), number)
             if not self.takes_part(action.stage, action.microbatch):
                 continue
             begin, self.waited = time.perf_counter(), 0.0
@@ -241,6 +249,15 @@ class Run:
 
     # -------------------------------------------------------------------------------------------- receiving
 
+    def _expect_from(self, expected: int, number: int) -> int:
+        """Begin receives of the actions that follow; return the first whose receives have not begun."""
+        while expected < min(len(self.actions), number + _AHEAD):
+            is_far = expected >= number + _SOON and self.awaited > _AWAITED
+            if is_far or not self._expect(self.actions[expected]):
+                break
+            expected += 1
+        return expected
+
     def _expect(self, action: Action) -> bool:
         """Begin the receives of an action; return False if not even their form is known yet."""
         stage, m = action.stage, action.microbatch
@@ -250,36 +267,38 @@ class Run:
             for source in self.graph.predecessors(stage):
                 place = (source, stage, m)
                 edge = self.runtime.edges.get((source, stage))
-                if edge is None or not self.takes_part(source, m) or self.payloads.get(place) is not None:
+                if edge is None or not self.takes_part(source, m) or place in self.payloads:
                     continue
-                self.payloads[place] = edge.expect(self.keys[m])
-                if self.payloads[place] is None:
+                if (arrival := edge.expect(self.keys[m])) is None:
                     return False
+                self.payloads[place] = arrival
+                self.awaited += arrival.form.bytes
         elif action.kind is Kind.W and self.graph.backward(stage) == "both":
             return True  # it goes on from what its inputs' gradients have left
-        elif (stage, m) in self.held:
-            held = self.held[stage, m]
+        else:
+            held = self.held.get((stage, m))
             for target in self.graph.successors(stage):
                 edge = self.runtime.edges.get((stage, target))
-                if edge is not None and held.form is not None and (stage, target, m) not in self.gradients:
-                    self.gradients[stage, target, m] = edge.expect_gradients(held.form)
-        else:
-            return False  # its forward comes first
+                if edge is None or (stage, target, m) in self.gradients:
+                    continue
+                form = edge.known_form(self.keys[m]) if held is None else held.form
+                if form is None:
+                    return False  # its forward comes first
+                self.gradients[stage, target, m] = edge.expect_gradients(form)
+                self.awaited += form.gradients.bytes
         return True
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - began
 
     def _received(self, source: int, stage: int, m: int) -> tuple[Form, list[Tensor]]:
         if (place := (source, stage, m)) in self.local:
             return self.local.pop(place)
-        with self._waiting():
-            return self.runtime.edges[source, stage].receive(self.keys[m], self.payloads.pop(place, None))
+        began, edge = time.perf_counter(), self.runtime.edges[source, stage]
+        if (arrival := self.payloads.pop(place, None)) is not None:
+            self.awaited -= arrival.form.bytes
+        found = edge.receive(self.keys[m], arrival)
+        for earlier in self.runtime._returned.get((source, m), ()):
+            edge.gradients_have_arrived(earlier)
+        self.waited += time.perf_counter() - began
+        return found
 
     # -------------------------------------------------------------------------------------------- forward
 
@@ -287,8 +306,9 @@ class Run:
         held, received = _Held(), {}
         keeps = torch.is_grad_enabled()
         if self.runs_ahead and self.runtime.post is not None:
-            with self._waiting():
-                self.runtime.post.wait_for_room(_MOST_SENT)
+            began = time.perf_counter()
+            self.runtime.post.wait_for_room(_MOST_SENT)
+            self.waited += time.perf_counter() - began
         for source in self.graph.predecessors(stage):
             if not self.takes_part(source, m):
                 continue
@@ -296,7 +316,7 @@ class Run:
             if keeps:
                 for one, tensor in zip(form.tensors, tensors, strict=True):
                     tensor.requires_grad_(one.takes_gradient)
-                held.leaves[source] = [tensor for tensor in tensors if tensor.requires_grad]
+                held.leaves[source] = form, [tensor for tensor in tensors if tensor.requires_grad]
             received[source] = put_together(form, tensors)
         made = self.runtime.programs[stage](self.microbatches[m], received)
         if stage == self.graph.sink:
@@ -307,16 +327,16 @@ class Run:
             self.held[stage, m] = held
 
     def _hand_on(self, stage: int, m: int, made: Payload, held: _Held) -> None:
-        if not self.graph.wants_gradient(stage):
-            made = _without_gradient(made)
         held.form, tensors = take_apart(made)
+        if not self.graph.wants_gradient(stage):
+            held.form, tensors = held.form.without_gradient(), [tensor.detach() for tensor in tensors]
         held.outputs = [tensor for tensor in tensors if tensor.requires_grad]
         for target in self.graph.successors(stage):
             edge = self.runtime.edges.get((stage, target))
             if edge is None:  # at the same place
                 self.local[stage, target, m] = held.form, [tensor.detach() for tensor in tensors]
             else:
-                edge.send(self.keys[m], made)
+                held.form = edge.send(self.keys[m], held.form, tensors, m)
 
     # -------------------------------------------------------------------------------------------- backward
 
@@ -330,7 +350,7 @@ class Run:
         is_split = action.kind is Kind.I and self.graph.backward(stage) == "both"
         held = self.held[stage, m] if is_split else self.held.pop((stage, m))
         roots, gradients = self._roots(stage, m, held)
-        leaves = [leaf for one in held.leaves.values() for leaf in one]
+        leaves = [leaf for _, one in held.leaves.values() for leaf in one]
         if roots and is_split and leaves:
             held.weights_left = backward_of_inputs(roots, gradients, leaves, self._weights(stage))
         elif roots and is_split:
@@ -339,13 +359,13 @@ class Run:
         elif roots:
             torch.autograd.backward(roots, gradients)
         held.outputs, held.loss = [], None
-        for source, inputs in held.leaves.items():
+        for source, (form, inputs) in held.leaves.items():
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs]
             edge = self.runtime.edges.get((source, stage))
             if edge is None:
                 self.local_gradients[source, stage, m] = found
             else:
-                edge.send_gradients(found)
+                edge.send_gradients(form, found, m)
             for leaf in inputs:
                 leaf.grad = None
         held.leaves = {}
@@ -366,20 +386,20 @@ class Run:
             return self.local_gradients.pop(place)
         edge = self.runtime.edges[stage, target]
         assert held.form is not None
-        arrivals = self.gradients.pop(place, None)
-        with self._waiting():
-            return edge.gradients(edge.expect_gradients(held.form) if arrivals is None else arrivals)
+        began = time.perf_counter()
+        if (arrivals := self.gradients.pop(place, None)) is None:
+            arrivals = edge.expect_gradients(held.form)
+        else:
+            self.awaited -= held.form.gradients.bytes
+        found = edge.gradients(arrivals)
+        edge.has_arrived(m)
+        self.waited += time.perf_counter() - began
+        return found
 
     def _weights(self, stage: int) -> list[nn.Parameter]:
         program = self.runtime.programs[stage]
         assert isinstance(program, nn.Module)
         return [parameter for parameter in program.parameters() if parameter.requires_grad]
-
-
-def _without_gradient(payload: Payload) -> Payload:
-    """Return a payload that nothing upstream wants a gradient of."""
-    form, tensors = take_apart(payload)
-    return put_together(form, [tensor.detach() for tensor in tensors])
 
 
 __all__ = ["Event", "Finish", "Program", "Run", "Runtime", "StageError"]

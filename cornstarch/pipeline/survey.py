@@ -59,6 +59,13 @@ def survey(model: nn.Module, make_inputs: MakeInputs | None = None) -> Survey:
     return placed(found, frame)
 
 
+def survey_copy(copied: nn.Module, model: nn.Module) -> None:
+    """Let a copy of a module be known as the module is."""
+    inner, original = frame_of(copied).inner, frame_of(model).inner
+    if original in _of_modules:
+        _of_modules[inner] = _of_modules[original]
+
+
 def _remembered(inner: nn.Module, make_inputs: MakeInputs | None) -> Survey | UnsupportedModelError:
     if not isinstance(inner, PreTrainedModel):
         if inner not in _of_modules:
@@ -216,4 +223,4 @@ def _check_same_modules(inner: nn.Module, twin: nn.Module, found: Survey) -> Non
             raise ValueError(f"{name} is not the same in a small copy that is made from the config")
 
 
-__all__ = ["MakeInputs", "survey"]
+__all__ = ["MakeInputs", "survey", "survey_copy"]

@@ -11,11 +11,11 @@ they both have, which form to expect.
 
 from __future__ import annotations
 
-import queue
 import threading
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cornstarch.compat import default_store
 from cornstarch.errors import ConfigError
-from cornstarch.pipeline.payload import Form, Payload, TensorForm, take_apart
+from cornstarch.pipeline.alarm import Alarm, Line, cut
+from cornstarch.pipeline.payload import Form, TensorForm
 
 _REMEMBERED = 4096  # forms of one edge
+_CONNECTING = timedelta(minutes=30)  # as all groups; also what a receive takes at most
 _HEADER, _FORWARD, _BACKWARD, _TAGS = 0, 1, 2, 3
 
 
@@ -74,86 +77,133 @@ def _signature(value: Any, tokens: tuple[int, ...] | None) -> Hashable:
 # ---------------------------------------------------------------------------------------------------- messages
 
 
-@dataclass
 class Arrival:
     """Tensors on their way to this process."""
 
-    tensors: list[Tensor]
-    works: list[Any]
+    def __init__(self, post: Post, form: Form, rank: int, tag: int) -> None:
+        self.form = form
+        line, number = post.line(rank, sends=False)
+        alone, together, size = form.parcels
+        shared = {one for one, _, _ in together}
+        self.tensors: list[Any] = [
+            None if i in shared else one.empty(post.device) for i, one in enumerate(form.tensors)
+        ]
+        self.works = [line.recv([self.tensors[one]], number, tag) for one in alone]
+        self.shared: Tensor | None = None
+        if together:
+            self.shared = torch.empty(size, dtype=torch.uint8, device=post.device)
+            self.works.append(line.recv([self.shared], number, tag))
 
     def wait(self) -> list[Tensor]:
         """Return them when they are there."""
         for work in self.works:
             work.wait()
         self.works = []
+        if self.shared is not None:
+            for number, begin, end in self.form.parcels.together:
+                one = self.form.tensors[number]
+                # A copy: a view would count as changed when a layer writes on another tensor of the same message.
+                self.tensors[number] = self.shared[begin:end].view(one.dtype).view(one.shape).clone()
+        self.shared = None
         return self.tensors
 
 
 class Post:
     """Sends and receives in the background, over a process group that nothing else uses.
 
-    What is sent is held until it has left. Close it when something has gone wrong: whoever waits for this process then
-    learns at once that it will wait in vain.
+    What is sent is held until it is known to have left; no thread waits for that, since waking one costs as much as a
+    message: the runtime lets go of what must have left, because an answer to it is there. All processes of a replica
+    must make it together.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.broken: str | None = None
-        """Why the lines were cut, if they were."""
-        self._sent: queue.SimpleQueue[tuple[list[Any], list[Tensor]] | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        self._pending = 0
-        self._less = threading.Condition()
-        self._thread = threading.Thread(target=self._wait_for_sends, name="pipeline-sends", daemon=True)
-        self._thread.start()
+        """Why nothing travels any more, if so."""
+        self.others: list[dist.ProcessGroup] = []
+        """Further groups in which this process may wait for others: they are cut with the lines."""
+        self.alarm = Alarm(self.cut)
+        self._lines: dict[bool, Line] = {True: group, False: self._twin()}
+        self._known_lines: dict[tuple[int, bool], tuple[Line, int]] = {}
+        self._left: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}
+        self._cutting = threading.Lock()
 
-    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> None:
-        """Begin to send tensors; they must not be changed before they have left."""
-        held = [tensor.detach().contiguous() for tensor in tensors]
-        works = [dist.isend(one, rank, group=self.group, tag=tag) for one in held if one.numel()]
-        if works:
-            with self._less:
-                self._pending += 1
-            self._sent.put((works, held))
+    def _twin(self) -> Line:
+        """Return a second line over the same processes, so that data between any two flow one way only on each.
 
-    def receive(self, forms: Sequence[TensorForm], rank: int, tag: int) -> Arrival:
-        """Begin to receive tensors of known forms."""
-        tensors = [form.empty(self.device) for form in forms]
-        works = [dist.irecv(one, rank, group=self.group, tag=tag) for one in tensors if one.numel()]
-        return Arrival(tensors, works)
+        A thread of gloo spins as long as something arrives on a line on which the process is just writing.
+        """
+        if dist.get_backend(self.group) != "gloo":
+            return self.group
+        # Not by `new_group`: what it calls a group depends on how many others this process has made.
+        ranks = "-".join(map(str, dist.get_process_group_ranks(self.group)))
+        store = dist.PrefixStore(f"cornstarch/pipeline/lines/{self.alarm.number}/{ranks}", default_store())
+        twin: Any = dist.ProcessGroupGloo(store, self.group.rank(), self.group.size(), _CONNECTING)
+        line: Line = twin
+        return line
+
+    def line(self, rank: int, sends: bool) -> tuple[Line, int]:
+        """Return the group over which messages to a rank, or from it, travel, and the number of the rank in it."""
+        if (rank, sends) not in self._known_lines:
+            number = dist.get_group_rank(self.group, rank)
+            is_up = (number > self.group.rank()) == sends
+            self._known_lines[rank, sends] = self._lines[is_up], number
+        return self._known_lines[rank, sends]
+
+    def send(self, form: Form, tensors: Sequence[Tensor], rank: int, tag: int, microbatch: int) -> None:
+        """Begin to send tensors of a form; they must not be changed before they have left."""
+        alone, together, _ = form.parcels
+        messages = [tensors[one].detach().contiguous() for one in alone]
+        if together:
+            messages.append(self._packed(form, tensors))
+        if messages:
+            line, number = self.line(rank, sends=True)
+            held = self._left.setdefault((tag, microbatch), [])
+            held += [(line.send([message], number, tag), message) for message in messages]
+
+    def _packed(self, form: Form, tensors: Sequence[Tensor]) -> Tensor:
+        shared = torch.empty(form.parcels.size, dtype=torch.uint8, device=self.device)
+        for number, begin, end in form.parcels.together:
+            one = form.tensors[number]
+            shared[begin:end].view(one.dtype).view(one.shape).copy_(tensors[number].detach())
+        return shared
+
+    def receive(self, form: Form, rank: int, tag: int) -> Arrival:
+        """Begin to receive tensors of a known form."""
+        return Arrival(self, form, rank, tag)
+
+    def let_go(self, tag: int, microbatch: int) -> None:
+        """Hold what was sent of a microbatch no more: it has left, or is waited for."""
+        for work, _ in self._left.pop((tag, microbatch), ()):
+            work.wait()
 
     def wait_for_room(self, most: int) -> None:
         """Wait until no more than so many payloads are on their way."""
-        with self._less:
-            self._less.wait_for(lambda: self._pending <= most or self._failure is not None)
+        while len(self._left) > most:
+            self.let_go(*next(iter(self._left)))
 
     def flush(self) -> None:
-        """Wait until everything has left; raise what went wrong with it."""
-        with self._less:
-            self._less.wait_for(lambda: not self._pending)
-        if self._failure is not None:
-            raise self._failure
+        """Wait until everything has left."""
+        self.wait_for_room(0)
 
-    def _wait_for_sends(self) -> None:
-        while (item := self._sent.get()) is not None:
-            works, _ = item
-            try:
-                for work in works:
-                    work.wait()
-            except BaseException as error:
-                self._failure = self._failure or error
-            del works, item, _
-            with self._less:
-                self._pending -= 1
-                self._less.notify_all()
+    def cut(self, because: str) -> None:
+        """End all waiting for other processes, and theirs for this one: something has gone wrong."""
+        with self._cutting:
+            if self.broken is None:
+                self.broken = because
+                for group in (*self._lines.values(), *self.others):
+                    cut(group)
 
-    def close(self, because: str = "it was closed") -> None:
-        """Cut the lines to all others."""
-        self.broken = because
-        self._sent.put(None)
-        group = self.group
-        del self.group  # the sockets close with the last that knows it
-        dist.destroy_process_group(group)
+    def close(self) -> None:
+        """Give up the lines to all others."""
+        self.alarm.end()
+        self.broken = self.broken or "it was closed"
+        self._left.clear()
+        with self._cutting:
+            is_open = bool(self._lines)
+            self._lines, self._known_lines = {}, {}  # the sockets close with the last that knows them
+        if is_open:
+            dist.destroy_process_group(self.group)
 
 
 # ---------------------------------------------------------------------------------------------------- edges
@@ -192,32 +242,45 @@ class Edge:
 
     # -------------------------------------------------------------------------------------------- forward
 
-    def send(self, key: Hashable, payload: Payload) -> tuple[Form, list[Tensor]]:
-        """Send a payload on; return its form and its tensors."""
-        form, tensors = take_apart(payload)
+    def known_form(self, key: Hashable) -> Form | None:
+        """Return the form of a payload, if one like it has travelled before."""
+        return self._forms.get(key)
+
+    def send(self, key: Hashable, form: Form, tensors: Sequence[Tensor], microbatch: int) -> Form:
+        """Send a payload on; return its form, the one that was known already if it was."""
         known = self._forms.get(key)
         if known is None:
             self._remember(key, form)
-            content = torch.frombuffer(bytearray(form.encoded()), dtype=torch.uint8).to(self.post.device)
-            length = torch.tensor([content.numel()], device=self.post.device)
-            for rank in self.forward_to:
-                self.post.send([length, content], rank, self._tag(_HEADER))
+            self._send_form(form, microbatch)
         elif known != form:
             raise ConfigError(
                 f"What {self.name} hands on has another form ({_difference(form, known)}) for a microbatch whose "
                 "inputs have the same shapes: the sizes depend on values, and the next stage cannot know them. "
                 "Give such sizes as whole numbers among the inputs, or keep the two stages together."
             )
+        form = known or form
         for rank in self.forward_to:
-            self.post.send(tensors, rank, self._tag(_FORWARD))
-        return form, tensors
+            self.post.send(form, tensors, rank, self._tag(_FORWARD), microbatch)
+        return form
+
+    def _send_form(self, form: Form, microbatch: int) -> None:
+        content = torch.frombuffer(bytearray(form.encoded()), dtype=torch.uint8).to(self.post.device)
+        length = torch.tensor([content.numel()], device=self.post.device)
+        for rank in self.forward_to:
+            for one in (length, content):
+                self.post.send(_plain(one.dtype, len(one)), [one], rank, self._tag(_HEADER), microbatch)
+
+    def has_arrived(self, microbatch: int) -> None:
+        """Let go of a payload that the other end has received."""
+        self.post.let_go(self._tag(_HEADER), microbatch)
+        self.post.let_go(self._tag(_FORWARD), microbatch)
 
     def expect(self, key: Hashable) -> Arrival | None:
         """Begin to receive the next payload, if its form is known."""
         form = self._forms.get(key)
         if form is None or self.forward_from is None:
             return None
-        return self.post.receive(form.tensors, self.forward_from, self._tag(_FORWARD))
+        return self.post.receive(form, self.forward_from, self._tag(_FORWARD))
 
     def receive(self, key: Hashable, arrival: Arrival | None) -> tuple[Form, list[Tensor]]:
         """Return the next payload's form and tensors."""
@@ -231,9 +294,8 @@ class Edge:
     def _received_form(self) -> Form:
         assert self.forward_from is not None
         tag = self._tag(_HEADER)
-        (length,) = self.post.receive([TensorForm(torch.int64, (1,), False)], self.forward_from, tag).wait()
-        forms = [TensorForm(torch.uint8, (int(length),), False)]
-        (content,) = self.post.receive(forms, self.forward_from, tag).wait()
+        (length,) = self.post.receive(_plain(torch.int64, 1), self.forward_from, tag).wait()
+        (content,) = self.post.receive(_plain(torch.uint8, int(length)), self.forward_from, tag).wait()
         return Form.decoded(bytes(content.cpu().numpy()))
 
     def _remember(self, key: Hashable, form: Form) -> None:
@@ -243,15 +305,18 @@ class Edge:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Send back the gradients of the tensors that take them."""
+    def send_gradients(self, form: Form, gradients: Sequence[Tensor], microbatch: int) -> None:
+        """Send back the gradients of those tensors of a payload that take them."""
         for rank in self.backward_to:
-            self.post.send(gradients, rank, self._tag(_BACKWARD))
+            self.post.send(form.gradients, gradients, rank, self._tag(_BACKWARD), microbatch)
+
+    def gradients_have_arrived(self, microbatch: int) -> None:
+        """Let go of gradients that the other end has received."""
+        self.post.let_go(self._tag(_BACKWARD), microbatch)
 
     def expect_gradients(self, form: Form) -> list[Arrival]:
         """Begin to receive the gradients of a payload that was sent."""
-        forms = [one for one in form.tensors if one.takes_gradient]
-        return [self.post.receive(forms, rank, self._tag(_BACKWARD)) for rank in self.backward_from]
+        return [self.post.receive(form.gradients, rank, self._tag(_BACKWARD)) for rank in self.backward_from]
 
     @staticmethod
     def gradients(arrivals: Sequence[Arrival]) -> list[Tensor]:
@@ -260,6 +325,11 @@ class Edge:
         if len(found) == 1:
             return found[0]
         return [torch.stack(parts).mean(0) for parts in zip(*found, strict=True)]
+
+
+def _plain(dtype: torch.dtype, length: int) -> Form:
+    """Return the form of a row of numbers."""
+    return Form(None, (TensorForm(dtype, (length,), False),))
 
 
 def _difference(found: Form, known: Form) -> str:

@@ -1,4 +1,4 @@
-"""What the machines are: devices and their memory; no torch."""
+"""What the machines are: devices, their memory and how much they multiply; no torch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Device:
     """Bytes, as programs find them: a little less than what is sold, for the driver and error correction."""
     has_bf16: bool = True
     """Whether it computes in bfloat16 by itself."""
+    flops: float | None = None
+    """Operations per second at best, of dense matrices in half precision added up in float32; None: unknown."""
 
     @property
     def usable(self) -> int:
@@ -35,8 +37,19 @@ _GIBIBYTES = {
     "V100-16": 15.7, "T4": 14.5, "MI300X": 191.0,
 }  # fmt: skip
 _WITHOUT_BF16 = ("V100-32", "V100-16", "T4")
+# Tera-operations per second from the makers' data sheets, without sparsity.
+_TERA = {
+    "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100-80": 312.0, "A100-40": 312.0, "L40S": 362.0, "L4": 121.0,
+    "A40": 149.7, "A10": 125.0, "RTX-A6000": 154.8, "RTX-5090": 209.5, "RTX-4090": 165.2, "RTX-3090": 71.0,
+    "V100-32": 125.0, "V100-16": 125.0, "T4": 65.0, "MI300X": 1307.4,
+}  # fmt: skip
+# Cards of the same name with less power, by what else their names say.
+_SLOWER = {("H100", "pcie"): 756.0, ("H100", "nvl"): 835.0}
 
-DEVICES = {name: Device(name, int(size * 2**30), name not in _WITHOUT_BF16) for name, size in _GIBIBYTES.items()}
+DEVICES = {
+    name: Device(name, int(size * 2**30), name not in _WITHOUT_BF16, _TERA[name] * 1e12)
+    for name, size in _GIBIBYTES.items()
+}
 """The catalogue."""
 
 
@@ -54,6 +67,25 @@ def device(name: str) -> Device:
     close = several or [known[plain].name for plain in get_close_matches(wanted, list(known), n=1, cutoff=0.5)]
     advice = f"Did you mean {' or '.join(close)}?" if close else f"Known are {', '.join([*DEVICES, 'cpu'])}."
     raise ConfigError(f"There is no GPU {name!r} in the catalogue. {advice}")
+
+
+def peak_flops(name: str, precision: str) -> float | None:
+    """Return what a device multiplies at best, in operations per second; None if that is not known.
+
+    Args:
+        name: The device, as its driver calls it.
+        precision: bf16 or fp16. How fast float32 goes depends on what a program allows (TF32), so it is not told.
+    """
+    lowered = name.lower()
+    plain = re.sub(r"\bnvl\b", "", lowered)
+    try:
+        found = device(plain)
+    except ConfigError:
+        return None
+    if precision not in ("bf16", "fp16") or (precision == "bf16" and not found.has_bf16):
+        return None
+    slower = (tera * 1e12 for (one, word), tera in _SLOWER.items() if one == found.name and word in lowered)
+    return next(slower, found.flops)
 
 
 def this_cpu() -> Device:

@@ -270,12 +270,10 @@ def unexecutable(plan: Plan) -> list[str]:
     reasons = _unexecutable_pipeline(plan) if plan.is_pipeline else []
     largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
-        for option in ("activation_checkpointing", "precision"):
-            if getattr(module, option):
-                where = "loop.activation_checkpointing" if option == "activation_checkpointing" else "precision"
-                reasons.append(
-                    f"modules.{name}.{option}: it cannot be set for one module yet. Set it for the whole run: {where}."
-                )
+        if module.precision:
+            reasons.append(
+                f"modules.{name}.precision: it cannot be set for one module yet. Set it for the whole run: precision."
+            )
         if (kind := plan.kind(name)) != plan.data.kind:
             reasons.append(
                 f"modules.{name}.zero = {plan.modules[name].zero}: {kind} for one module, where the others have "
@@ -298,11 +296,8 @@ def _unexecutable_pipeline(plan: Plan) -> list[str]:
     kind, reasons = plan.data.kind, []
     if kind == "fsdp1":
         reasons.append("data.kind = fsdp1: it cannot shard the stages of a pipeline. Use fsdp2.")
-    if kind not in ("ddp", "zero1") and plan.schedule == "zero_bubble":
-        reasons.append(
-            f"schedule = zero_bubble: {kind} gathers parameters for a whole backward pass, which this schedule takes "
-            "apart. Use the kind ddp or zero1, or the schedule 1f1b."
-        )
+    if plan.schedule in ("zero_bubble", "auto"):
+        reasons += [f"schedule = {plan.schedule}: {reason}" for reason in _whole_backwards(plan)]
     for modules in plan.sharing:
         for name in modules:
             module, (_, cp, tp) = plan.modules[name], plan.sizes(modules)
@@ -311,11 +306,22 @@ def _unexecutable_pipeline(plan: Plan) -> list[str]:
                     f"modules.{name}: tp {module.tp} and cp {module.cp} beside a module with tp {tp} and cp {cp} on "
                     "the same ranks of a pipeline cannot be run yet. Use the same, or ranks: own."
                 )
-            if module.virtual_stages > 1 and kind not in ("ddp", "zero1"):
-                reasons.append(
-                    f"modules.{name}.virtual_stages = {module.virtual_stages}: with {kind} it cannot be run yet. "
-                    "Use the kind ddp or zero1."
-                )
+    return reasons
+
+
+def _whole_backwards(plan: Plan) -> list[str]:
+    """Return why backward passes cannot be taken apart, as zero_bubble does, which is what auto may choose."""
+    kind, reasons = plan.data.kind, []
+    if kind not in ("ddp", "zero1", "fsdp1"):
+        reasons.append(
+            f"{kind} gathers parameters for a whole backward pass, which zero_bubble takes apart. Use the kind ddp or "
+            "zero1, or the schedule 1f1b or interleaved."
+        )
+    if again := [name for name, module in plan.modules.items() if module.activation_checkpointing]:
+        reasons.append(
+            f"{' and '.join(again)} would compute activations again for the gradients of inputs, and once more for "
+            "those of each matrix, which zero_bubble takes apart. Use the schedule 1f1b or interleaved."
+        )
     return reasons
 
 

@@ -125,6 +125,7 @@ class ModalParallelPlugin:
             cp_distribution=self.context_parallel_distribution_mode if self.sp_size > 1 else "auto",
             stages=self.pp_size,
             virtual_stages=self.virtual_stages,
+            activation_checkpointing=self.activation_checkpointing,
         )
 
 
@@ -173,6 +174,8 @@ class MultimodalParallelPlugin:
             criterion returns the model's own loss as it is, samples for any other.
         processor: The `MultimodalProcessor`. Needed only where replicas must take the same steps and some may have a
             batch without an image, say.
+        packed: Whether batches may have several samples in a row, as `pack` makes them. Needed only for a pipeline: the
+            language model's attention is chosen before it is cut into stages.
         enable_flash_attention: Accepted; the model's `attn_implementation` decides.
         enable_fused_normalization: Accepted, without effect.
         enable_jit_fused: Accepted, without effect.
@@ -208,6 +211,7 @@ class MultimodalParallelPlugin:
         ranks: Ranks | None = None,
         loss_weight: LossWeight = "auto",
         processor: Any = None,
+        packed: bool = False,
     ) -> None:
         self.encoder_plugins = dict(encoder_plugins or {})
         self.language_model_plugin = language_model_plugin
@@ -216,7 +220,7 @@ class MultimodalParallelPlugin:
         )
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         self.max_norm = _checked_norm(max_norm)
-        self.zero_stage, self.schedule, self.processor = zero_stage, schedule, processor
+        self.zero_stage, self.schedule, self.processor, self.packed = zero_stage, schedule, processor, bool(packed)
         self.ranks = ranks or type(self).ranks
         self.loss_weight: LossWeight = _word("loss_weight", loss_weight, get_args(LossWeight))
         self.stage_manager: StageManager | None = None

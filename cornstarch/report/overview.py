@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 
 from cornstarch.report import figures
@@ -142,7 +143,15 @@ def _speed(run: Run) -> Markup | None:
     if not rates:
         return None
     items = [f"{figures.plain(_middle(curve))} {name}" for name, curve in run.metrics.items.items()][:3]
-    return _card("Tokens per second", figures.count(median(rates)), " · ".join(["median", *items]))
+    return _card("Tokens per second", figures.count(median(rates)), " · ".join(["median", *_computing(run), *items]))
+
+
+def _computing(run: Run) -> Iterator[str]:
+    """Yield how much was multiplied in a second, and which share that is of what the devices can."""
+    if rates := [value for _, value in run.metrics.train.get("flops_per_second", [])]:
+        yield f"{figures.flops(median(rates))}/s"
+    if shares := [value for _, value in run.metrics.train.get("mfu", [])]:
+        yield f"{figures.percent(median(shares))} MFU"
 
 
 def _middle(curve: Curve) -> float:

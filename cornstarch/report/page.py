@@ -111,8 +111,10 @@ def curves(run: Run) -> Markup:
         Chart("Learning rate", [Line("scheduled", train.get("learning_rate", []), 3)]),
         Chart("Tokens per second", _lines(train.get("tokens_per_second", []), 6), unit="count", from_zero=True),
         Chart("Items per second", items, from_zero=True),
+        Chart("Share of the device's peak (MFU)", _lines(train.get("mfu", []), 2), unit="percent", from_zero=True),
         Chart("Gradient norm", _lines(train.get("grad_norm", []), 5), log=True),
         Chart("Memory", [Line("in use", train.get("memory", []), 4)], unit="size", from_zero=True),
+        Chart("Waiting for data, seconds per step", _waits(run), from_zero=True),
     ]
     loss = draw(_loss_chart(run))
     return join(
@@ -139,6 +141,13 @@ def _marks(run: Run) -> Sequence[tuple[float, str]]:
     for step, name in happened:
         by_step.setdefault(step, []).append(name)
     return [(step, ", ".join(dict.fromkeys(names))) for step, names in sorted(by_step.items())][-_MOST_MARKS:]
+
+
+def _waits(run: Run) -> list[Line]:
+    """Return how long steps waited for batches, and the device for their copies, if it ever did."""
+    train = run.metrics.train
+    copies = [Line("copies", train["copy_wait"], 2)] if any(value for _, value in train.get("copy_wait", [])) else []
+    return [Line("batches", train.get("data_wait", []), 1), *copies]
 
 
 def _accuracy_chart(run: Run) -> Chart:

@@ -18,7 +18,10 @@ _BESIDE = {"kind", "step", "time", "seconds", "epoch", "count", "sources", "moda
 _MOST_CONFIG = 200_000  # characters
 
 # Keys of the train lines that are kept for all steps.
-CURVES = ("loss", "learning_rate", "grad_norm", "tokens_per_second", "memory")
+CURVES = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "flops_per_second", "memory", "data_wait",
+    "copy_wait",
+)  # fmt: skip
 Curve = Sequence[tuple[float, float]]
 """(step, value), in the order of steps; values may be NaN or infinite."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from cornstarch.report import figures
 from cornstarch.report.markup import Markup, element, join
@@ -115,7 +116,20 @@ def data(run: Run) -> Markup:
             _lines(left_out) if left_out else missing("How many samples were left out is not known."),
         )
     )
+    kept = mapping(run.summary.get("features"))
+    if kept:
+        blocks.append(element("div", element("h3", "Kept features"), _lines(_kept_features(kept))))
     return element("div", blocks, class_="columns")
+
+
+def _kept_features(kept: Mapping[str, Any]) -> list[str]:
+    """Return what is said of the cache of encoders' features."""
+    hits, misses = (number(kept.get(name)) or 0 for name in ("hits", "misses"))
+    lines = [
+        f"{figures.count(hits)} of {figures.count(hits + misses)} items found",
+        f"{figures.size(number(kept.get('bytes')))} in {text(kept.get('folder'))}",
+    ]
+    return [*lines, text(kept["problem"])] if kept.get("problem") else lines
 
 
 def _lines(lines: list[str]) -> Markup:

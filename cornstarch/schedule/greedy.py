@@ -42,11 +42,12 @@ class _Run:
     """
 
     def __init__(self, graph: StageGraph, lines: Sequence[Sequence[Action]], limits: Sequence[int] | None) -> None:
-        works = [*{(action.kind, action.stage): 0 for line in lines for action in line}]
-        number = {work: index for index, work in enumerate(works)}
-        self.many = many = 1 + max((action.microbatch for line in lines for action in line), default=0)
-        self.lines = [[number[a.kind, a.stage] * many + a.microbatch for a in line] + [_END] for line in lines]
-        self.line_of = {number[a.kind, a.stage]: line for line, actions in enumerate(lines) for a in actions}
+        lines_of = {(kind, stage): line for line, own in enumerate(lines) for kind, stage, _, _ in own}
+        works = [*lines_of]
+        self.line_of = [*lines_of.values()]
+        self.many = many = 1 + max((max(microbatch for _, _, microbatch, _ in own) for own in lines if own), default=0)
+        first = {work: index * many for index, work in enumerate(works)}
+        self.lines = [[first[kind, stage] + microbatch for kind, stage, microbatch, _ in own] + [_END] for own in lines]
         self.place_of = [graph.nodes[line[0].stage].place if line else 0 for line in lines]
         self.stage_of = [stage for _, stage in works]
         self.lasts = [duration(graph, *work) for work in works]
@@ -65,7 +66,7 @@ class _Run:
         self.heads = [0] * len(lines)
         self.taken: list[list[tuple[int, int]]] = [[] for _ in range(graph.places)]  # (line, which of its actions)
         self.events: list[tuple[float, int, int]] = []  # (end of an action, its place, its line)
-        self.ready: list[list[tuple[int, int]]] = [[] for _ in range(graph.places)]  # (urgency, line)
+        self.ready: list[list[int]] = [[] for _ in range(graph.places)]  # urgencies, which tell the line
         self.is_free = [True] * graph.places
         for line in range(len(lines)):
             self._offer(line)
@@ -77,18 +78,21 @@ class _Run:
         wanted = [{*needs(graph, *work)} for work in works]
         makers = {result: index for index, work in enumerate(works) for result in results(Action(*work, 0))}
         self.missing = [len(needed) for needed in wanted for _ in range(self.many)]
+        self.missing.append(1)  # for _END: it never begins
         self.dependents: list[list[int]] = [[] for _ in works]
         for work, needed in enumerate(wanted):
             for result in needed:
                 self.dependents[makers[result]].append(work)
 
     def _number_urgency(self, graph: StageGraph, works: Sequence[tuple[Kind, int]]) -> None:
-        """Make one number of kind, microbatch and length of the way; it grows by `step` with each microbatch."""
-        self.step = len(graph.nodes)
-        self.urgency = []
-        for kind, stage in works:
+        """Make one number of kind, microbatch, length of the way and line, for each action: small ones are urgent."""
+        self.urgency: list[int] = []
+        step = len(graph.nodes)
+        for work, (kind, stage) in enumerate(works):
             way = graph.distance(stage) if kind is Kind.F else graph.depth(stage)
-            self.urgency.append(_URGENCY[kind] * self.many * self.step + self.step - way)
+            first = _URGENCY[kind] * self.many * step + step - way
+            line, lines = self.line_of[work], len(self.lines)
+            self.urgency += [(first + microbatch * step) * lines + line for microbatch in range(self.many)]
 
     def proceed(self) -> None:
         """Go on to when the next actions end, and let every place that is free then start another one."""
@@ -106,15 +110,16 @@ class _Run:
 
     def _complete(self, line: int, places: set[int]) -> None:
         """Do what follows from the end of the action at a line's head; note the places that have more to choose."""
-        work, microbatch = divmod(self.lines[line][self.heads[line]], self.many)
-        self.heads[line] += 1
+        lines, heads, missing, many = self.lines, self.heads, self.missing, self.many
+        work, microbatch = divmod(lines[line][heads[line]], many)
+        heads[line] += 1
         for dependent in self.dependents[work]:
-            action = dependent * self.many + microbatch
-            self.missing[action] -= 1
-            if not self.missing[action]:
+            action = dependent * many + microbatch
+            missing[action] -= 1
+            if not missing[action]:
                 other = self.line_of[dependent]
-                if other != line and self.lines[other][self.heads[other]] == action:
-                    self._offer(other)
+                if other != line and lines[other][heads[other]] == action:
+                    heappush(self.ready[self.place_of[other]], self.urgency[action])
                     places.add(self.place_of[other])
         if self.frees[work]:
             stage = self.stage_of[work]
@@ -124,17 +129,16 @@ class _Run:
         self._offer(line)
 
     def _offer(self, line: int) -> None:
-        """Let a line's place take the action at its head, if nothing is missing for it."""
+        """Let a line's place take the action at its head, if there is one and nothing is missing for it."""
         action = self.lines[line][self.heads[line]]
-        if action != _END and not self.missing[action]:
-            work, microbatch = divmod(action, self.many)
-            heappush(self.ready[self.place_of[line]], (self.urgency[work] + microbatch * self.step, line))
+        if not self.missing[action]:
+            heappush(self.ready[self.place_of[line]], self.urgency[action])
 
     def _start(self, place: int) -> None:
         """Let a place take the most urgent action that it may."""
         ready = self.ready[place]
         while ready:
-            line = heappop(ready)[1]
+            line = heappop(ready) % len(self.heads)
             head = self.heads[line]
             work = self.lines[line][head] // self.many
             if self.keeps[work]:

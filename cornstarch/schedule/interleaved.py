@@ -11,8 +11,8 @@ from cornstarch.schedule.kinds import Action, Kind, backward_of
 from cornstarch.schedule.orders import Line, Lists, by_place, in_turn
 
 
-def interleaved(graph: StageGraph, microbatches: int) -> Lists:
-    """Return that order for every module with several stages per place, and 1F1B for the others.
+def interleaved(graph: StageGraph, microbatches: int) -> tuple[Lists, float | None]:
+    """Return that order for every module with several stages per place, and 1F1B for the others; its time, if known.
 
     Modules are looked at from the end, because how far ahead one runs depends on how far those behind it do.
     """

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.greedy import arrange
 from cornstarch.schedule.kinds import Action, Kind, backward_of
+from cornstarch.schedule.timing import makespan, times
 
 Line = list[Action]
 Lists = tuple[tuple[Action, ...], ...]
@@ -61,9 +62,18 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Iterable[Action]], a
     return line
 
 
-def by_place(graph: StageGraph, lines: Sequence[Line]) -> Lists:
-    """Return the lines, by place; a place that has several does the actions at their heads as they become due."""
+def by_place(graph: StageGraph, lines: Sequence[Line]) -> tuple[Lists, float | None]:
+    """Return the lines, by place, and how long they take, where that comes out by the way.
+
+    A place that has several lines does the actions at their heads as they become due.
+    """
     places = [graph.nodes[line[0].stage].place for line in lines]
     if len({*places}) < len(places):
-        return arrange(graph, lines)[0]
-    return tuple(tuple(line) for _, line in sorted(zip(places, lines, strict=True), key=lambda pair: pair[0]))
+        return arrange(graph, lines)
+    return tuple(tuple(line) for _, line in sorted(zip(places, lines, strict=True), key=lambda pair: pair[0])), None
+
+
+def timed(graph: StageGraph, found: tuple[Lists, float | None]) -> tuple[Lists, float]:
+    """Return the actions of each place, and how long they take."""
+    lists, took = found
+    return lists, makespan(times(graph, lists)) if took is None else took

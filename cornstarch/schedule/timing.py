@@ -21,8 +21,9 @@ def times(graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: floa
     Receives wait, sends do not. What another place made is there `transfer` later; the place that needs it may compute
     in the meantime, as long as its next action needs something else. Costs that are fractions are added up exactly.
     """
-    rules = _Rules(graph, actions, transfer)
-    ends: list[float | None] = [None] * (len(rules.numbers) * rules.many)
+    known = _Rules(graph, actions, transfer)
+    rules = known.of
+    ends: list[float | None] = [None] * (len(known.numbers) * known.many)
     waiting: dict[int, list[int]] = {}  # the places that wait for a result
     spans: list[list[Span]] = [[] for _ in actions]
     to_do = [*range(len(actions))]
@@ -30,28 +31,29 @@ def times(graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: floa
         place = to_do.pop()
         mine, own = actions[place], spans[place]
         clock = own[-1][1] if own else 0
-        for index in range(len(own), len(mine)):
-            action = mine[index]
-            microbatch = action.microbatch
-            lasts, required, left = rules.of[action.kind, action.stage, action.other]
+        for index in range(len(own), len(mine)):  # the busiest loop of all: large schedules have 10^5 actions
+            kind, stage, microbatch, other = mine[index]
+            lasts, required, left = rules[kind, stage, other]
             start = clock
             for number, later in required:
                 end = ends[number + microbatch]
                 if end is None:
                     waiting.setdefault(number + microbatch, []).append(place)
                     break
-                start = max(start, end + later)
+                if end + later > start:
+                    start = end + later
             else:
                 clock = start + lasts
                 own.append((start, clock))
                 for number in left:
                     ends[number + microbatch] = clock
-                    to_do += waiting.pop(number + microbatch, ())
+                    if number + microbatch in waiting:
+                        to_do += waiting.pop(number + microbatch)
                 continue
             break
     stuck = {place: mine[len(spans[place])] for place, mine in enumerate(actions) if len(spans[place]) < len(mine)}
     if stuck:
-        raise Deadlock(_told(graph, rules, ends, stuck))
+        raise Deadlock(_told(graph, known, ends, stuck))
     return spans
 
 

@@ -11,40 +11,43 @@ from collections.abc import Iterator, Sequence
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.greedy import arrange
 from cornstarch.schedule.kinds import Action, Kind, backward_of, duration
-from cornstarch.schedule.orders import Line, Lists, by_place, depths, stage_lines
-from cornstarch.schedule.timing import makespan, times
+from cornstarch.schedule.orders import Line, Lists, by_place, depths, stage_lines, timed
 
 
-def zero_bubble(graph: StageGraph, microbatches: int) -> tuple[Lists, float]:
+def zero_bubble(graph: StageGraph, microbatches: int, usual: tuple[Lists, float]) -> tuple[Lists, float]:
     """Return the fastest of some orders, in simulation with the graph's costs, and its time: never more than 1F1B's.
 
     No stage holds more microbatches than the fullest of its module does with 1F1B. Of equally fast orders the first is
     taken; one that cannot be beaten ends the search.
+
+    usual: 1F1B, and its time.
     """
     best: Lists = ()
     least = float("inf")
     bound = _least_time(graph, microbatches)
-    for lists, took in _candidates(graph, microbatches):
+    for lists, took in _candidates(graph, microbatches, usual):
         if took < least:
             best, least = lists, took
         if least <= bound:
             break
-    return best, least
+    if least <= usual[1]:
+        return best, least
+    # 1F1B itself, but that gradients of inputs are on their way before those of weights are computed.
+    return timed(graph, (tuple(_split(graph, mine) for mine in usual[0]), None))
 
 
-def _candidates(graph: StageGraph, microbatches: int) -> Iterator[tuple[Lists, float]]:
+def _candidates(graph: StageGraph, microbatches: int, usual: tuple[Lists, float]) -> Iterator[tuple[Lists, float]]:
     """Yield orders and how long each takes."""
+    lists, took = usual
     own, fullest = depths(graph), _fullest(graph)
-    # Gradients of weights as late as the memory allows: best for equal stages, one at each place.
-    if graph.places == len(graph.nodes):
+    if all(graph.backward(stage) != "both" for stage in range(len(graph.nodes))):  # there is nothing to split
+        yield tuple(_split(graph, mine) for mine in lists), took
+    elif graph.places == len(graph.nodes):
+        # Gradients of weights as late as the memory allows: best for equal stages, one at each place.
         lags = [most - depth for most, depth in zip(fullest, own, strict=True)]
-        late = by_place(graph, stage_lines(graph, microbatches, own, lags))
-        yield late, makespan(times(graph, late))
+        yield timed(graph, by_place(graph, stage_lines(graph, microbatches, own, lags)))
     # What can be done when it can be done: better where costs differ, but a greedy choice may lose in the end.
     yield arrange(graph, _lines(graph, microbatches), fullest)
-    # 1F1B itself, but that gradients of inputs are on their way before those of weights are computed.
-    safe = tuple(_split(graph, mine) for mine in by_place(graph, stage_lines(graph, microbatches, own)))
-    yield safe, makespan(times(graph, safe))
 
 
 def _split(graph: StageGraph, actions: Sequence[Action]) -> tuple[Action, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProcessor
+from cornstarch.models.multimodal_language_model import (
+    ModalEncoderModule,
+    MultimodalModel,
+    MultimodalProcessor,
+    MultimodalProjector,
+)
+from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
+    MultimodalProjectorConfig,
+    encoder_width,
+)
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import processor_class
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 from cornstarch.models.twin import disturb, twin_config
-from cornstarch.parallel.apply import TensorCut
-from cornstarch.parallel.loading import drop_parameters, load_cut, loaded_whole, note_whole
+from cornstarch.parallel.loading import is_read_in_part, load_cut, loaded_whole, note_in_part, note_whole
+from cornstarch.parallel.making import made_in_part
 from cornstarch.parallel.tensor import is_cut, seen_whole
 from cornstarch.train.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, WholeModelConfig
-
-Cuts = Callable[[str, bool], TensorCut | None]
-"""How the matrices of a module are cut while it is read, by its name and whether it is an encoder."""
+from cornstarch.train.part_cut import Cuts, PartCut
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,7 +56,9 @@ def build_model(config: ModelConfig, *, weights: bool = True, cuts: Cuts | None 
         cuts: How parts that are stored are cut while they are read.
     """
     text, where = language_model_of(config), "model.language_model"
-    cut = None if cuts is None or text.path is None else cuts("language_model", False)
+    cut = None if cuts is None else cuts("language_model", False)
+    if cut is not None and cut.held is None and text.path is None:
+        cut = None  # what has random weights is made whole, unless other stages have some of it
     traits = _small_traits(where, text) if cut is not None and config.encoders else LanguageModelTraits()
     if traits is None:
         language_model = load_part(where, text, weights=weights)
@@ -63,16 +73,30 @@ def build_model(config: ModelConfig, *, weights: bool = True, cuts: Cuts | None 
         module = adapted(where, described, load_part(where, described, weights=weights, cut=cut))
         encoder = ModalEncoderModule(module, attention=described.attention)
         kind = (described.projector, described.activation)
+        if cut is not None and cut.held is not None:
+            encoder.projector = _projector(module, language_model, *kind)
         if model is None:  # the constructor checks the language model, once
             model = MultimodalModel({name: encoder}, language_model, None, *kind)
         else:
             model.add_encoder(name, encoder, *kind)
     if model is None:
         model = MultimodalModel({}, language_model)
-    if traits is not None and is_cut(language_model):
+    if traits is not None and (is_cut(language_model) or is_read_in_part(language_model)):
         model.traits = traits
     trained = {name: (e.train in ("full", "lora"), e.train != "frozen") for name, e in config.encoders.items()}
     return model.train(encoders_mode=trained, llm_mode=text.train != "frozen")
+
+
+def _projector(module: nn.Module, language_model: nn.Module, kind: str, activation: str) -> MultimodalProjector | None:
+    """Return a new projector, with memory although the parts beside it may have none; None if its width is unknown."""
+    width = encoder_width(getattr(unwrap(module), "config", None))
+    table = language_model.get_input_embeddings().weight  # type: ignore[operator]
+    if width is None:
+        return None
+    sizes = {"in_features": width, "out_features": table.shape[1]}
+    projector = MultimodalProjector(MultimodalProjectorConfig(projection_type=kind, activation=activation, **sizes))
+    nn.Module.to(projector, dtype=table.dtype)
+    return projector
 
 
 def build_processor(config: ModelConfig, model: MultimodalModel) -> MultimodalProcessor:
@@ -134,7 +158,7 @@ def load_part(
     auto_class: Any = None,
     weights: bool = True,
     new_head: bool = False,
-    cut: TensorCut | None = None,
+    cut: PartCut | None = None,
 ) -> Any:
     """Return a part's model: loaded, or made from its config with random weights.
 
@@ -145,7 +169,7 @@ def load_part(
         auto_class: The Auto class of transformers that makes it. Default: the language model's or encoder's.
         weights: False makes it on the meta device.
         new_head: Weights whose shape the config has changed are made anew.
-        cut: How its matrices are cut over ranks: of a part that is stored, each rank reads its own.
+        cut: What of it this process has: of a part that is stored it reads just that.
     """
     stored_config = config or part_config(where, part)
     model_class = _model_class(where, part, stored_config, auto_class)
@@ -155,7 +179,11 @@ def load_part(
             model = _stored(model_class, part, config, new_head, cut)
         else:
             with torch.device("cpu" if weights else "meta"):
-                model = _made(model_class, stored_config, part)
+                make = partial(_made, model_class, stored_config, part)
+                if weights and cut is not None and cut.held is not None:
+                    model = made_in_part(make, partial(cut.names, part))
+                else:
+                    model = make()
     except ConfigError as error:
         raise type(error)(f"{where}: {error}") from error
     except (OSError, ValueError, RuntimeError) as error:
@@ -166,8 +194,10 @@ def load_part(
             ) from error
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     if isinstance(part, EncoderConfig) and stored_config.is_encoder_decoder:
-        reason, model = loaded_whole(model), model.get_encoder()
-        note_whole(model, reason)
+        whole, model = model, model.get_encoder()
+        note_whole(model, loaded_whole(whole))
+        if is_read_in_part(whole):
+            note_in_part(model)
     return model if dtype is None else model.to(dtype)
 
 
@@ -176,7 +206,7 @@ NEW_WEIGHTS = "cornstarch_new_weights"
 
 
 def _stored(
-    model_class: Any, part: PartConfig, config: PreTrainedConfig | None, new_head: bool, cut: TensorCut | None
+    model_class: Any, part: PartConfig, config: PreTrainedConfig | None, new_head: bool, cut: PartCut | None
 ) -> Any:
     """Return the model of a folder or of the hub."""
     options: dict[str, Any] = {
@@ -193,28 +223,11 @@ def _stored(
         if is_checked_later:
             note_whole(model, "whether its tokens can be cut depends on its adapters")
     else:
-        is_encoder = isinstance(part, EncoderConfig)
-        model, told = load_cut(model_class, str(part.path), _encoder_cut(cut) if is_encoder else cut, **options)
+        held = None if cut.held is None else partial(cut.names, part)
+        model, told = load_cut(model_class, str(part.path), partial(cut.cut, part), held=held, **options)
     mismatched = [entry if isinstance(entry, str) else entry[0] for entry in told["mismatched_keys"]]
     setattr(model, NEW_WEIGHTS, frozenset([*told["missing_keys"], *mismatched]))
     return model
-
-
-def _encoder_cut(cut: TensorCut) -> Callable[[Any], None]:
-    """Return what cuts an encoder; of one with a decoder, the decoder is not read."""
-
-    def encoder_only(model: Any) -> None:
-        if not model.config.is_encoder_decoder:
-            cut(model)
-            return
-        encoder = model.get_encoder()
-        within = set(encoder.modules())
-        for module in model.modules():
-            if not within.intersection(module.modules()):
-                drop_parameters(module)
-        cut(encoder)
-
-    return encoder_only
 
 
 def _made(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Module:

@@ -212,6 +212,9 @@ class DataConfig(Section):
     """What to do with a longer sample."""
     packing: bool = False
     """Put several samples in one row instead of padding."""
+    pad_to: Literal["auto"] | Positive = "auto"
+    """Fill rows of conversations and documents up to a multiple of so many tokens, at most `max_length`. auto: not at
+    all; or, where the model is compiled, to one of eight lengths, packed rows to `max_length`."""
     train_on: Literal["answers", "everything"] = "answers"
     """Which tokens count: those of the assistant's messages, or all text."""
     system: str | None = None
@@ -304,6 +307,8 @@ class LoopConfig(Section):
     """Decay of an exponential moving average of the trained weights, used for evaluation and export."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
+    activation_budget: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of the activations of compiled layers that is kept; the rest is computed again, the cheapest first."""
 
     @model_validator(mode="after")
     def _portions(self) -> LoopConfig:
@@ -342,6 +347,26 @@ class LoggingConfig(Section):
     """auto: a bar in a terminal, else lines."""
     samples: NotNegative = 8
     """Samples of the evaluation data shown in the report with the model's answers."""
+
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class FeaturesConfig(Section):
+    """What frozen encoders make of images and sounds, kept on the disk for later epochs and other runs."""
+
+    cache: bool = False
+    """Keep it. An item that was encoded before is not even decoded again. Encoders must not be trained themselves."""
+    folder: Path | None = None
+    """Where, for all runs that share it. Default: `feature_cache` beside the run's folder."""
+    limit: Annotated[str, Field(pattern=rf"^\d+(\.\d+)? ?({'|'.join(_UNITS)})$")] = "50 GB"
+    """The most that all files in the folder may take together: `500 MB`, `50 GB`, `1.5 TB`."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """The limit in bytes."""
+        digits = self.limit.rstrip("BkMGT ")
+        return int(float(digits) * _UNITS[self.limit[len(digits) :].strip()])
 
 
 class ModuleParallelConfig(Section):
@@ -447,6 +472,8 @@ class RunConfig(Section):
     """Threads of the CPU that one process computes with. Default: torch's choice; small models are faster with 1."""
     precision: Precision | Literal["auto"] = "auto"
     """What is computed in. auto: bf16 on a GPU that has it, else fp32."""
+    compile: Literal["auto", "layers", "off"] = "auto"
+    """layers: every layer is compiled; auto: on a GPU, where it can be; off: nothing is."""
     model: ModelConfig
     """What is trained."""
     data: DataConfig
@@ -456,7 +483,13 @@ class RunConfig(Section):
     loop: LoopConfig = LoopConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    features: FeaturesConfig = FeaturesConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _said_as_a_switch(cls, value: Any) -> Any:
+        return {True: "layers", False: "off"}[value] if isinstance(value, bool) else value  # YAML's `off` is false
 
     @model_validator(mode="after")
     def _modules_are_there(self) -> RunConfig:
@@ -473,6 +506,45 @@ class RunConfig(Section):
             raise ValueError(
                 f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
                 "which stands for all of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _computes_again_once(self) -> RunConfig:
+        schedule, takes_apart = self.parallel.schedule, self.parallel.schedule in ("zero_bubble", "auto")
+        if self.loop.activation_checkpointing and takes_apart and self.parallel.plan().is_pipeline:
+            raise ValueError(
+                f"`loop.activation_checkpointing` with `parallel.schedule` = {schedule}: activations would be computed "
+                "again for the gradients of inputs, and once more for those of each matrix, which zero_bubble takes "
+                "apart; use 1f1b or interleaved"
+            )
+        return self
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether all of the model computes activations again in the backward pass."""
+        modules = self.parallel.modules.values()
+        every = bool(modules) and all(module.activation_checkpointing for module in modules)
+        return self.loop.activation_checkpointing or every
+
+    @model_validator(mode="after")
+    def _features_can_be_kept(self) -> RunConfig:
+        if not self.features.cache:
+            return self
+        trained = sorted(name for name, part in self.model.encoders.items() if part.train in ("full", "lora"))
+        if trained:
+            raise ValueError(
+                f"`features.cache` keeps what frozen encoders make; {', '.join(trained)} is trained, and makes other "
+                "features after every step. Set its `train` to projector or frozen, or leave the cache out"
+            )
+        if self.model.language_model is not None and not self.model.encoders:
+            raise ValueError("`features.cache` keeps what encoders make; `model` has none")
+        plan = self.parallel.plan()
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+            raise ValueError(
+                "`features.cache` works with data parallelism only: processes that share the samples of a step "
+                "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
+                "let every process have samples of its own"
             )
         return self
 

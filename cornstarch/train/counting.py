@@ -8,9 +8,10 @@ the next exchange, and must not have to wait for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
+from typing import Any
 
 from cornstarch.parallel import processes
 from cornstarch.train.data.loader import StepBatch
@@ -29,10 +30,18 @@ class Counter:
         modalities: Their names, the same in all processes.
         replica_size: So many processes have, and count, the same.
         stop: Tells whether this process was told to end.
+        flops: Returns what a step on a portion's inputs multiplies; without it nothing is counted.
     """
 
-    def __init__(self, modalities: Sequence[str], replica_size: int, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        modalities: Sequence[str],
+        replica_size: int,
+        stop: Callable[[], bool],
+        flops: Callable[[Mapping[str, Any]], float] | None = None,
+    ) -> None:
         self._modalities, self._replica_size, self._stop = list(modalities), replica_size, stop
+        self._flops = flops or (lambda inputs: 0.0)
         self._known: dict[tuple[int, int], Totals] = {}
 
     def ahead(self, batches: Iterator[StepBatch], left: Callable[[], int]) -> Iterator[StepBatch]:
@@ -78,12 +87,13 @@ class Counter:
         items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in self._modalities]
         tokens = sum(portion.tokens for portion in batch.portions)
         too_long = sum(sample.too_long for sample in batch.skipped)
-        return [batch.trained_tokens, tokens, batch.samples, len(batch.skipped) - too_long, too_long, *items]
+        flops = int(sum(self._flops(portion.inputs) for portion in batch.portions))
+        return [batch.trained_tokens, tokens, batch.samples, len(batch.skipped) - too_long, too_long, flops, *items]
 
     def _read(self, stop: bool, sums: Sequence[int]) -> StepTotals:
-        trained, tokens, samples, broken, too_long, *counts = (one // self._replica_size for one in sums)
+        trained, tokens, samples, broken, too_long, flops, *counts = (one // self._replica_size for one in sums)
         by_name = dict(zip(self._modalities, counts, strict=True))
-        return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop)
+        return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop, flops)
 
 
 def _place(batch: StepBatch) -> tuple[int, int]:

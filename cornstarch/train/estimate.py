@@ -108,7 +108,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     kinds = []
     for data, copies in _data_plans(plan, world, ranks_per_node):
         found, _ = activations(data.param_dtype != precision)
-        most = None if found is None else found.most(loop.activation_checkpointing)
+        most = None if found is None else found.most(config.recomputes)
         memory, refused = _memory(model, config, data, world, copies)
         label = "one process" if world == 1 else _label(data.kind, copies)
         kinds.append(KindEstimate(data, label, memory, refused, most, loop.accumulation > 1))
@@ -272,7 +272,7 @@ def _rescue(
     smallest = min((kind for kind in kinds if kind.memory is not None), key=lambda kind: kind.peak)
     assert smallest.memory is not None
     loop, remedies = config.loop, []
-    if known is not None and not loop.activation_checkpointing:
+    if known is not None and not config.recomputes:
         peak = smallest.memory.peak(known.most(recomputed=True), smallest.accumulated)
         remedies.append(f"loop.activation_checkpointing=true (then {show_size(peak)})")
     if loop.batch_size > loop.accumulation * world:

@@ -16,7 +16,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.loader import StepBatch
 from cornstarch.train.parts import Part
-from cornstarch.train.precision import Placement
+from cornstarch.train.precision import Placement, Reading
 
 _SHOWN = 8
 # What torch says with a plain RuntimeError: on a CPU, by CUDA itself, by cuBLAS.
@@ -34,7 +34,7 @@ class TrainingError(ConfigError):
 class _Watched:
     step: int
     sample_ids: Sequence[str]
-    values: Tensor
+    values: Reading
     """Loss and norm of the gradient."""
 
 
@@ -43,11 +43,16 @@ class LossWatch:
 
     Reading a number from a GPU waits until it has computed it. So there each step's numbers are read while the next one
     runs, and those of the last step before anything is saved; on a CPU, before the weights change.
+
+    Args:
+        config: The run.
+        placement: Where it computes.
+        late: Whether a step is judged in the next one. Default: on a GPU.
     """
 
-    def __init__(self, config: RunConfig, placement: Placement) -> None:
+    def __init__(self, config: RunConfig, placement: Placement, late: bool | None = None) -> None:
         self._config = config
-        self._late = placement.device.type == "cuda"
+        self._late = placement.device.type == "cuda" if late is None else late
         self._pending: list[_Watched] = []
         self.last = math.nan
         """The newest loss that has been read."""
@@ -56,7 +61,7 @@ class LossWatch:
         """Watch a step's numbers."""
         ids = [name for portion in batch.portions for name in portion.sample_ids]
         both = torch.stack([loss.float(), loss.new_zeros(()).float() if norm is None else norm.float()])
-        self._pending.append(_Watched(step, ids, both))
+        self._pending.append(_Watched(step, ids, Reading(both)))
         self.check(all_steps=not self._late)
 
     def check(self, *, all_steps: bool = True) -> None:
@@ -65,7 +70,7 @@ class LossWatch:
             self._judge(self._pending.pop(0))
 
     def _judge(self, watched: _Watched) -> None:
-        loss, norm = watched.values.tolist()
+        loss, norm = watched.values.numbers()
         self.last = loss
         if math.isfinite(loss) and math.isfinite(norm):
             return
@@ -172,7 +177,7 @@ def _remedies(config: RunConfig, fixed: int, total: int | None) -> list[str]:
             f"loop.accumulation={smaller}, portions of {loop.batch_size // smaller} samples instead of {portion} "
             "(the same gradient)"
         )
-    if not loop.activation_checkpointing:
+    if not config.recomputes:
         remedies.append("loop.activation_checkpointing=true")
     if config.precision == "fp32":
         remedies.append("precision=bf16")

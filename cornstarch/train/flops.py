@@ -1,35 +1,75 @@
-"""How much each part of a model computes, counted on a real batch."""
+"""What the steps of a run multiply: the counter of its whole model, made before that is cut over processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
+import torch
+from torch import Tensor, nn
 
-from cornstarch.attention.verify import evaluating
-from cornstarch.train.data.collate import CollatedBatch
-from cornstarch.train.parts import Part
-from cornstarch.train.precision import Placement
+from cornstarch.compute.flops import FlopCounter, StepFlops
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import is_sharded
+from cornstarch.train.config import RunConfig
+from cornstarch.train.on_meta import model_on_meta
+from cornstarch.train.recompute import recompute_activations
 from cornstarch.train.tasks.task import Task
 
 
-def forward_flops(task: Task, parts: Sequence[Part], batch: CollatedBatch, placement: Placement) -> dict[str, float]:
-    """Return the floating-point operations of a forward pass for one sample, by part; only what is counted is there.
+class RunFlops:
+    """Counts what steps of a run multiply; where it cannot, it says so once and counts nothing.
 
-    Matrix products, convolutions and attention are counted, as torch's counter does.
+    Args:
+        task: What is trained, before its model is cut or compiled.
+        config: The run.
+        note: Tells the user something.
     """
-    inputs = placement.moved(batch.inputs)
-    counter = FlopCounterMode(display=False)
-    with evaluating(task.model), placement.computing(), counter:
-        task.loss(inputs)
-    counts = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
-    root = type(task.model).__name__
-    samples = max(len(batch.sample_ids), 1)
-    found: dict[str, float] = {}
-    for part in parts:
-        # The counter calls a module by its path from the root, whose class name comes first.
-        names = [f"{root}.{place}" if place else root for place in part.module_names]
-        known = [counts[name] for name in names if name in counts]
-        if known:
-            found[part.name] = known[0] / samples
-    return found
+
+    def __init__(self, task: Task, config: RunConfig, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._counter: FlopCounter | None = None
+        try:
+            self._counter = FlopCounter(_whole(task.model, config), lambda model, inputs: _loss(task, model, inputs))
+        except Exception as error:  # a module that cannot be copied, say: a run must not end for a figure
+            self._refuse(error)
+
+    def step(self, inputs: Mapping[str, Any]) -> StepFlops | None:
+        """Return what a forward and a backward pass multiply, by part; None if that cannot be counted."""
+        if self._counter is None:
+            return None
+        try:
+            return self._counter.step(inputs)
+        except Exception as error:
+            self._refuse(error)
+            return None
+
+    def total(self, inputs: Mapping[str, Any]) -> float:
+        """Return it for all parts together; 0 if it cannot be counted."""
+        found = self.step(inputs)
+        return 0.0 if found is None else found.total
+
+    def _refuse(self, error: Exception) -> None:
+        self._counter = None
+        self._note(f"FLOPs are not counted: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+
+def _whole(model: nn.Module, config: RunConfig) -> nn.Module:
+    """Return the model, whose shapes are whole even where it has no weights; one like it if its matrices are cut."""
+    if not is_sharded(model):
+        return model
+    with torch.random.fork_rng(devices=[]):
+        bare = model_on_meta(config)
+    if isinstance(bare, MultimodalModel) and isinstance(model, MultimodalModel):
+        bare.set_modality_token_ids(model.modality_token_ids)
+    if config.loop.activation_checkpointing:
+        recompute_activations(bare)
+    return bare
+
+
+def _loss(task: Task, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+    before, task.wrapped = task.wrapped, model
+    try:
+        return task.loss(inputs)
+    finally:
+        task.wrapped = before

@@ -212,6 +212,7 @@ class Throughput:
     def _begin_window(self, seconds: float) -> None:
         self._window_start = seconds
         self._samples = self._tokens = self._trained = 0
+        self.steps, self._waited, self._flops = 0, 0.0, 0.0
         self._losses: list[SupportsFloat] = []
         self._items: dict[str, int] = {}
 
@@ -234,7 +235,14 @@ class Throughput:
                 self._since = self._clock()
 
     def add(
-        self, samples: int, tokens: int, trained_tokens: int, loss: SupportsFloat, items: Mapping[str, int]
+        self,
+        samples: int,
+        tokens: int,
+        trained_tokens: int,
+        loss: SupportsFloat,
+        items: Mapping[str, int],
+        waited: float = 0.0,
+        flops: float = 0.0,
     ) -> None:
         """Count one step.
 
@@ -245,7 +253,12 @@ class Throughput:
             loss: The sum over the trained tokens. A tensor must be detached; it is not read before `line`, so that a
                 GPU need not be waited for.
             items: By modality, images or sounds.
+            waited: Seconds for the step's data.
+            flops: What the model multiplied; 0 if that is not counted.
         """
+        self.steps += 1
+        self._waited += waited
+        self._flops += flops
         self._samples += samples
         self._tokens += tokens
         self._trained += trained_tokens
@@ -259,7 +272,7 @@ class Throughput:
         seconds = self.seconds  # read after the losses: until they are there, the steps are not done
         elapsed = seconds - self._window_start
 
-        def rate(count: int) -> float:
+        def rate(count: float) -> float:
             return count / elapsed if elapsed > 0 else 0.0
 
         self.tokens += self._tokens
@@ -270,7 +283,10 @@ class Throughput:
             "samples_per_second": rate(self._samples),
             "items_per_second": {name: rate(count) for name, count in self._items.items()},
             "seconds": seconds,
+            "data_wait": self._waited / self.steps if self.steps else 0.0,
         }
+        if self._flops:
+            line["flops_per_second"] = rate(self._flops)
         self._begin_window(seconds)
         return line
 

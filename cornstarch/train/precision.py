@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.train.build import DTYPES
 from cornstarch.train.config import Precision
+from cornstarch.train.speed import quickest_kernels
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,18 @@ class Placement:
 
     def computing(self) -> AbstractContextManager[Any]:
         """Return the context in which forward passes run."""
-        if self.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+        cast = nullcontext() if self.precision == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
+        if self.device.type != "cuda":
+            return cast
+        return _on_gpu(cast)
 
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return what keeps small gradients of fp16 from vanishing; other precisions need none."""
         return torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def moved(self, value: Any) -> Any:
-        """Return a batch on the device."""
-        if isinstance(value, Tensor):
+        """Return a batch on the device; what is in pinned memory is copied while other things go on."""
+        if isinstance(value, Tensor | BatchFacts):
             return value.to(self.device, non_blocking=True)
         if isinstance(value, Mapping):
             return {key: self.moved(item) for key, item in value.items()}
@@ -55,6 +58,43 @@ class Placement:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return int(_process().memory_info().rss)
+
+
+def pinned(value: Any) -> Any:
+    """Return a batch in memory that a GPU can copy from by itself."""
+    if isinstance(value, BatchFacts):
+        return value.pin_memory()
+    if isinstance(value, Tensor):
+        return value if value.is_cuda or value.is_pinned() else value.pin_memory()
+    if isinstance(value, Mapping):
+        return {key: pinned(item) for key, item in value.items()}
+    return [pinned(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _on_gpu(cast: AbstractContextManager[Any]) -> Iterator[None]:
+    with cast, quickest_kernels():
+        yield
+
+
+class Reading:
+    """Numbers on their way from a device: whoever asks waits for them, and not for what was begun after them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._there: torch.cuda.Event | None = None
+        if not values.is_cuda:
+            self._values = values
+            return
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._values.copy_(values, non_blocking=True)
+        self._there = torch.cuda.Event()
+        self._there.record(torch.cuda.current_stream(values.device))
+
+    def numbers(self) -> list[float]:
+        """Return them."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._values.tolist()
 
 
 @cache

@@ -18,6 +18,7 @@ _REMEMBERED = 60  # moments, a second or more apart, from which the time that is
 _GAP = "  "
 _BAR = (8, 40)  # the narrowest and the widest
 _ITEMS = {"vision": "images"}
+_FLOPS = (("PFLOP/s", 5), ("TFLOP/s", 4), ("GFLOP/s", 3))
 
 
 class Progress:
@@ -94,6 +95,10 @@ class Progress:
             yield f"lr {rate:.3g}"
         if (rate := _number(record.get("tokens_per_second"))) is not None:
             yield f"{_rate(rate)} tokens/s"
+        if (share := _number(record.get("mfu"))) is not None:
+            yield f"{share:.1%} MFU"
+        if (rate := _number(record.get("flops_per_second"))) is not None:
+            yield _flops(rate)
         items = record.get("items_per_second")
         for name, value in items.items() if isinstance(items, Mapping) else ():
             if (rate := _number(value)) is not None:
@@ -174,6 +179,11 @@ def _number(value: object) -> float | None:
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
+
+
+def _flops(rate: float) -> str:
+    unit, size = next(((name, 1e3**power) for name, power in _FLOPS if rate >= 1e3**power), ("MFLOP/s", 1e6))
+    return f"{rate / size:.3g} {unit}"
 
 
 def _duration(seconds: float) -> str:

@@ -9,8 +9,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.apply import planned_modules
+from cornstarch.plan.layout import Layout
+
+
+def recompute_planned(model: nn.Module, layout: Layout) -> None:
+    """Switch it on for the modules of which a plan says so; before they are cut."""
+    for module, plan in planned_modules(model, layout):
+        if plan.activation_checkpointing:
+            recompute_activations(module.module if isinstance(module, ModalEncoderModule) else module)
 
 
 def recompute_activations(model: nn.Module) -> None:
@@ -22,7 +31,7 @@ def recompute_activations(model: nn.Module) -> None:
     layers = list(_layers(model))
     if not layers:
         raise ConfigError(
-            f"loop.activation_checkpointing: {type(plain).__name__} has no list of layers (nn.Sequential or "
+            f"activation_checkpointing: {type(plain).__name__} has no list of layers (nn.Sequential or "
             "nn.ModuleList) whose activations could be computed again."
         )
     for layer in layers:

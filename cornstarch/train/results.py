@@ -48,6 +48,8 @@ class StepTotals:
     """Samples that were left out."""
     stop: bool
     """Whether a process was told to end."""
+    flops: int = 0
+    """What the model multiplies for it, forward and backward; 0 if that is not counted."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class StepResult:
     grad_norm: Tensor | None
     """Before clipping; None if nothing is clipped."""
     totals: StepTotals
+    waited: float = 0.0
+    """Seconds that this process waited for the batch."""
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _value(text: str, path: tree.Path) -> tuple[Node, list[Mistake]]:
         node, mistakes = tree.read_yaml(text, COMMAND_LINE, path)
         return node or Node(None, COMMAND_LINE, text, broken=True), mistakes
     try:
-        return Node(tree.scalar(text), COMMAND_LINE, text), []
+        return Node(tree.scalar(text, path), COMMAND_LINE, text), []
     except ValueError as error:
         broken = Node(None, COMMAND_LINE, text, broken=True)
         return broken, [Mistake(COMMAND_LINE, tree.dotted(path), tree.shorten(text), str(error))]

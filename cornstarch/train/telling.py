@@ -18,11 +18,11 @@ from cornstarch import __version__
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import processes
+from cornstarch.plan.cluster import peak_flops
 from cornstarch.report import write_report
 from cornstarch.train.answers import collect_answers
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.sample import BrokenSample
-from cornstarch.train.flops import forward_flops
 from cornstarch.train.loggers import Logger, flatten, open_loggers
 from cornstarch.train.metrics import MetricsFile, Throughput
 from cornstarch.train.parts import Part
@@ -31,6 +31,7 @@ from cornstarch.train.runs import METRICS, REPORT, RunFolder
 from cornstarch.train.source import as_data
 
 if TYPE_CHECKING:
+    from cornstarch.train.features.keeping import KeptFeatures
     from cornstarch.train.results import Position, StepResult
     from cornstarch.train.trainer import Trainer
 
@@ -133,6 +134,7 @@ class Teller:
             "best": None,
             "skipped": {"broken": 0, "too_long": 0},
             "answers": [],
+            "features": None if trainer.features is None else trainer.features.told(),
         }
 
     # ------------------------------------------------------------------ while it runs
@@ -180,7 +182,9 @@ class Teller:
         totals = result.totals
         # Everything but the loss is of all processes already; of the loss each has its share.
         loss = result.loss * totals.trained_tokens
-        self._throughput.add(totals.samples, totals.tokens, totals.trained_tokens, loss, totals.items)
+        self._throughput.add(
+            totals.samples, totals.tokens, totals.trained_tokens, loss, totals.items, result.waited, totals.flops
+        )
         if self._progress is not None:
             self._progress.step(result.step)
         if self.is_logged(result.step, trainer.total_steps):
@@ -191,8 +195,13 @@ class Teller:
         return step % self._config.logging.every == 0 or step in (1, total)
 
     def _log_training(self, result: StepResult, trainer: Trainer) -> None:
+        steps = self._throughput.steps
         line = self._throughput.line()
-        line["loss"] = processes.sum_over_ranks([line["loss"]])[0] / trainer.replica.alike
+        own = [] if trainer.features is None else [trainer.features.hits, trainer.features.misses]
+        waits = [line["data_wait"], trainer.feed.waited() / steps]
+        loss, data_wait, copy_wait, *counts = processes.sum_over_ranks([line["loss"], *waits, *own])
+        line["loss"] = loss / trainer.replica.alike
+        line["data_wait"], line["copy_wait"] = data_wait / trainer.ranks, copy_wait / trainer.ranks
         record = {
             "kind": "train",
             "step": result.step,
@@ -204,9 +213,22 @@ class Teller:
             "memory": trainer.placement.memory(),
             "skipped": trainer.position.broken + trainer.position.too_long,
         }
+        peak = peak_flops(_device_name(trainer.placement.device), trainer.placement.precision)
+        if peak is not None and "flops_per_second" in line:
+            record["mfu"] = line["flops_per_second"] / (peak * trainer.ranks)
+        if trainer.features is not None:
+            record["features"] = self._features(trainer.features, *map(int, counts))
         self._write(record)
         if self._progress is not None:
             self._progress.metrics(record)
+
+    def _features(self, kept: KeptFeatures, hits: int, misses: int) -> dict[str, Any]:
+        """Return what is said of encoders' features, and say once if they can no longer be kept."""
+        before, told = self._summary["features"], {**kept.told(), "hits": hits, "misses": misses}
+        if told["problem"] is not None and before["problem"] is None:
+            self.note(f"features are no longer kept: {told['problem']}")
+        self._summary["features"] = told
+        return {name: told[name] for name in ("hits", "misses", "bytes")}
 
     def _epoch(self, trainer: Trainer) -> float:
         steps = max(trainer.steps_of_epoch(trainer.position.epoch), 1)
@@ -260,6 +282,8 @@ class Teller:
 
     def asked(self, trainer: Trainer) -> None:
         """Ask the finished model about some samples, and count what its parts compute."""
+        if trainer.features is not None:
+            trainer.features.rest()  # what an encoder computes is counted on items that it encodes
         count = self._config.logging.samples
         # The stages of a pipeline answer together, token by token, where the model is one that talks.
         if trainer.pipeline is not None and not isinstance(trainer.model, MultimodalModel):
@@ -272,11 +296,12 @@ class Teller:
                 self._folder.path if self._speaks else None,
                 self._config.data.max_pixels,
             )
-        batch = trainer.some_batch() if trainer.pipeline is None else None
-        if batch is not None:
-            flops = forward_flops(trainer.task, trainer.parts, batch, trainer.placement)
+        batch = trainer.some_batch()
+        found = None if batch is None else trainer.flops.step(batch.inputs)
+        if batch is not None and found is not None:
             for entry in self._summary["parts"]:
-                entry["flops"] = flops.get(entry["name"])
+                part = found.parts.get(entry["name"])
+                entry["flops"] = None if part is None else part.forward / max(len(batch.sample_ids), 1)
 
     def earlier_exchanges(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, the evaluations with exchanged items of an earlier start."""

@@ -6,8 +6,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
-from functools import cached_property, partial
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +15,43 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from cornstarch.compat import divides_gradients, step_dividing
 from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel import OwnedParameters, clip_gradients, processes, spread
-from cornstarch.parallel.apply import tensor_cut, whole_reasons, whole_sequences
+from cornstarch.parallel import OwnedParameters, clip_gradients, processes
+from cornstarch.parallel.apply import whole_sequences
+from cornstarch.parallel.clipping import clipping_divisor
 from cornstarch.parallel.data import gradients_kept_here, whole_model
-from cornstarch.parallel.mesh import Meshes, Replica
+from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout, check_executable
-from cornstarch.train.build import Cuts
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.config import RunConfig
 from cornstarch.train.counting import Counter
-from cornstarch.train.data.collate import CollatedBatch
+from cornstarch.train.data.collate import ChatCollator, CollatedBatch
+from cornstarch.train.data.feeding import Feed
 from cornstarch.train.data.formats import JoinedSources, SampleSource, open_sources
 from cornstarch.train.data.loader import SkipCounter, StepBatch, StepLoader
 from cornstarch.train.data.order import EpochOrder
 from cornstarch.train.data.sample import SampleError
 from cornstarch.train.evaluation import Evaluation, Evaluator, source_names
 from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
-from cornstarch.train.footprint import MemoryWatch
+from cornstarch.train.features.keeping import kept_features
+from cornstarch.train.flops import RunFlops
 from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer, scale_rates
-from cornstarch.train.parts import Part, keep_in_precision, parts_of
+from cornstarch.train.parts import Part
 from cornstarch.train.precision import choose_placement
-from cornstarch.train.recompute import recompute_activations
 from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
 from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder, check_trace
 from cornstarch.train.source import load_config
+from cornstarch.train.speed import not_compiled, speed_up
+from cornstarch.train.spreading import Spreading
 from cornstarch.train.start_check import verify_plan
 from cornstarch.train.state import capture, restore, seed_all
 from cornstarch.train.stopping import Stopping
+from cornstarch.train.surveying import survey_own_module
 from cornstarch.train.tasks import build_task
-from cornstarch.train.tasks.conversation import ConversationTask
 from cornstarch.train.tasks.module import LossFunction, module_task
 from cornstarch.train.tasks.stacking import CollateFunction
 from cornstarch.train.tasks.task import Task
@@ -190,6 +194,7 @@ class Trainer:
             self.task, self.config, self.evaluation_sources, self.placement, self.replica, self.pipeline
         )
         self.watch = LossWatch(self.config, self.placement)
+        self.feed = Feed(self.placement)
         if self.rank == 0:
             self.folder.store_config(self.config)
         if checkpoint is not None:
@@ -207,6 +212,8 @@ class Trainer:
             return
         for batch in self._counter.ahead(iter(self._loader()), lambda: self.total_steps - self.position.step):
             self._teller.skipped(batch.skipped)
+            if self.pipeline is None:  # each stage takes what it needs itself
+                self.feed.begin(batch)
             yield batch
             if self.position.step >= self.total_steps:
                 return
@@ -237,9 +244,9 @@ class Trainer:
                 self._recorder.begins()
             self.pipeline.train([portion.inputs for portion in batch.portions], scaled)
         else:
-            for number, portion in enumerate(batch.portions):
+            for number in range(len(batch.portions)):
                 with gradients_kept_here(self.task.wrapped, number + 1 < len(batch.portions)):
-                    loss = scaled(number, self._loss(portion.inputs))
+                    loss = scaled(number, self._loss(self.feed.inputs(batch, number)))
                     if loss.requires_grad:  # a portion of text alone teaches a projector nothing
                         loss.backward()
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum() if losses else self.placement.nothing()
@@ -254,7 +261,7 @@ class Trainer:
         position.step += 1
         position.tokens += totals.tokens
         position.samples += totals.samples
-        return StepResult(position.step, loss, rate, norm, totals)
+        return StepResult(position.step, loss, rate, norm, totals, batch.waited)
 
     def _loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of a portion."""
@@ -346,72 +353,40 @@ class Trainer:
                 f"model.given = {self.config.model.given}, and {'no' if given is None else 'a'} task was handed over. "
                 "A model made in Python goes through Trainer.from_objects, or Trainer(config, task=…)."
             )
-        self._meshes: Meshes | None = None
-        self.pipeline: Pipeline | None = None
-        """This process's stages, where the model is cut into such."""
+        self._spreading = spreading = Spreading(self.config, self._layout, self.placement, self._teller.note)
         self.task: Task = given if given is not None else self._built_task()
         self.model: nn.Module = self.task.model
-        self.parts: list[Part] = parts_of(self.model, self.config.model, self.config.optimizer)
-        self.all_parts: list[Part] = self.parts
-        """Those of the whole model, to be told of; `parts` are what this process has of them."""
-        keep_in_precision(self.parts, self.placement.dtype)
-        if self.config.loop.activation_checkpointing:
-            recompute_activations(self.model)
-        try:
-            self.model.to(self.placement.device)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise out_of_memory(error, self.model, self.parts, self.config, self.placement) from None
         if self.ranks > 1:
-            self._spread()
-        else:
-            self._memory = MemoryWatch(self.model, self.config)
+            survey_own_module(self.model, self._layout.plan, self.some_batch)
+        spreading.take(self.task)
+        self.flops = RunFlops(self.task, self.config, self._teller.note)  # of the whole model, before it is cut
+        self.features = self._held.enter_context(kept_features(self.task, self.config, self.placement))
+        if self.ranks > 1:
+            spreading.tell()
+            self._verify_plan()
+            spreading.spread(self._loss_of)
+            # Each process drops out other values, but those that compute the same.
+            seed_all(self.config.seed + self.replica.share)
+        self.speed = speed_up(
+            self.model,
+            self.placement.device,
+            self.config.compile,
+            self.config.loop.activation_budget,
+            not_compiled(self._layout.plan, self.ranks),
+            self._teller.note,
+        )
+        if self.speed.compiled and isinstance(self.task.collator, ChatCollator):
+            self.task.collator.expect_compiled()
+        self.pipeline: Pipeline | None = spreading.pipeline
+        """This process's stages, where the model is cut into such."""
+        self.parts: list[Part] = spreading.parts
+        self.all_parts: list[Part] = spreading.all_parts
+        """Those of the whole model, to be told of; `parts` are what this process has of them."""
+        self._memory = spreading.memory
 
     def _built_task(self) -> Task:
         evaluation = JoinedSources(list(self.evaluation_sources.values()))
-        return build_task(self.config, self.sources, evaluation, self._cuts())
-
-    def _cuts(self) -> Cuts | None:
-        """Return how parts are cut while they are read, if matrices are cut at all."""
-        if self._layout.plan.is_pipeline or all(plan.tp == 1 for plan in self._layout.plan.modules.values()):
-            return None
-        self._meshes = Meshes(self._layout, self.placement.device.type)
-        return partial(tensor_cut, self._layout, self._meshes)
-
-    def _spread(self) -> None:
-        """Let the processes train the model together."""
-        layout = self._layout
-        for warning in layout.warnings:
-            self._teller.note(warning)
-        for name, reason in whole_reasons(self.model, layout).items():
-            self._teller.note(f"{name} was read whole by every process before it was cut: {reason}.")
-        self._verify_plan()
-        is_stage = layout.plan.is_pipeline
-        # Of a pipeline, replicas whose parameters are whole need not be in step: gradients meet after all passes.
-        in_step = not is_stage or (layout.plan.data.kind not in ("ddp", "zero1") and layout.dp > 1)
-        if in_step and isinstance(self.task, ConversationTask) and self.task.model.encoders:
-            self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
-        shapes = {name: parameter.shape for part in self.parts for name, parameter in part.parameters.items()}
-        self.all_parts = [part.described() for part in self.parts]
-        self._memory = MemoryWatch(self.model, self.config, layout.replicate)
-        if is_stage:
-            self.pipeline = Pipeline(
-                self.model,
-                layout,
-                self.placement.device,
-                self.config.loop.accumulation,
-                computing=self.placement.computing,
-                packed=self.config.data.packing,
-            )
-            self.pipeline.set_call(self._loss_of)
-        else:
-            self.task.wrapped = spread(self.model, layout, self.placement.device.type, self._meshes)
-        # Sharded parameters are new objects, and with FSDP 1 of other shapes.
-        parts = parts_of(self.model, self.config.model, self.config.optimizer, is_stage=is_stage)
-        self.parts = [replace(part, shapes=shapes) for part in parts]
-        # Each process drops out other values, but those that compute the same.
-        seed_all(self.config.seed + self.replica.share)
+        return build_task(self.config, self.sources, evaluation, self._spreading.cuts(self.sources))
 
     def _verify_plan(self) -> None:
         verify_plan(self.model, self._layout, self.config, self._teller.note)
@@ -419,7 +394,7 @@ class Trainer:
     def _make_optimizer(self) -> None:
         config = self.config
         modalities = list(self.task.modalities())
-        self._counter = Counter(modalities, self.replica.size, lambda: self.stopping.asked)
+        self._counter = Counter(modalities, self.replica.size, lambda: self.stopping.asked, self.flops.total)
         self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
         self._clipped = list(self._trained_parameters.values())
         self.owned = None
@@ -428,6 +403,8 @@ class Trainer:
             self.owned = OwnedParameters(self._trained_parameters, group, is_stage=self.pipeline is not None)
         self._own_names = None if self.owned is None else self.owned.names
         self.optimizer = make_optimizer(config.optimizer, self.parts, self._own_names)
+        # Sharded gradients have their norm elsewhere, too, and a scaler divides them itself.
+        self._divides = self.ranks == 1 and self.placement.precision != "fp16" and divides_gradients(self.optimizer)
         scale_rates(self.optimizer, config.optimizer.scale_rate, self.replica.count)
         self.total_steps = self._total_steps()
         self.rates = LearningRate(self.optimizer, config.schedule, self.total_steps)
@@ -477,6 +454,7 @@ class Trainer:
             config.loop.accumulation,
             workers=config.data.workers,
             prefetch=config.data.prefetch,
+            pin=self.placement.device.type == "cuda",
             start=(position.epoch, position.batch),
             rank=self.replica.index,
             ranks=self.replica.count,
@@ -535,15 +513,20 @@ class Trainer:
 
     def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         """Clip the gradients, change the weights, and return the gradients' norm."""
-        norm = None
+        norm = divisor = None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.config.optimizer.clip is not None:
-            norm = self._clip(self.config.optimizer.clip)
+            if self._divides:
+                norm, divisor = clipping_divisor(self._clipped, self.config.optimizer.clip)
+            else:
+                norm = self._clip(self.config.optimizer.clip)
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
         self._memory.look(self)
-        if self.scaler is None:
+        if divisor is not None:
+            step_dividing(self.optimizer, divisor)
+        elif self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)

@@ -124,8 +124,13 @@ _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-def scalar(text: str) -> str | int | float | bool | None:
+_SURE: dict[Path, tuple[str, ...]] = {("compile",): ("off",)}  # where a switch can mean only one thing
+
+
+def scalar(text: str, path: Path = ()) -> str | int | float | bool | None:
     """Return what an unquoted `text` stands for; ValueError, with what to do, where readers of YAML disagree."""
+    if text in _SURE.get(path, ()):
+        return text
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -259,7 +264,7 @@ class _Builder:
         plain = node.style is None
         written = text if plain else json.dumps(text, ensure_ascii=False)
         try:
-            return Node(scalar(text) if plain else whole(text), where, written)
+            return Node(scalar(text, path) if plain else whole(text), where, written)
         except ValueError as error:
             self._complain(where, path, shorten(written), str(error))
             return Node(None, where, written, broken=True)

@@ -23,6 +23,11 @@ _EXPORTED = "cornstarch_model.json"
 _ADAPTER_NAMES = re.compile(r"(?<![^.])base_model\.model\.|\.base_layer(?=\.)")
 
 
+def without_adapters(name: str) -> str:
+    """Return the name that a parameter has without the adapters around it."""
+    return _ADAPTER_NAMES.sub("", name)
+
+
 def checkpoint_of(folder: Path, which: Which | int = "best") -> Checkpoint:
     """Return a checkpoint of a run: the best (without evaluations: the last), the last, or that of a step."""
     run = open_run(folder)
@@ -97,7 +102,7 @@ def _state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def _take_over(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
     own = _state_of(model)
-    by_plain_name = {_ADAPTER_NAMES.sub("", name): tensor for name, tensor in own.items()}
+    by_plain_name = {without_adapters(name): tensor for name, tensor in own.items()}
     targets = {name: own.get(name, by_plain_name.get(name)) for name in weights}
     wrong = [f"{name} is not in this model" for name, target in targets.items() if target is None]
     wrong += [

@@ -48,8 +48,8 @@ class Column:
 
     def loads(self, row: str) -> list[str]:
         """Return what it is tried with: what is refused, once; what is cut, in portions only when it is mixed."""
-        if self.refusal(row):
-            return ["plain"]
+        if self.refusal(row):  # one microbatch cannot be interleaved, whatever it is of
+            return ["accumulation" if self.schedule == "interleaved" else "plain"]
         if self.is_pipeline:  # portions are its microbatches
             return ["accumulation", "mixed"]
         return ["plain", "mixed"] if self.module or self.last else list(LOADS)
@@ -98,8 +98,6 @@ IN_ONE_PIECE = {
 BOTH = {**IN_ONE_PIECE, **UNCUT}
 ONE_LIST = {**UNCUT, "lora": "self_attn has adapters", "t5": "it has an encoder and a decoder"}
 FEW_HEADS = {**UNCUT, "fused": "it has 2 key and value heads"}
-STAGED = {"mlp": "Perceptron cannot be cut into stages"}
-STAGED_TOKENS = {**IN_ONE_PIECE, **STAGED}
 OWN_LOSS = {**UNCUT, "t5": "it computes its loss itself, from all logits"}
 
 COLUMNS: dict[str, Column] = {
@@ -134,37 +132,62 @@ COLUMNS: dict[str, Column] = {
     "tp_cp": Column("tp 2 × cp 2", 1, module={"tp": 2, "cp": 2}, refused_rows=BOTH),
     "dp_cp": Column("dp 2 × cp 2", 2, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
     "zero2_cp": Column("zero2 2 × cp 2", 2, {"kind": "zero2"}, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
-    "pp": Column("pp 2, encoders on ranks of their own", 1, last={"stages": 2}, refused_rows=STAGED),
-    "pp_first": Column(
-        "pp 2, encoders in the first stage", 1, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
-    ),
+    "pp": Column("pp 2, encoders on ranks of their own", 1, last={"stages": 2}),
+    "pp_first": Column("pp 2, encoders in the first stage", 1, last={"stages": 2}, ranks_of="first_stage"),
     "pp_colocated": Column("pp 2, encoders colocated", 1, last={"stages": 2}, ranks_of="colocated", encoders_only=True),
-    "pp4": Column("pp 4", 1, last={"stages": 4}, ranks_of="first_stage", refused_rows=STAGED),
-    "pp_gpipe": Column("pp 2, gpipe", 1, last={"stages": 2}, schedule="gpipe", refused_rows=STAGED),
-    "pp_zero_bubble": Column("pp 2, zero-bubble", 1, last={"stages": 2}, schedule="zero_bubble", refused_rows=STAGED),
+    "pp4": Column("pp 4", 1, last={"stages": 4}, ranks_of="first_stage"),
+    "pp_gpipe": Column("pp 2, gpipe", 1, last={"stages": 2}, schedule="gpipe"),
+    "pp_zero_bubble": Column("pp 2, zero-bubble", 1, last={"stages": 2}, schedule="zero_bubble"),
     "pp_interleaved": Column(
         "pp 2 × 2, interleaved",
         1,
         last={"stages": 2, "virtual_stages": 2},
         ranks_of="first_stage",
         schedule="interleaved",
-        refused_rows=STAGED,
     ),
-    "pp_tp": Column(
-        "pp 2 × tp 2", 1, module={"tp": 2}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
-    ),
+    "pp_tp": Column("pp 2 × tp 2", 1, module={"tp": 2}, last={"stages": 2}, ranks_of="first_stage", refused_rows=UNCUT),
     "pp_cp": Column(
-        "pp 2 × cp 2", 1, module={"cp": 2}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED_TOKENS
+        "pp 2 × cp 2", 1, module={"cp": 2}, last={"stages": 2}, ranks_of="first_stage", refused_rows=IN_ONE_PIECE
     ),
-    "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED),
-    "pp_zero1": Column(
-        "pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_zero1": Column("pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_zero2": Column("pp 2 × zero2", 2, {"kind": "zero2"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_fsdp2": Column("pp 2 × fsdp2", 2, {"kind": "fsdp2"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_interleaved_tp": Column(
+        "pp 2 × 2, interleaved, tp 2",
+        1,
+        module={"tp": 2},
+        last={"stages": 2, "virtual_stages": 2},
+        ranks_of="first_stage",
+        schedule="interleaved",
+        refused_rows=UNCUT,
     ),
-    "pp_zero2": Column(
-        "pp 2 × zero2", 2, {"kind": "zero2"}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    "pp_interleaved_cp": Column(
+        "pp 2 × 2, interleaved, cp 2",
+        1,
+        module={"cp": 2},
+        last={"stages": 2, "virtual_stages": 2},
+        ranks_of="first_stage",
+        schedule="interleaved",
+        refused_rows=IN_ONE_PIECE,
     ),
-    "pp_fsdp2": Column(
-        "pp 2 × fsdp2", 2, {"kind": "fsdp2"}, last={"stages": 2}, ranks_of="first_stage", refused_rows=STAGED
+    "pp_interleaved_zero2": Column(
+        "pp 2 × 2, interleaved, zero2",
+        2,
+        {"kind": "zero2"},
+        last={"stages": 2, "virtual_stages": 2},
+        ranks_of="first_stage",
+        schedule="interleaved",
+        refused_rows={"t5": "shared.weight is in two of the stages that one process holds"},
+    ),
+    "tp_again": Column(
+        "tp 2, activations computed again", 1, module={"tp": 2, "activation_checkpointing": True}, refused_rows=UNCUT
+    ),
+    "pp_again": Column(
+        "pp 2, activations computed again",
+        1,
+        module={"activation_checkpointing": True},
+        last={"stages": 2},
     ),
     "own": Column("encoders and LLM apart, dp 2", 2, ranks_of="own", encoders_only=True),
     "own_zero2": Column("encoders and LLM apart, zero2", 2, {"kind": "zero2"}, ranks_of="own", encoders_only=True),

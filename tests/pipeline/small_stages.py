@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cornstarch.compat import default_store
 from cornstarch.pipeline.runtime import Runtime
 from cornstarch.pipeline.transfer import Edge, Post, Route
 from cornstarch.schedule.graph import StageGraph
@@ -89,22 +91,29 @@ def gradients(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
     }
 
 
-def run(
-    graph: StageGraph, policy: str, count: int, ragged: bool, lonely: bool, steps: int = 1
-) -> tuple[list[float], dict[str, Any], int]:
-    """Run this process's place; return the losses that it has, its gradients, and how many actions it recorded."""
+def runtime_of(
+    graph: StageGraph, policy: str, count: int, own: Mapping[int, nn.Module], post: Post | None = None
+) -> Runtime:
+    """Return what runs the stages of this process's place."""
     place = dist.get_rank()
-    schedule = make_schedule(graph, count, policy)
-    stages = made(graph)
-    own = {number: stages[number] for number, node in enumerate(graph.nodes) if node.place == place}
-    post = Post(dist.new_group(backend="gloo"), torch.device("cpu"))
+    post = post or Post(dist.new_group(backend="gloo"), torch.device("cpu"))
     edges = {}
     for number, (source, target) in enumerate(graph.edges):
         a, b = graph.nodes[source].place, graph.nodes[target].place
         if a != b and place in (a, b):
             route = Route.between(np.array([[a]]), np.array([[b]]), is_same_module=True)
             edges[source, target] = Edge.at(place, route, post, number, str(graph.nodes[source]))
-    runtime = Runtime(schedule, place, own, edges, post, lambda stage, inputs: takes_part(graph, stage, inputs))
+    schedule = make_schedule(graph, count, policy)
+    return Runtime(schedule, place, own, edges, post, lambda stage, inputs: takes_part(graph, stage, inputs))
+
+
+def run(
+    graph: StageGraph, policy: str, count: int, ragged: bool, lonely: bool, steps: int = 1
+) -> tuple[list[float], dict[str, Any], int]:
+    """Run this process's place; return the losses that it has, its gradients, and how many actions it recorded."""
+    place, stages = dist.get_rank(), made(graph)
+    own = {number: stages[number] for number, node in enumerate(graph.nodes) if node.place == place}
+    runtime = runtime_of(graph, policy, count, own)
     losses: dict[int, float] = {}
 
     def finish(m: int, output: Any) -> Tensor:
@@ -124,35 +133,89 @@ def run(
         assert losses == trained
     else:
         runtime.forward(microbatches(count, names, ragged, lonely), finish)
-    post.close()
+    runtime.post.close()
     return [losses[m] for m in sorted(losses)], found, len(runtime.events)
 
 
-def fail(graph: StageGraph, place: int, microbatch: int) -> str:
-    """Raise inside one stage; return what every process is told."""
+class CountingPost(Post):
+    """Knows how much it ever held."""
 
-    class Failing(SmallStage):
-        calls = 0
+    most = 0
 
-        def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
-            self.calls += 1
-            if self.calls == microbatch + 1:
-                raise ValueError("a bad number")
-            return super().forward(inputs, received)
+    def send(self, *arguments: Any) -> None:
+        """Begin to send."""
+        super().send(*arguments)
+        self.most = max(self.most, len(self._left))
 
-    rank = dist.get_rank()
-    stages = made(graph)
-    if rank == place:
-        stages[place] = Failing(place, graph.nodes[place].module, True, place == 0)
-    post = Post(dist.new_group(backend="gloo"), torch.device("cpu"))
-    edges = {}
-    for number, (source, target) in enumerate(graph.edges):
-        if rank in (source, target):
-            route = Route.between(np.array([[source]]), np.array([[target]]), is_same_module=True)
-            edges[source, target] = Edge.at(rank, route, post, number, str(graph.nodes[source]))
-    runtime = Runtime(make_schedule(graph, 4, "1f1b"), rank, {rank: stages[rank]}, edges, post)
+
+def most_held(graph: StageGraph, policy: str, count: int) -> tuple[int, int]:
+    """Return how many payloads this process held at most because they might not have left, in training and without."""
+    place, stages = dist.get_rank(), made(graph)
+    own = {number: stages[number] for number, node in enumerate(graph.nodes) if node.place == place}
+    post = CountingPost(dist.new_group(backend="gloo"), torch.device("cpu"))
+    runtime = runtime_of(graph, policy, count, own, post)
+    batches = microbatches(count, ["model"], False, False)
+    runtime.train(batches, lambda m, output: output["hidden"].sum())
+    training, post.most = post.most, 0
+    runtime.forward(batches, lambda m, output: None)
+    post.close()
+    return training, post.most
+
+
+class _Trouble(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError("a bad number")
+
+
+class FailingStage(SmallStage):
+    """Raises at one microbatch, forward or backward."""
+
+    at: tuple[str, int] = ("", -1)
+    calls = 0
+
+    def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
+        """Return what the stage returns, if it does."""
+        made = super().forward(inputs, received)
+        number, self.calls = self.calls, self.calls + 1
+        if self.at == ("forward", number):
+            raise ValueError("a bad number")
+        if self.at == ("backward", number):
+            made["hidden"] = _Trouble.apply(made["hidden"])
+        return made
+
+
+_caught: list[BaseException] = []  # with its traceback, which knows every message that was on its way
+
+
+def fail(graph: StageGraph, place: int, microbatch: int, where: str, policy: str, count: int) -> tuple[str, float]:
+    """Raise in one stage, and live on; return what every process is told, and when it was done with it."""
+    rank, stages = dist.get_rank(), made(graph)
+    failing = FailingStage(place, graph.nodes[place].module, True, place == 0)
+    failing.at = where, microbatch
+    own = failing if rank == place else stages[rank]
+    runtime = runtime_of(graph, policy, count, {rank: own})
+
+    def finish(m: int, output: Any) -> Tensor:
+        if (where, microbatch) == ("loss", m):
+            raise ValueError("a bad number")
+        return output["hidden"].sum()
+
+    words = "nothing"
     try:
-        runtime.train(microbatches(4, ["model"], False, False), lambda m, output: output["hidden"].sum())
+        for _ in range(2):  # the first step may be over for some
+            runtime.train(microbatches(count, ["model"], False, False), finish)
     except RuntimeError as error:
-        return str(error)
-    return "nothing"
+        _caught[:], words = [error], str(error)
+    ended = time.time()
+    store = default_store()
+    store.add("ended", 1)
+    while store.add("ended", 0) < graph.places:  # nobody goes, and closes its connections by that, before all know
+        time.sleep(0.02)
+    return words, ended

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -61,11 +63,38 @@ def compare(
             np.testing.assert_allclose(together[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-def test_a_failure_stops_every_process_with_its_place(workers: Pool) -> None:
-    graph = StageGraph.chain(3)
-    told = workers.run(3, small_stages.fail, graph, 1, 2, seconds=20.0)
-    for words in told:
-        assert "rank 1, stage 1 (model 1), microbatch 2: ValueError: a bad number" in words
+@pytest.mark.parametrize("policy", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize(
+    ("places", "place", "where"),
+    [
+        (3, 1, "forward"),
+        (4, 0, "forward"),
+        (4, 2, "forward"),
+        (3, 0, "backward"),
+        (4, 1, "backward"),
+        (3, 2, "loss"),
+        (4, 3, "loss"),
+    ],
+)
+def test_a_failure_stops_every_process_although_the_one_that_failed_lives_on(
+    workers: Pool, places: int, place: int, where: str, policy: str
+) -> None:
+    began = time.time()
+    graph = StageGraph.chain(places)
+    told = workers.run(places, small_stages.fail, graph, place, 2, where, policy, 8, seconds=60.0)
+    expected = f"rank {place}, stage {place} (model {place}), microbatch 2: ValueError: a bad number"
+    assert [words for words, _ in told] == [expected] * places
+    failed = told[place][1]  # the first to know
+    assert max(ended for _, ended in told) - failed < 5.0
+    assert failed >= began
+
+
+@pytest.mark.parametrize(("policy", "virtual_stages"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)])
+def test_what_is_sent_is_not_held_until_the_end(workers: Pool, policy: str, virtual_stages: int) -> None:
+    graph, count = StageGraph.chain(2, virtual_stages=virtual_stages), 24
+    for training, forward in workers.run(2, small_stages.most_held, graph, policy, count):
+        assert 0 < training <= 6 * virtual_stages
+        assert forward <= 6  # the last stage sends nothing
 
 
 def test_routes_between_sizes_that_differ() -> None:

@@ -22,6 +22,7 @@ from tests.plugin.work import (
     Samples,
     alone,
     collate,
+    computed,
     go_on,
     look,
     make_loader,
@@ -85,6 +86,12 @@ def test_mixed_precision_trains(precision: str, workers: Pool) -> None:
         # Such a scale is too much for fp16: steps are left out, by all processes, until it is small enough.
         assert scale == (2.0**36 if precision == "fp16" else 0.0)
         assert changed == (precision == "bf16")
+
+
+def test_each_stage_computes_activations_again_as_its_plugin_says(workers: Pool) -> None:
+    vision, first, last = workers.run(3, computed, Case(3, llm={"stages": 2, "activation_checkpointing": True}))
+    assert set(vision.values()) == {4} and len(vision) == 2  # a time for each microbatch
+    assert set(first.values()) == set(last.values()) == {8} and len(first) + len(last) == 4
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -157,6 +164,12 @@ def test_all_processes_hear_what_is_wrong(what: str, llm: dict[str, Any], said: 
     workers.close()  # lines between processes were cut
     for text in found:
         assert re.search(said, text), text
+
+
+def test_packed_rows_are_announced(workers: Pool) -> None:
+    case = Case(3, llm={"stages": 2}, packed=True, plugin={"num_microbatches": None, "microbatch_size": 1})
+    for text in workers.run(3, refused, case, ""):
+        assert "Say MultimodalParallelPlugin(packed=True)." in text
 
 
 def test_replicas_in_step_need_something_to_stand_in(workers: Pool) -> None:

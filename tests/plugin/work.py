@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from cornstarch import Booster, EncodersColocatedPlugin, ModalParallelPlugin, MultimodalParallelPlugin, PipelineTemplate
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.packing import pack
 from cornstarch.parallel import processes
 from cornstarch.parallel.tensor import full_tensors
 from cornstarch.pipeline.runtime import StageError
@@ -55,6 +57,8 @@ class Case:
     """Batches of a step of the optimizer."""
     own_criterion: bool = False
     """Whether the criterion is not the model's own loss."""
+    packed: bool = False
+    """Whether rows have several samples."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,19 @@ def make_model(case: Case) -> MultimodalModel:
     model = MultimodalModel(encoders=encoders, language_model=language_model)
     model.set_modality_token_ids({"vision": IMAGE_TOKEN, "audio": SOUND_TOKEN} if "audio" in encoders else
                                  {"vision": IMAGE_TOKEN} if encoders else {})  # fmt: skip
-    zoo.disturb(model)
-    model.double()  # so that what differs is a mistake, and not rounding
+    _well_conditioned(model)
     if case.frozen:
         model.train(encoders_mode=dict(case.frozen), llm_mode=False)
     return model
+
+
+@torch.no_grad()
+def _well_conditioned(model: MultimodalModel) -> None:
+    """Enlarge what the first norms are given: they divide by its size, and enlarge what was rounded before."""
+    model.language_model.get_input_embeddings().weight.mul_(4.0)
+    for encoder in model.encoders.values():
+        for parameter in encoder.projector.parameters():
+            parameter.mul_(4.0)
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -106,7 +118,7 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
         images = zoo.images(row.count("*"), noise)["pixel_values"]
         sounds = zoo.spectrograms(row.count("+"), noise)["input_features"]
         tokens = {key: value[0] for key, value in text.items()}
-        return {**tokens, "pixel_values": images.double(), "input_features": sounds.double()}
+        return {**tokens, "pixel_values": images, "input_features": sounds}
 
 
 def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -125,9 +137,15 @@ def collate(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return batch
 
 
-def make_loader(case: Case) -> DataLoader[Any]:
+def packed(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a batch with several samples in a row."""
+    return pack([{key: value for key, value in sample.items() if len(value)} for sample in samples], max_length=32)
+
+
+def make_loader(case: Case, replicas: int | None = None) -> DataLoader[Any]:
     """Return the loader of a replica's batches, before it is boosted."""
-    return DataLoader(Samples(case.rows), batch_size=SAMPLES // case.replicas, collate_fn=collate)  # type: ignore[arg-type]
+    size = SAMPLES // (replicas or case.replicas)
+    return DataLoader(Samples(case.rows), batch_size=size, collate_fn=packed if case.packed else collate)  # type: ignore[arg-type]
 
 
 def make_optimizer(case: Case, model: nn.Module) -> tuple[torch.optim.Optimizer, LambdaLR]:
@@ -255,12 +273,12 @@ def _steps(booster: Any, model: Any, optimizer: Any, batches: Any, rates: Any, m
 
 
 def precise(case: Case) -> tuple[list[float], list[str], float, bool]:
-    """Do some steps in single precision; return losses, types of what is trained, the scale, whether it changed."""
-    model = make_model(case).float()
+    """Do some steps; return losses, types of what is trained, the scale of losses, whether weights changed."""
+    model = make_model(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     booster = Booster(plugin=make_plugin(case, model))
     fast, _, _, loader, _ = booster.boost(model, optimizer, None, make_loader(case))
-    batches = ({k: v.float() if v.is_floating_point() else v for k, v in one.items()} for one in loader)
+    batches = iter(loader)
     losses = []
     before = [parameter.detach().clone() for parameter in fast.parameters()]
     for _ in range(4):
@@ -289,6 +307,17 @@ def look(case: Case) -> dict[str, Any]:
         "last": manager.is_last_stage(check_only_in_modal=False),
         "training": model.training and model.module.training,
     }
+
+
+def computed(case: Case) -> dict[str, int]:
+    """Return how often this process computes the layers of each module for a batch, by the names of both."""
+    booster, model, optimizer, batches, _ = boosted(case)
+    calls: Counter[str] = Counter()
+    for name, module in model.module.named_modules():
+        if name.rpartition(".")[2].isdigit() and any(True for _ in module.parameters()):
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+    booster.execute_pipeline(batches, model, own_loss, optimizer)
+    return dict(calls)
 
 
 def refused(case: Case, what: str) -> str:
@@ -323,7 +352,7 @@ def alone(case: Case) -> Outcome:
     """Do the steps in a plain loop, in one piece."""
     model = make_model(case)
     optimizer, rates = make_optimizer(case, model)
-    batches = iter(DataLoader(Samples(case.rows), batch_size=SAMPLES, collate_fn=collate))  # type: ignore[arg-type]
+    batches = iter(make_loader(case, replicas=1))
     losses, gradients, seen = [], [], []
     for _ in range(STEPS):
         for _ in range(case.accumulated):

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
+from torch import nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
 from cornstarch.parallel.apply import tensor_cut, whole_reasons
+from cornstarch.parallel.loading import loaded_whole
+from cornstarch.parallel.making import made_in_part
 from cornstarch.parallel.mesh import Meshes
 from cornstarch.plan.layout import Layout
 from cornstarch.train import load_config
 from cornstarch.train.build import build_model
+from cornstarch.train.spreading import Spreading, tensor_cuts
 from cornstarch.train.witness import whole_parameters
 from tests import zoo
 from tests.models import local_processors
@@ -64,7 +68,7 @@ def described(folder: Path, language_model: str = "llama", encoder: str = "clip"
 def trained(described: dict[str, Any], output: str, by_slice: bool = True) -> dict[str, Any]:
     """Do the steps of a run; return what they came to, and what was read by slice, unless that is not to be."""
     described = merged(described, {"output": output, "parallel": {"verify": "never"}})
-    cuts = nullcontext() if by_slice else mock.patch("cornstarch.train.trainer.tensor_cut", lambda *arguments: None)
+    cuts = nullcontext() if by_slice else mock.patch("cornstarch.train.spreading.tensor_cut", lambda *arguments: None)
     with counted_reads() as reads, cuts:
         trainer = trainer_of(load_config(None, base=described))
         trainer.setup()
@@ -108,7 +112,7 @@ def built(run: dict[str, Any]) -> dict[str, Any]:
     layout = Layout.of(load_config(None, base=run).parallel.plan(), 2, 2)
     config = load_config(None, base=run).model
     with counted_reads() as reads:
-        model = build_model(config, cuts=partial(tensor_cut, layout, Meshes(layout, "cpu")))
+        model = build_model(config, cuts=tensor_cuts(layout, Meshes(layout, "cpu")))
     expected = build_model(config)
     cut = tensor_cut(layout, Meshes(layout, "cpu"), "audio", True)
     assert cut is not None
@@ -128,3 +132,69 @@ def refused(run: dict[str, Any], output: str) -> str:
     except ConfigError as error:
         return str(error)
     return "not refused"
+
+
+def held_by_stage(run: dict[str, Any], output: str) -> dict[str, int]:
+    """Make a run ready whose model is made whole; return the bytes of its parameters before and after it is cut."""
+    found: dict[str, int] = {}
+    take = Spreading.take
+
+    def taken(spreading: Spreading, task: Any) -> None:
+        found["whole"] = _bytes(task.model)
+        take(spreading, task)
+        found["before"] = _bytes(task.model)
+
+    with mock.patch.object(Spreading, "cuts", lambda *arguments: None), mock.patch.object(Spreading, "take", taken):
+        trainer = trainer_of(load_config(None, base={**run, "output": output}))
+        trainer.setup()
+    return {**found, "after": _bytes(trainer.model)}
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
+
+
+def made_anew(name: str) -> dict[str, Any]:
+    """Make a model with random weights, a half of whose layers are in this process; compare with all of it."""
+    kind = type(zoo.LANGUAGE_MODELS[name].build())
+    config = zoo.LANGUAGE_MODELS[name].build().config
+    torch.manual_seed(5)
+    expected = kind(config)
+    following = torch.rand(3)
+
+    def own(model: nn.Module) -> set[str]:
+        parameters = list(model.parameters())
+        middle = len(parameters) // 2
+        half = {id(p) for p in (parameters[:middle] if processes.rank() == 0 else parameters[middle:])}
+        return {key for key, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in half}
+
+    torch.manual_seed(5)
+    found = made_in_part(lambda: kind(config), own)
+    draws_on_alike = torch.equal(torch.rand(3), following)
+    theirs = dict(expected.named_parameters(remove_duplicate=False))
+    ours = dict(found.named_parameters(remove_duplicate=False))
+    here = {key: parameter for key, parameter in ours.items() if not parameter.is_meta}
+    wrong = [key for key, parameter in here.items() if not torch.equal(parameter, theirs[key])]
+    wrong += [key for key in own(expected) if key not in here]
+    wrong += [key for key, buffer in found.named_buffers() if not torch.equal(buffer, expected.get_buffer(key))]
+    return {
+        "wrong": wrong,
+        "reason": loaded_whole(found),
+        "draws_on_alike": draws_on_alike,
+        "held": len(here),
+        "all": len(theirs) if ours.keys() == theirs.keys() else -1,
+    }
+
+
+def resumed(run: dict[str, Any], output: str) -> dict[str, Any]:
+    """Do two steps of a run, and the rest of it in a new trainer."""
+    run = merged(run, {"output": output})
+    first = trainer_of(load_config(None, base=run))
+    first.setup()
+    for batch in first.batches():
+        if first.step(batch).step == 2:
+            break
+    first.save()
+    first._held.close()
+    found = trained(run, output)
+    return {**found, "begins_at": 3 - len(found["losses"])}

@@ -45,7 +45,7 @@ def test_short_steps_are_counted_several_at_a_time(exchanges: list[list[float]])
     found = totals_of(counter, map(batch, range(30)), left=30)
     assert found == [(index, 2 * (10 + index), 4, 2 * index) for index in range(30)]
     assert len(exchanges) < 10
-    assert sum((len(one) - 2) // 6 for one in exchanges) == 30
+    assert sum((len(one) - 2) // 7 for one in exchanges) == 30
 
 
 def test_no_more_batches_are_drawn_than_there_are_steps_left(exchanges: list[list[float]]) -> None:

@@ -177,7 +177,7 @@ def test_throughput_by_hand() -> None:
     clock.now += 50  # the model is loaded
     speed.start(seconds=30.0, tokens=1000)
     clock.now += 2
-    speed.add(samples=4, tokens=100, trained_tokens=10, loss=np.float32(20), items={"vision": 4})
+    speed.add(samples=4, tokens=100, trained_tokens=10, loss=np.float32(20), items={"vision": 4}, waited=0.5)
     with speed.paused():
         clock.now += 1000
         with speed.paused():  # the best model is saved within an evaluation
@@ -193,11 +193,17 @@ def test_throughput_by_hand() -> None:
         "samples_per_second": 1.5,
         "items_per_second": {"vision": 1.25, "audio": 0.5},
         "seconds": 34.0,
+        "data_wait": 0.25,  # per step
     }
     clock.now += 1
     speed.add(samples=1, tokens=5, trained_tokens=5, loss=10.0, items={})
     line = speed.line()
     assert (line["loss"], line["tokens"], line["tokens_per_second"], line["items_per_second"]) == (2.0, 1165, 5.0, {})
+    assert line["data_wait"] == 0
+    assert "flops_per_second" not in line  # nothing was counted
+    clock.now += 2
+    speed.add(samples=1, tokens=5, trained_tokens=5, loss=10.0, items={}, flops=8e12)
+    assert speed.line()["flops_per_second"] == 4e12
 
 
 def test_throughput_of_nothing() -> None:

@@ -197,3 +197,13 @@ def test_the_cursor_comes_back_when_the_run_fails() -> None:
     with pytest.raises(KeyError), Progress("bar", 4, 0, console):
         raise KeyError
     assert stream.getvalue().endswith("\x1b[?25h")
+
+
+def test_what_is_computed_in_a_second() -> None:
+    stream, console = file_console()
+    with Progress("lines", 200, console=console) as progress:
+        progress.metrics({**RECORD, "flops_per_second": 3.421e14, "mfu": 0.3459})
+        progress.metrics({**RECORD, "flops_per_second": 5.2e6})
+    first, second = stream.getvalue().splitlines()
+    assert "12,345 tokens/s  34.6% MFU  342 TFLOP/s" in first
+    assert "5.2 MFLOP/s" in second and "MFU" not in second

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.items import Features, split_items, token_states
+from cornstarch.models.multimodal_language_model.items import KNOWN, Features, join_known, split_items, token_states
 from cornstarch.models.multimodal_language_model.projector import as_projector
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
@@ -23,7 +23,7 @@ TokenAttention = Literal["causal", "item", "modality"]
 LANGUAGE_MODEL_INPUTS = frozenset(
     "input_ids attention_mask position_ids labels inputs_embeds past_key_values use_cache cache_position "
     "logits_to_keep output_attentions output_hidden_states return_dict token_type_ids head_mask documents "
-    "num_items_in_batch shift_labels output_router_logits".split()
+    "num_items_in_batch shift_labels output_router_logits facts".split()
 )
 
 # What an encoder calls its input, and what processors call the same thing.
@@ -94,6 +94,8 @@ class ModalEncoderModule(nn.Module):
         self.preprocess_callback = preprocess_callback
         self.postprocess_module_callback = postprocess_module_callback
         self.postprocess_projector_callback = postprocess_projector_callback
+        self.keep: Callable[[Mapping[str, Any], Tensor | None], None] | None = None
+        """Called with what is known of items and the tokens [total, D] of those that were encoded now."""
 
     @property
     def config(self) -> tuple[Any, Any]:
@@ -144,12 +146,25 @@ class ModalEncoderModule(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
-        output = self.encode(inputs)
+        known = inputs.pop(KNOWN, None)
+        output = self.encode(inputs) if known is None else self._encode_rest(inputs, known)
         if self.projector is not None:
             output = self._project(token_states(output))
         if self.postprocess_projector_callback is not None:
             output = _call_with_output(self.postprocess_projector_callback, inputs, output)
         return output
+
+    def _encode_rest(self, inputs: dict[str, Any], known: Mapping[str, Any]) -> Tensor:
+        """Return the tokens [total, D] of all items, of which only those that are not known are encoded."""
+        on_host = known.get("on_host", {})
+        told = {name: on_host.get(name, value) for name, value in inputs.items()}
+        fresh = split_items(self.module, told, token_states(self.encode(inputs))).tokens if inputs else None
+        if not inputs and "stand_in" in known:
+            self.encode(known["stand_in"])
+        tokens = join_known(known, fresh)
+        if self.keep is not None:
+            self.keep(known, fresh)
+        return tokens
 
     def _project(self, states: Any) -> ModelOutput:
         assert self.projector is not None
@@ -166,9 +181,19 @@ class ModalEncoderModule(nn.Module):
             return BaseModelOutput(last_hidden_state=items)  # type: ignore[arg-type]
         return self.projector(states)
 
-    def features(self, inputs: dict[str, Any]) -> Features:
-        """Return this encoder's tokens, item by item, ready to be merged into the text."""
-        return split_items(self.module, inputs, token_states(self(**inputs)))
+    def features(self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> Features:
+        """Return this encoder's tokens, item by item, ready to be merged into the text.
+
+        Args:
+            inputs: What the encoder takes.
+            on_host: Sizes and masks among the inputs, by their names there, on the CPU (see `BatchFacts`).
+        """
+        named = self.as_arguments(dict(on_host or {}))
+        if KNOWN in inputs:
+            known = {**inputs[KNOWN], "on_host": named}
+            return Features(token_states(self(**{**inputs, KNOWN: known})), list(known["lengths"]))
+        told = {name: named.get(name, value) for name, value in inputs.items()}
+        return split_items(self.module, told, token_states(self(**inputs)))
 
     def set_trainable(self, encoder: bool, projector: bool) -> None:
         """Train or freeze the encoder and the projector: `requires_grad` and train/eval mode together."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.models.multimodal_language_model.facts import sent
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
 
@@ -28,6 +29,43 @@ class Features:
     def given(self) -> list[Tensor]:
         """Return all that the language model is given of them."""
         return [self.tokens]
+
+
+KNOWN = "known_features"
+"""The key among an encoder's inputs that tells which of its items were encoded before.
+
+Beside it are the inputs of the other items, if there are any. It has, of all items in their order, `lengths` (tokens),
+`is_known`, and `digests` (what an item is known by); and `tokens` [total, D], what the encoder made of the known ones.
+"""
+
+
+def join_known(known: Mapping[str, Any], fresh: Tensor | None) -> Tensor:
+    """Return the encoder's tokens [total, D] of all items, in their order.
+
+    Args:
+        known: What is known of the items, see `KNOWN`.
+        fresh: The tokens of the items that were encoded now; None: there are no such.
+    """
+    wanted = sum(fresh_lengths(known))
+    found = 0 if fresh is None else len(fresh)
+    if found != wanted:
+        raise ConfigError(
+            f"An encoder made {found} tokens of items for which the text has {wanted} placeholders. "
+            "Expand each placeholder to its item's number of features."
+        )
+    if fresh is None:
+        return known["tokens"]
+    stored: Tensor | None = known.get("tokens")
+    if stored is None:
+        return fresh
+    before = stored.split([n for n, is_known in zip(known["lengths"], known["is_known"], strict=True) if is_known])
+    parts = {True: iter(before), False: iter(fresh.split(fresh_lengths(known)))}
+    return torch.cat([next(parts[is_known]) for is_known in known["is_known"]])
+
+
+def fresh_lengths(known: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of each item that is not known."""
+    return [n for n, is_known in zip(known["lengths"], known["is_known"], strict=True) if not is_known]
 
 
 def token_states(output: Any) -> Any:
@@ -88,7 +126,10 @@ def sample_lengths(module: nn.Module, mask: Tensor) -> list[int] | None:
 
 
 def split_items(module: nn.Module, inputs: Mapping[str, Any], states: Any) -> Features:
-    """Return the tokens of every item, without what only pads an item to the length of the longest."""
+    """Return the tokens of every item, without what only pads an item to the length of the longest.
+
+    Masks and sizes among the inputs may be on the CPU, whatever the tokens are on: then nothing has to be waited for.
+    """
     if isinstance(states, Sequence):
         return Features(torch.cat(list(states)), [len(item) for item in states])
     if states.dim() == 2:
@@ -103,7 +144,8 @@ def split_items(module: nn.Module, inputs: Mapping[str, Any], states: Any) -> Fe
     mask = mask_of(inputs)
     if mask is not None and mask.shape == (n_items, n_tokens):
         keep = mask.to(torch.bool)
-        return Features(states[keep], keep.sum(-1).tolist())
+        kept = sent(keep.flatten().nonzero().flatten(), states.device)
+        return Features(states.flatten(0, 1).index_select(0, kept), keep.sum(-1).tolist())
     if mask is not None and mask.shape[0] == n_items and mask.shape[1] > n_tokens:
         lengths = sample_lengths(module, mask)
         if lengths is not None and all(length <= n_tokens for length in lengths):

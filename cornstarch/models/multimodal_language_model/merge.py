@@ -5,16 +5,16 @@ Shapes: B samples, S tokens, D width of the language model's embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from cornstarch.attention import MaskSpec
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.facts import IGNORED, sent
 from cornstarch.models.multimodal_language_model.items import Features
 
-IGNORED = -100  # a label that is not trained on
 TEXT = -1  # in spans: a token that sees only what is before it
 
 
@@ -25,7 +25,11 @@ def placeholder_masks(input_ids: Tensor, token_ids: Mapping[str, int]) -> dict[s
 
 def check_counts(modality: str, mask_BS: Tensor, features: Features | None) -> None:
     """Refuse a batch whose placeholders and features do not match, naming the first sample where they part."""
-    tokens = mask_BS.sum(-1).tolist()
+    check_tokens(modality, mask_BS.sum(-1).tolist(), features)
+
+
+def check_tokens(modality: str, tokens: Sequence[int], features: Features | None) -> None:
+    """Do the same for the numbers of placeholders of each sample."""
     if features is None:
         if any(tokens):
             sample = next(i for i, count in enumerate(tokens) if count)
@@ -38,14 +42,15 @@ def check_counts(modality: str, mask_BS: Tensor, features: Features | None) -> N
     if features.lengths is None:
         if sum(tokens) != n_features:
             raise ConfigError(
-                f"The batch has {sum(tokens)} {modality} tokens (per sample: {tokens}) and {n_features} {modality} "
-                "features; the numbers must be equal. Expand each placeholder to its item's number of features."
+                f"The batch has {sum(tokens)} {modality} tokens (per sample: {list(tokens)}) and {n_features} "
+                f"{modality} features; the numbers must be equal. Expand each placeholder to its item's number of "
+                "features."
             )
         return
     _check_samples(modality, tokens, features.lengths)
 
 
-def _check_samples(modality: str, tokens: list[int], lengths: list[int]) -> None:
+def _check_samples(modality: str, tokens: Sequence[int], lengths: Sequence[int]) -> None:
     """Walk through the samples, giving each the next whole items, and stop where they do not fit."""
     item = 0
     for sample, wanted in enumerate(tokens):
@@ -63,7 +68,7 @@ def _check_samples(modality: str, tokens: list[int], lengths: list[int]) -> None
     if left:
         raise ConfigError(
             f"The text of the last sample (sample {len(tokens) - 1}) ends, and {len(left)} {modality} items with "
-            f"{sum(left)} features have no tokens (tokens per sample: {tokens}). "
+            f"{sum(left)} features have no tokens (tokens per sample: {list(tokens)}). "
             "Put a placeholder in the text for each item."
         )
 
@@ -90,8 +95,11 @@ def without_context_free(labels_BS: Tensor | None, documents_BS: Tensor) -> Tens
     return labels_BS.masked_fill(foreign, IGNORED)
 
 
-def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features) -> Tensor:
-    """Return the embeddings with the placeholders' rows replaced by the features, in order."""
+def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features, places: Tensor | None = None) -> Tensor:
+    """Return the embeddings with the placeholders' rows replaced by the features, in order.
+
+    Where the places are known (see `BatchFacts`), a GPU is not waited for: how many the mask marks it alone would know.
+    """
     width = embeds_BSD.shape[-1]
     if features.tokens.shape[-1] != width:
         raise ConfigError(
@@ -99,31 +107,45 @@ def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features) -> Tensor:
             "The projector must put out the language model's width."
         )
     tokens = features.tokens.to(embeds_BSD.device, embeds_BSD.dtype)
-    return embeds_BSD.masked_scatter(mask_BS.unsqueeze(-1), tokens)
+    if places is None:
+        return embeds_BSD.masked_scatter(mask_BS.unsqueeze(-1), tokens)
+    merged: Tensor = embeds_BSD.flatten(0, 1).index_copy(0, places.to(tokens.device), tokens)
+    return merged.view_as(embeds_BSD)
 
 
-def mark_spans(spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor, features: Features) -> None:
-    """Write into `spans_BS` which tokens of one modality see each other in both directions."""
+def mark_spans(spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor, features: Features, first: int) -> int:
+    """Write into `spans_BS` which tokens of one modality see each other in both directions.
+
+    Their spans are numbered from `first` on; returns the first number that is left for others.
+    """
     if attention == "causal":
-        return
-    first = int(spans_BS.max()) + 1
+        return first
     if attention == "modality":
-        spans_BS[mask_BS] = first
-        return
+        spans_BS.masked_fill_(mask_BS, first)
+        return first + 1
     if features.lengths is None:
         raise ConfigError(
             f"attention='item' of the {modality} encoder needs to know where each item ends, but its features came as "
             "one flat tensor. Return a list of tensors, one per item, from the callback."
         )
-    lengths = torch.tensor(features.lengths, device=spans_BS.device)
-    items = torch.arange(first, first + len(lengths), device=spans_BS.device)
-    spans_BS[mask_BS] = torch.repeat_interleave(items, lengths)
+    lengths, after = features.lengths, first + len(features.lengths)
+    items = torch.arange(first, after, dtype=spans_BS.dtype)
+    numbers = items.repeat_interleave(torch.tensor(lengths, dtype=torch.long), output_size=sum(lengths))
+    spans_BS.masked_scatter_(mask_BS, sent(numbers, spans_BS.device))
+    return after
 
 
 def mask_spec(
-    tokens_BS: Tensor, attention_mask: Tensor | None, documents: Tensor | None, spans: Tensor | None
+    tokens_BS: Tensor,
+    attention_mask: Tensor | None,
+    documents: Tensor | None,
+    spans: Tensor | None,
+    is_plain: bool | None = None,
 ) -> MaskSpec:
-    """Return who sees whom in a batch that is packed, or has tokens that see in both directions."""
+    """Return who sees whom in a batch that is packed, or has tokens that see in both directions.
+
+    Whether it is plain causal attention after all is found out from the tensors, unless it is said.
+    """
     if documents is None:
         documents = torch.ones_like(tokens_BS, dtype=torch.long) if attention_mask is None else attention_mask
     if documents.shape != tokens_BS.shape:
@@ -134,4 +156,7 @@ def mask_spec(
     documents = documents.to(torch.long)
     if attention_mask is not None:
         documents = documents * (attention_mask != 0)
-    return MaskSpec(documents=documents, spans=torch.full_like(documents, TEXT) if spans is None else spans)
+    spec = MaskSpec(documents=documents, spans=torch.full_like(documents, TEXT) if spans is None else spans)
+    if is_plain is not None:
+        vars(spec)["is_plain"] = is_plain  # a cached property, which would else be read from the device
+    return spec

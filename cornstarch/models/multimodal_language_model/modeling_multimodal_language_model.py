@@ -17,12 +17,14 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
     encoder_width,
 )
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
-from cornstarch.models.multimodal_language_model.items import Features
+from cornstarch.models.multimodal_language_model.facts import BatchFacts
+from cornstarch.models.multimodal_language_model.items import KNOWN, Features
 from cornstarch.models.multimodal_language_model.merge import (
     IGNORED,
     TEXT,
     check_counts,
     check_shapes,
+    check_tokens,
     inject,
     mark_spans,
     mask_spec,
@@ -32,7 +34,7 @@ from cornstarch.models.multimodal_language_model.merge import (
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, prepare_llm_inputs, route
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
-from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import accepts, is_sharded, unwrap
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model, positions_of
 
 __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
@@ -252,6 +254,7 @@ class MultimodalModel(nn.Module):
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         documents: Tensor | None = None,
+        facts: BatchFacts | None = None,
         **batch: Any,
     ) -> Any:
         """Run the encoders, merge their tokens into the text, and run the language model.
@@ -264,6 +267,8 @@ class MultimodalModel(nn.Module):
             labels: [B, S]; -100 is not trained on. Placeholders are never trained on.
             inputs_embeds: Embeddings to use instead of looking up `input_ids`.
             documents: [B, S] for packed rows: 0 is padding, tokens with the same number are one document.
+            facts: What is known of this very batch on the CPU; without them it is read from the tensors, for which a
+                GPU is waited for.
             batch: Encoders' inputs, flat (`pixel_values=…`) or nested by modality (`vision={"pixel_values": …}`),
                 and whatever else the language model's forward takes.
 
@@ -271,7 +276,9 @@ class MultimodalModel(nn.Module):
             The language model's output.
         """
         encoder_inputs, rest = self.split_batch(batch)
-        features, touched = self._given_features or self.encode(encoder_inputs)
+        if facts is not None and not facts.are_of(input_ids, self.modality_token_ids):
+            facts = None
+        features, touched = self._given_features or self.encode(encoder_inputs, facts)
         llm_inputs, spec = self.merge(
             features,
             input_ids=input_ids,
@@ -280,6 +287,7 @@ class MultimodalModel(nn.Module):
             labels=labels,
             inputs_embeds=inputs_embeds,
             documents=documents,
+            facts=facts,
             **rest,
         )
         for made in touched:
@@ -322,23 +330,37 @@ class MultimodalModel(nn.Module):
         finally:
             self._given_features = None
 
-    def encode(self, encoder_inputs: Mapping[str, dict[str, Any]]) -> tuple[dict[str, Features], list[Tensor]]:
+    def encode(
+        self, encoder_inputs: Mapping[str, dict[str, Any]], facts: BatchFacts | None = None
+    ) -> tuple[dict[str, Features], list[Tensor]]:
         """Run the encoders, always in the same order; return their tokens, and what stand-ins made."""
         features: dict[str, Features] = {}
         touched: list[Tensor] = []
         for name, encoder in self.encoders.items():
             if name in encoder_inputs:
-                features[name] = encoder.features(encoder_inputs[name])
+                on_host = None if facts is None else facts.known(name)
+                features[name] = encoder.features(self._in_step(name, encoder_inputs[name]), on_host)
             elif name in self._stand_ins:
                 touched += encoder.features(self.stand_in(name, self.device) or {}).given()
         return features, touched
+
+    def _in_step(self, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Give an encoder whose items are all known something to run on, if other processes may wait for it.
+
+        They gather its parameters together. Its output goes nowhere: what is known is of an encoder that is frozen.
+        """
+        if inputs.keys() != {KNOWN} or name not in self._stand_ins or not is_sharded(self.encoders[name]):
+            return inputs
+        return {KNOWN: {**inputs[KNOWN], "stand_in": self.stand_in(name, self.device)}}
 
     def stand_in(self, name: str, device: torch.device) -> dict[str, Any] | None:
         """Return what an encoder runs on where a batch has nothing for it; None if it then does not run."""
         inputs = self._stand_ins.get(name)
         if inputs is None:
             return None
-        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        self._stand_ins[name] = moved  # copied once: a copy from where it was made would wait for the device
+        return dict(moved)
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Return the inputs of each encoder that runs on this batch, and what is left for the language model."""
@@ -359,6 +381,7 @@ class MultimodalModel(nn.Module):
         labels: Tensor | None,
         inputs_embeds: Tensor | None,
         documents: Tensor | None,
+        facts: BatchFacts | None = None,
         **rest: Any,
     ) -> tuple[dict[str, Any], MaskSpec | None]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough."""
@@ -366,25 +389,28 @@ class MultimodalModel(nn.Module):
             check_shapes(input_ids.shape, attention_mask=attention_mask, labels=labels)
         spans = None
         if input_ids is not None and self.encoder_names:
-            masks = self._checked_placeholders(input_ids, features)
-            inputs_embeds = self._embed(input_ids, inputs_embeds, masks, features)
+            masks = self._checked_placeholders(input_ids, features, facts)
+            inputs_embeds = self._embed(input_ids, inputs_embeds, masks, features, facts)
             labels = self._without_placeholders(labels, masks)
             spans = self._spans(input_ids, masks, features)
         elif features:
             raise ConfigError("Encoders' tokens are merged where input_ids has their placeholders: pass input_ids.")
         spec = None
-        if documents is not None or spans is not None:
+        is_plain = None if facts is None else self._is_plain(facts, features)
+        if (documents is not None or spans is not None) and not is_plain:
             reference = input_ids if input_ids is not None else inputs_embeds[..., 0]  # type: ignore[index]
-            spec = mask_spec(reference, attention_mask, documents, spans)
+            spec = mask_spec(reference, attention_mask, documents, spans, is_plain)
             attention_mask = (spec.documents > 0).to(torch.long)
             labels = labels if documents is None else without_context_free(labels, spec.documents)
             if position_ids is None and documents is not None:
                 position_ids = spec.positions()
-        if attention_mask is not None and self._starts_with_padding(attention_mask, rest):
+        if attention_mask is not None and self._starts_with_padding(attention_mask, rest, facts):
             self._check_left_padding()
             labels = without_context_free(labels, attention_mask)
             if position_ids is None and accepts(self.language_model, "position_ids"):
                 position_ids = positions_of(attention_mask)  # models count padding as positions unless told otherwise
+        if facts is not None and spec is None and position_ids is None and self._needs_no_mask(facts, rest):
+            attention_mask = None
         llm_inputs = {
             "input_ids": input_ids if inputs_embeds is None else None,
             "inputs_embeds": inputs_embeds,
@@ -395,7 +421,9 @@ class MultimodalModel(nn.Module):
         }
         return prepare_llm_inputs(self.language_model, self.preprocess_llm_callback, llm_inputs, input_ids), spec
 
-    def _checked_placeholders(self, input_ids: Tensor, features: dict[str, Features]) -> dict[str, Tensor]:
+    def _checked_placeholders(
+        self, input_ids: Tensor, features: dict[str, Features], facts: BatchFacts | None
+    ) -> dict[str, Tensor]:
         missing = [name for name in features if name not in self.modality_token_ids]
         if missing:
             raise ConfigError(
@@ -405,7 +433,10 @@ class MultimodalModel(nn.Module):
             )
         masks = placeholder_masks(input_ids, self.modality_token_ids)
         for name, mask in masks.items():
-            check_counts(name, mask, features.get(name))
+            if facts is None:
+                check_counts(name, mask, features.get(name))
+            else:
+                check_tokens(name, facts.tokens[name], features.get(name))
         return masks
 
     def _embed(
@@ -414,6 +445,7 @@ class MultimodalModel(nn.Module):
         inputs_embeds: Tensor | None,
         masks: dict[str, Tensor],
         features: dict[str, Features],
+        facts: BatchFacts | None,
     ) -> Tensor:
         if inputs_embeds is None:
             # Placeholders' ids may lie outside the embedding table, which is not resized.
@@ -423,7 +455,7 @@ class MultimodalModel(nn.Module):
             inputs_embeds = self._looked_up(text_ids)
         assert inputs_embeds is not None
         for name, found in features.items():
-            inputs_embeds = inject(inputs_embeds, masks[name], found)
+            inputs_embeds = inject(inputs_embeds, masks[name], found, None if facts is None else facts.places[name])
         return inputs_embeds
 
     def _looked_up(self, text_ids: Tensor) -> Tensor:
@@ -447,18 +479,34 @@ class MultimodalModel(nn.Module):
         """Return which tokens see each other in both directions [B, S], or None if all attention is causal."""
         if all(encoder.attention == "causal" for encoder in self.encoders.values()):
             return None
-        spans = torch.full_like(input_ids, TEXT)
+        spans, first = torch.full_like(input_ids, TEXT), 0
         for name, found in features.items():
-            mark_spans(spans, name, self.encoders[name].attention, masks[name], found)
+            first = mark_spans(spans, name, self.encoders[name].attention, masks[name], found, first)
         return spans
 
-    def _starts_with_padding(self, attention_mask: Tensor, rest: dict[str, Any]) -> bool:
-        return (
-            self.positions_from_mask
-            and attention_mask.dim() == 2
-            and rest.get("past_key_values") is None
-            and not bool(attention_mask[:, 0].all())
+    def _is_plain(self, facts: BatchFacts, features: dict[str, Features]) -> bool:
+        """Return whether every row is one document without padding, and none of its tokens sees what is behind it."""
+        sees_ahead = any(
+            len(found.tokens) > 0 for name, found in features.items() if self.encoders[name].attention != "causal"
         )
+        return not (sees_ahead or facts.packed or facts.padding != "none")
+
+    def _starts_with_padding(self, attention_mask: Tensor, rest: dict[str, Any], facts: BatchFacts | None) -> bool:
+        if not self.positions_from_mask or attention_mask.dim() != 2 or rest.get("past_key_values") is not None:
+            return False
+        return not bool(attention_mask[:, 0].all()) if facts is None else facts.starts_with_padding
+
+    def _needs_no_mask(self, facts: BatchFacts, rest: dict[str, Any]) -> bool:
+        """Return whether the language model computes the same without the mask over padding.
+
+        Nothing in front of padding sees it in a causal model. Without a mask, transformers need not look for padding,
+        and attention takes its fastest kernel.
+        """
+        if not self.positions_from_mask or self.preprocess_llm_callback is not None or "past_key_values" in rest:
+            return False
+        config = getattr(unwrap(self.language_model), "config", None)
+        counts_all = rest.get("output_router_logits", getattr(config, "output_router_logits", False))
+        return facts.padding == "none" or (facts.padding == "right" and self.traits.is_causal and not counts_all)
 
     def _check_left_padding(self) -> None:
         if not self.traits.takes_left_padding:

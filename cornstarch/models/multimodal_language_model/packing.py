@@ -6,7 +6,7 @@ Shapes: B rows, S tokens of a row, T tokens of all samples together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -32,7 +32,7 @@ def pack(
     *,
     too_long: Literal["error", "skip"] = "error",
     pad_token_id: int = 0,
-    pad_to: int | None = None,
+    pad_to: int | Callable[[int], int] | None = None,
     token_keys: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Put samples into as few rows as first-fit-decreasing finds, each sample whole and in one row.
@@ -48,7 +48,8 @@ def pack(
         max_length: The most tokens that a row may have.
         too_long: What to do with a sample longer than that: "error", or "skip" it and log how many there were.
         pad_token_id: The id at padding. Padding is not attended to; the id must only exist.
-        pad_to: Tokens of a row, at least; by default those of the fullest row.
+        pad_to: Tokens of a row, at least, or a function that returns them, given those of the fullest row; by default
+            as many.
         token_keys: Further keys with one entry per token; they are 0 at padding.
 
     Returns:
@@ -57,13 +58,14 @@ def pack(
         appear. Positions are in it only if the samples have them: the model counts them anew in each document, and a
         model with mRoPE does so in its own way.
     """
-    if pad_to is not None and pad_to > max_length:
+    if isinstance(pad_to, int) and pad_to > max_length:
         raise ConfigError(f"pad_to = {pad_to} is more than max_length = {max_length}.")
     texts = [_Text.read(index, sample, token_keys) for index, sample in enumerate(samples)]
     chosen = _fitting([len(text) for text in texts], max_length, too_long)
     rows = [[chosen[i] for i in row] for row in first_fit_decreasing([len(texts[i]) for i in chosen], max_length)]
     order = [index for row in rows for index in row]
-    places = _Places.of([[len(texts[index]) for index in row] for row in rows], pad_to or 0)
+    lengths = [[len(texts[index]) for index in row] for row in rows]
+    places = _Places.of(lengths, pad_to(max(map(sum, lengths))) if callable(pad_to) else pad_to or 0)
     fills = {**_PER_TOKEN, **dict.fromkeys(token_keys, 0), "input_ids": pad_token_id}
     batch = _lay_out_tokens([texts[index].tokens for index in order], places, fills)
     return {**batch, **_joined([_encoder_inputs(samples[index], token_keys) for index in order], order)}

@@ -181,6 +181,30 @@ class MultimodalProcessor:
             batch.update(self._laid_out(name, outputs, return_tensors))
         return MultimodalBatch(batch)
 
+    def process_items(
+        self, encoder_inputs: Mapping[str, Mapping[str, Any] | None]
+    ) -> dict[str, tuple[dict[str, Any], list[int]]]:
+        """Run the processors without a text; return, by modality, its encoder's inputs and the tokens of each item.
+
+        Args:
+            encoder_inputs: As in a call.
+        """
+        found: dict[str, tuple[dict[str, Any], list[int]]] = {}
+        for name, inputs in self._given_items(encoder_inputs, {}).items():
+            outputs = self._run(name, inputs, {})
+            found[name] = outputs, list(self._count(name, inputs, outputs).lengths)
+        return found
+
+    def tokenize(self, texts: Sequence[str], lengths: Mapping[str, Sequence[int]], **options: Any) -> dict[str, Any]:
+        """Tokenize texts whose items are known to take so many tokens.
+
+        Args:
+            texts: One per sample.
+            lengths: By modality, the tokens of each item, in the order of their placeholders.
+            options: Of the tokenizer.
+        """
+        return self._tokenize(list(texts), {name: Items(list(counts)) for name, counts in lengths.items()}, options)
+
     def stand_ins(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
         return {name: self._run(name, subprocessors.noise_inputs(p), {}) for name, p in self.encoder_processors.items()}

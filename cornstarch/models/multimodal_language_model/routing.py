@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
+from cornstarch.models.multimodal_language_model.items import KNOWN
 from cornstarch.models.multimodal_language_model.unwrap import accepts, argument_names
 
 LlmCallback = Callable[..., dict[str, Any]]
@@ -50,7 +51,7 @@ def _check_nested(name: str, encoder: ModalEncoderModule, inputs: Mapping[str, A
     """Refuse an input that an encoder would silently ignore: most often it is misspelt."""
     if encoder.preprocess_callback is not None:  # reads what it likes
         return
-    known = {*argument_names(encoder.module), *encoder.input_names}
+    known = {*argument_names(encoder.module), *encoder.input_names, KNOWN}
     for key in inputs:
         if key not in known and key not in LANGUAGE_MODEL_INPUTS:
             raise ConfigError(f"The {name} encoder does not take {key!r}.{_hint(key, known)} It takes {sorted(known)}.")

@@ -46,6 +46,12 @@ def accepts(module: nn.Module, name: str) -> bool:
     return name in argument_names(module)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether processes gather the module's parameters together when it is run: FSDP, or matrices that are cut."""
+    fully = any(type(inner).__name__ == "FullyShardedDataParallel" for inner in module.modules())
+    return fully or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+
+
 def is_peft(module: nn.Module) -> bool:
     """Whether the module is a PEFT model: only its adapters are meant to be trained."""
     return hasattr(module, "get_base_model") and hasattr(module, "peft_config")

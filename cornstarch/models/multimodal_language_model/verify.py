@@ -26,6 +26,8 @@ class LanguageModelTraits:
 
     takes_left_padding: bool = True
     """Whether padding in front of a text leaves its logits as they are."""
+    is_causal: bool = False
+    """Whether tokens behind a text leave its logits as they are; False if it was not tried."""
 
 
 def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
@@ -47,7 +49,7 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     with evaluating(language_model), _autocast(language_model):
         probe.check_embeddings()
         probe.check_training()
-        return LanguageModelTraits(takes_left_padding=probe.takes_left_padding())
+        return LanguageModelTraits(takes_left_padding=probe.takes_left_padding(), is_causal=True)
 
 
 def _can_run(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ hidden -> copy_in -> logits of each rank's own words -> largest, sum of exponent
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from cornstarch.compute.cross_entropy import IGNORED, PLAIN
+from cornstarch.compute.head import HeadLoss, LazyLogits
+from cornstarch.compute.kernels import losses_and_gradients
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.parallel.tensor.collectives import Group, add_up, copy_in, join
 from cornstarch.parallel.tensor.order import Cut, distribute, local_use
-
-_IGNORED = -100
 
 
 def check_vocabulary(model: Any) -> None:
@@ -64,7 +66,8 @@ def cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
         distribute(head, "weight", Cut(0, (words,), mesh.size()), mesh)
     if head.bias is not None:
         distribute(head, "bias", Cut(0, (words,), mesh.size()), mesh)
-    model.loss_function = VocabularyLoss(mesh.get_group(), words, model.loss_function)
+    if not isinstance(model.loss_function, HeadLoss):
+        model.loss_function = HeadLoss(model.loss_function)
 
 
 def own_words(words: int, group: Group) -> tuple[int, int]:
@@ -97,10 +100,26 @@ class VocabularyEmbedding(nn.Embedding):
         return add_up(rows, self.group)
 
 
+@dataclass(frozen=True)
+class SharedWords:
+    """The words of one rank of a group, and how the ranks talk about them."""
+
+    group: Group
+    first: int
+
+    def largest(self, values: Tensor) -> None:
+        """Replace values by the largest of all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+    def add_up(self, values: Tensor) -> None:
+        """Replace values by the sums over all ranks."""
+        dist.all_reduce(values, group=self.group)
+
+
 class VocabularyHead(nn.Linear):
     """A head of which each rank has some of the words.
 
-    While a model is trained it gives back the logits of a rank's own words, for `VocabularyLoss`; else all of them.
+    While a model is trained it gives back the logits of a rank's own words, for `HeadLoss`; else all of them.
     """
 
     group: Group
@@ -108,8 +127,15 @@ class VocabularyHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return logits."""
-        logits = nn.functional.linear(copy_in(input, self.group), local_use(self.weight), local_use(self.bias))
-        return logits if self.training and torch.is_grad_enabled() else self.joined(logits)
+        weight, bias = local_use(self.weight), local_use(self.bias)
+        if not (self.training and torch.is_grad_enabled()):
+            return self.joined(nn.functional.linear(input, weight, bias))
+
+        def logits(hidden: Tensor) -> Tensor:
+            return self.joined(nn.functional.linear(hidden, weight, bias))
+
+        words = SharedWords(self.group, own_words(self.words, self.group)[0])
+        return LazyLogits(copy_in(input, self.group), weight, bias, logits, words)  # type: ignore[return-value]
 
     def joined(self, logits: Tensor) -> Tensor:
         """Return the logits of all words, from those that each rank has."""
@@ -118,38 +144,8 @@ class VocabularyHead(nn.Linear):
         return join(padded, self.group)[..., : self.words]
 
 
-class VocabularyLoss:
-    """The loss of next words as transformers defines it, from the logits that each rank has."""
-
-    def __init__(self, group: Group, words: int, otherwise: Any) -> None:
-        self.group, self.words, self.otherwise = group, words, otherwise
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = _IGNORED,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the mean over words that are trained on, or their sum divided by a number that is given."""
-        first, last = own_words(self.words, self.group)
-        if logits.shape[-1] == self.words and last - first != self.words:  # all logits are here
-            given = {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels, **options}
-            return self.otherwise(logits, labels, vocab_size, ignore_index=ignore_index, **given)
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        shift_labels = shift_labels.to(logits.device)
-        losses = vocabulary_cross_entropy(logits, shift_labels, self.group, self.words, ignore_index)
-        if num_items_in_batch is None:
-            return losses.sum() / (shift_labels != ignore_index).sum()
-        return losses.sum() / torch.as_tensor(num_items_in_batch, device=losses.device)
-
-
 def vocabulary_cross_entropy(
-    local_logits: Tensor, labels: Tensor, group: Group, words: int | None = None, ignore_index: int = _IGNORED
+    local_logits: Tensor, labels: Tensor, group: Group, words: int | None = None, ignore_index: int = IGNORED
 ) -> Tensor:
     """Return the cross-entropy of each token, of which each rank has the logits of its own words; 0 where ignored.
 
@@ -163,36 +159,21 @@ def vocabulary_cross_entropy(
     total = words if words is not None else local_logits.shape[-1] * group.size()
     first, last = own_words(total, group)
     assert local_logits.shape[-1] == last - first, (local_logits.shape, first, last)
-    return _CrossEntropy.apply(local_logits, labels, group, first, ignore_index)
+    return _CrossEntropy.apply(local_logits, labels, SharedWords(group, first), ignore_index)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, logits: Tensor, labels: Tensor, group: Group, first: int, ignore_index: int) -> Tensor:
-        count = logits.shape[-1]
-        scores = logits.float()
-        largest = scores.amax(-1) if count else scores.new_full(scores.shape[:-1], -torch.inf)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        scores = scores - largest.unsqueeze(-1)
-        is_own = (labels >= first) & (labels < first + count)
-        place = (labels - first).masked_fill(~is_own, 0)
-        of_label = scores.gather(-1, place.unsqueeze(-1)).squeeze(-1) if count else torch.zeros_like(largest)
-        weights = scores.exp_()
-        sums = torch.stack([weights.sum(-1), of_label.masked_fill(~is_own, 0)])
-        dist.all_reduce(sums, group=group)
-        weights /= sums[0].unsqueeze(-1)
-        context.save_for_backward(weights, place, is_own, labels != ignore_index)
-        context.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).masked_fill(labels == ignore_index, 0)
+    def forward(context: Any, logits: Tensor, labels: Tensor, words: SharedWords, ignore_index: int) -> Tensor:
+        rows = logits.reshape(labels.numel(), logits.shape[-1]).clone()
+        losses = losses_and_gradients(rows, labels.flatten(), PLAIN, words, ignore_index, True)
+        context.save_for_backward(rows.view_as(logits))
+        return losses.view(labels.shape)
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        weights, place, is_own, is_trained = context.saved_tensors
-        gradient = weights.clone()
-        if gradient.shape[-1]:
-            gradient.scatter_add_(-1, place.unsqueeze(-1), -is_own.unsqueeze(-1).to(gradient.dtype))
-        gradient *= (gradients[0] * is_trained).unsqueeze(-1)
-        return gradient.to(context.dtype), None, None, None, None
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (of_logits,) = context.saved_tensors
+        return of_logits * gradients[0].unsqueeze(-1).to(of_logits.dtype), None, None, None
 
 
-__all__ = ["vocabulary_cross_entropy"]
+__all__ = ["check_vocabulary", "cut_vocabulary", "vocabulary_cross_entropy"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch import Tensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalProcessor
+from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.packing import IGNORED, pack
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import item_argument, item_kind, keywords
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.chat import ChatWriter, Rendered
+from cornstarch.train.data.lengths import RowLengths
 from cornstarch.train.data.media import load_audio, load_features, load_image
 from cornstarch.train.data.sample import Media, MediaKind, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.train.data.seen import ItemLookup, SeenItem, known_inputs
+from cornstarch.train.precision import pinned
 
 _KINDS: dict[MediaKind, str] = {"image": "images", "audio": "audio"}  # ours, and the processor's
 
@@ -60,6 +65,10 @@ class CollatedBatch:
     items: dict[str, int]
     """Images, sounds, by modality."""
 
+    def pin_memory(self) -> CollatedBatch:
+        """Return the same, ready to be copied to a GPU while something else goes on."""
+        return replace(self, inputs=pinned(self.inputs))
+
 
 class ChatCollator:
     """Makes batches of conversations and documents.
@@ -73,6 +82,9 @@ class ChatCollator:
 
     def __init__(self, processor: MultimodalProcessor, data: DataConfig) -> None:
         self.processor, self.data = processor, data
+        self._lengths = RowLengths.of(data, compiled=False)
+        self.features: ItemLookup | None = None
+        """What encoders made of items before; None: nothing is kept."""
         tokenizer = processor.llm_tokenizer
         if not tokenizer.is_fast:
             raise ConfigError(
@@ -87,6 +99,10 @@ class ChatCollator:
     def __call__(self, samples: Sequence[Sample]) -> CollatedBatch:
         """Return the batch of samples, all of which must be good."""
         return self.join([self.prepare(sample) for sample in samples])
+
+    def expect_compiled(self) -> None:
+        """Make rows of few lengths, if the config leaves that open: the model will be compiled for each of them."""
+        self._lengths = RowLengths.of(self.data, compiled=True)
 
     # ------------------------------------------------------------------ one sample
 
@@ -103,7 +119,7 @@ class ChatCollator:
 
     def _prepared(self, sample: Sample) -> PreparedSample:
         rendered = self._writer.write(sample, lambda media: self.processor.modality_tokens[self._modality(media)])
-        items = self._decoded(sample)
+        items = self._decoded(sample, self.features)
         single, trained = self._tokenized(rendered)
         made: dict[str, Any] = {}
         input_ids = single
@@ -152,11 +168,13 @@ class ChatCollator:
             )
         return names[0]
 
-    def _decoded(self, sample: Sample) -> dict[str, list[Any]]:
+    def _decoded(self, sample: Sample, features: ItemLookup | None = None) -> dict[str, list[Any]]:
+        """Return the items of a sample, by modality; with `features`, those that were encoded before undecoded."""
         items: dict[str, list[Any]] = {}
         for media in sample.media:
             name = self._modality(media)
-            items.setdefault(name, []).append(self._item(media, self.processor.encoder_processors[name]))
+            decode = partial(self._item, media, self.processor.encoder_processors[name])
+            items.setdefault(name, []).append(decode() if features is None else features.item(name, media, decode))
         return items
 
     def _item(self, media: Media, processor: Any) -> Any:
@@ -178,6 +196,10 @@ class ChatCollator:
             raise SampleTooLongError(f"has a sound of {len(features)} frames, its feature extractor takes {most}")
         return features[:most]
 
+    def encoder_inputs(self, items: Mapping[str, list[Any]]) -> dict[str, Any]:
+        """Return what the encoders are given for items without a text."""
+        return self._processed(items)
+
     def _processed_or_broken(self, items: Mapping[str, list[Any]], rendered: Rendered) -> dict[str, Any]:
         try:
             return self._processed(items, rendered)
@@ -187,6 +209,8 @@ class ChatCollator:
 
     def _processed(self, items: Mapping[str, list[Any]], rendered: Rendered | None = None) -> dict[str, Any]:
         """Run the processors on items, and on their text; of what the tokenizer makes, only the ids are kept."""
+        if any(isinstance(item, SeenItem) for values in items.values() for item in values):
+            return self._processed_fresh(items, rendered)
         given = {name: self._arguments(name, values) for name, values in items.items()}
         if rendered is None:
             return dict(self.processor(given, return_tensors="pt"))
@@ -194,6 +218,19 @@ class ChatCollator:
         made = dict(self.processor(given, options, return_tensors="pt"))
         unused = set(self.processor.llm_tokenizer.model_input_names) - {"input_ids"}
         return {key: value for key, value in made.items() if key not in unused}
+
+    def _processed_fresh(self, items: Mapping[str, list[SeenItem]], rendered: Rendered | None) -> dict[str, Any]:
+        """Do the same for items of which only those are processed that were not encoded before."""
+        inputs: dict[str, Any] = {}
+        lengths: dict[str, list[int]] = {}
+        for name, values in items.items():
+            fresh = [item.decoded for item in values if item.tokens is None]
+            made = self.processor.process_items({name: self._arguments(name, fresh) if fresh else None})
+            inputs[name], lengths[name] = known_inputs(values, *made.get(name, ({}, [])))
+        if rendered is None:
+            return inputs
+        options = {"add_special_tokens": rendered.is_document, "verbose": False, "return_tensors": "pt"}
+        return {**inputs, "input_ids": self.processor.tokenize([rendered.text], lengths, **options)["input_ids"]}
 
     def _arguments(self, name: str, items: list[Any]) -> dict[str, Any]:
         processor = self.processor.encoder_processors[name]
@@ -265,6 +302,7 @@ class ChatCollator:
         inputs, order = self._packed(samples) if self.data.packing else self._padded(samples)
         ordered = [samples[number] for number in order]
         inputs.update(self._encoder_inputs(ordered, inputs["input_ids"]))
+        inputs["facts"] = BatchFacts.of(inputs, self.processor.modality_token_ids)
         items = {name: sum(len(sample.items.get(name, ())) for sample in samples) for name in self._modalities(samples)}
         return CollatedBatch(
             inputs=inputs,
@@ -285,8 +323,11 @@ class ChatCollator:
         return True
 
     def _padded(self, samples: Sequence[PreparedSample]) -> tuple[dict[str, Any], list[int]]:
+        length = self._lengths.of_rows(max(len(sample.input_ids) for sample in samples))
+
         def rows(tensors: list[Tensor], fill: int) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
+            filled = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
+            return torch.nn.functional.pad(filled, (0, length - filled.shape[1]), value=fill)
 
         inputs = {
             "input_ids": rows([sample.input_ids for sample in samples], self._pad),
@@ -300,7 +341,13 @@ class ChatCollator:
             {"input_ids": s.input_ids, "labels": s.labels, "number": torch.full_like(s.input_ids, number + 1)}
             for number, s in enumerate(samples)
         ]
-        inputs = pack(tokens, self.data.max_length, pad_token_id=self._pad, token_keys=("number",))
+        inputs = pack(
+            tokens,
+            self.data.max_length,
+            pad_token_id=self._pad,
+            pad_to=self._lengths.of_packed_rows,
+            token_keys=("number",),
+        )
         numbers = inputs.pop("number").flatten().unique_consecutive()
         return inputs, (numbers[numbers > 0] - 1).tolist()
 

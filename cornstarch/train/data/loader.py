@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -48,6 +49,12 @@ class StepBatch:
     """Samples that were left out here, and in whole batches that were passed over before it."""
     samples: int = 0
     """Samples in the portions."""
+    waited: float = field(default=0.0, compare=False)
+    """Seconds that passed between asking for it and getting it."""
+
+    def pin_memory(self) -> StepBatch:
+        """Return the same, ready to be copied to a GPU while something else goes on."""
+        return replace(self, portions=[portion.pin_memory() for portion in self.portions])
 
     @property
     def trained_tokens(self) -> int:
@@ -73,6 +80,10 @@ class _Fetched:
     place: _Place
     batch: StepBatch | None
     mistake: str = ""
+
+    def pin_memory(self) -> _Fetched:
+        """Return the same in pinned memory; a thread of the loader calls it."""
+        return self if self.batch is None else replace(self, batch=self.batch.pin_memory())
 
 
 class SkipCounter:
@@ -145,6 +156,8 @@ class StepLoader:
     """Processes that prepare batches; 0: this one does."""
     prefetch: int = 2
     """Batches that each worker prepares ahead."""
+    pin: bool = False
+    """Whether a thread puts what workers have made in memory that a GPU copies from by itself."""
     start: tuple[int, int] = (0, 0)
     """Epoch and number of the first batch."""
     rank: int = 0
@@ -182,6 +195,7 @@ class StepLoader:
         passed_over: list[BrokenSample] = []
         passed = min(self.start[1] * self.batch_size, self.order.count(self.start[0]))
         self._counter.begin_epoch(passed // self.ranks)
+        asked = time.perf_counter()
         for fetched in self._fetched():
             if fetched.batch is None:
                 raise ConfigError(fetched.mistake)
@@ -193,7 +207,8 @@ class StepLoader:
                 passed_over += batch.skipped
                 continue
             skipped, passed_over = passed_over + batch.skipped, []
-            yield StepBatch(batch.portions, batch.epoch, batch.index, skipped, batch.samples)
+            yield replace(batch, skipped=skipped, waited=time.perf_counter() - asked)
+            asked = time.perf_counter()
 
     def _fetched(self) -> Iterator[_Fetched]:
         steps = _Steps(self.source, self.collator, self.batch_size // self.accumulation, self.rank, self.ranks)
@@ -207,6 +222,7 @@ class StepLoader:
             sampler=places,
             num_workers=self.workers,
             prefetch_factor=self.prefetch,
+            pin_memory=self.pin,
             # Its own random numbers: taking one of the model's would make a resumed run's dropout another.
             generator=torch.Generator(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import os
@@ -53,6 +54,25 @@ def file_bytes(media: Media, most: int | None = None) -> bytes:
             return file.read()
     except OSError as error:
         raise SampleError(f"{media.kind} {path} cannot be read: {error.strerror}") from error
+
+
+def content_digest(media: Media) -> str:
+    """Return the SHA-256 of what a medium is: of its file, or of the numbers that it was given as."""
+    source = media.source
+    digest = hashlib.sha256(media.kind.encode())
+    if isinstance(source, Image.Image):  # what counts is what `load_image` makes of it
+        source = np.asarray(_upright_rgb(source, media))
+    if isinstance(source, Mapping):
+        digest.update(f"rate {source.get('sampling_rate')!r}".encode())
+        source = source.get("array")
+    if isinstance(source, np.ndarray | list):
+        array = np.ascontiguousarray(source)
+        digest.update(f"array {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    else:
+        digest.update(b"file")
+        digest.update(file_bytes(Media(media.kind, source)))
+    return digest.hexdigest()
 
 
 def _where(media: Media) -> str:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
-from cornstarch.parallel.loading import loaded_whole, note_whole
+from cornstarch.parallel.loading import is_read_in_part, loaded_whole, note_whole
 from cornstarch.parallel.tensor import is_cut
 from cornstarch.train.build import (
     Cuts,
@@ -74,7 +74,7 @@ def _note_whole(model: nn.Module, reason: str) -> None:
     if isinstance(model, MultimodalModel):
         parts = [*(encoder.module for encoder in model.encoders.values()), model.language_model]
     for part in parts:
-        if not is_cut(part) and loaded_whole(part) is None:
+        if not is_cut(part) and not is_read_in_part(part) and loaded_whole(part) is None:
             note_whole(part, reason)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cornstarch.compute.head import trained_rows_at_most
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.packing import IGNORED
 from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap
 from cornstarch.train.data.collate import ChatCollator, CollatedBatch
@@ -38,7 +40,9 @@ class ConversationTask:
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the mean loss over the tokens that are trained on."""
-        return (self.wrapped or self.model)(**inputs).loss
+        facts: BatchFacts | None = inputs.get("facts")
+        with trained_rows_at_most(None if facts is None else facts.trained_tokens):
+            return (self.wrapped or self.model)(**inputs).loss
 
     def measure(self, batch: CollatedBatch) -> Measures:
         """Return the loss, the share of tokens, and the share of samples whose every token is right.

@@ -263,7 +263,7 @@ def spoken(name: str) -> dict[str, Any]:
     batch = zoo.text_batch(ROWS)
     with torch.no_grad():
         output = model.eval()(**batch)
-    local = model.train()(**batch).logits.shape[-1]
+    local = model.train()(**batch).logits.weight.shape[0]
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return {"logits": output.logits, "loss": output.loss.item(), "local": local, "tied": tied}
 

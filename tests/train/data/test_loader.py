@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.collate import ChatCollator
 from cornstarch.train.data.formats import open_sources
@@ -48,6 +49,8 @@ def files(tmp_path: Path) -> Path:
 
 def flat(value: Any, name: str = "") -> dict[str, Any]:
     """All tensors of a batch by name, also nested ones."""
+    if isinstance(value, BatchFacts):
+        value = vars(value)
     if isinstance(value, dict):
         return {key: one for k, v in value.items() for key, one in flat(v, f"{name}.{k}").items()}
     return {name: value}
@@ -310,3 +313,35 @@ def test_mistakes_of_the_caller(files: Path) -> None:
         loader(data, processor_for()[0], accumulation=3)
     with pytest.raises(ConfigError, match="order is of 3 samples, the source has 15"):
         StepLoader(open_sources(data.train), EpochOrder([3], [1], 0, True), ChatCollator(processor_for()[0], data), 1)
+
+
+class Waiting:
+    """A source whose samples are there when the test says so."""
+
+    def __init__(self, source: Any, clock: list[float]) -> None:
+        self._source, self._clock = source, clock
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def name(self, index: int) -> str:
+        return self._source.name(index)
+
+    def __getitem__(self, index: int) -> Any:
+        self._clock[0] += 1.0
+        return self._source[index]
+
+
+def test_waiting_for_a_batch_is_measured(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between asking for a batch and getting it; what is done with the one before it does not count."""
+    clock = [0.0]
+    monkeypatch.setattr("cornstarch.train.data.loader.time.perf_counter", lambda: clock[0])
+    processor, _ = processor_for(vision="clip", audio="whisper")
+    data = data_config(files, skip_limit=0.5, max_length=100)
+    batches = loader(data, processor, epochs=1)
+    batches.source = Waiting(batches.source, clock)  # type: ignore[assignment]
+    waits = []
+    for batch in batches:
+        waits.append(batch.waited)
+        clock[0] += 100  # a step
+    assert waits == [4.0, 4.0, 4.0, 3.0]  # samples that were looked at

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
+from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.items import Features
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.takeover.causal_head import causal_language_model
@@ -137,6 +138,7 @@ class DismantledModel(MultimodalModel):
         inputs_embeds: Tensor | None,
         documents: Tensor | None,
         labels: Tensor | None,
+        facts: BatchFacts | None = None,
         **rest: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough."""
@@ -157,6 +159,7 @@ class DismantledModel(MultimodalModel):
             labels=labels,
             inputs_embeds=inputs_embeds,
             documents=documents,
+            facts=facts,
             **rest,
         )
         llm_inputs.update(heard)

@@ -198,7 +198,7 @@ class TowerEncoder(ModalEncoderModule):
             output = self.postprocess_projector_callback(inputs, output)
         return output
 
-    def features(self, inputs: dict[str, Any]) -> Features:
+    def features(self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> Features:
         """Return this encoder's tokens, item by item, ready to be merged into the text."""
         output = self(**inputs)
         states = output if isinstance(output, (Tensor, list)) else getattr(output, self.habits.tokens)

@@ -1,0 +1,1 @@
+"""How one device computes quickly, and how much: what a step multiplies."""

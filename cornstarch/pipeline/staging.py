@@ -1,0 +1,174 @@
+"""Which stages of a model this process has, and which parameters: told before there are process groups, or weights."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.parallel import processes
+from cornstarch.parallel.mesh import StageMeshes
+from cornstarch.pipeline.parts import stages_of_parameters
+from cornstarch.pipeline.survey import survey
+from cornstarch.pipeline.template import PipelineTemplate
+from cornstarch.plan.layout import Layout
+from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
+from cornstarch.plan.stages import places_of, stage_graph
+from cornstarch.schedule.graph import StageGraph
+
+
+class Staging:
+    """The stages of a model, and this process's own. Nothing is changed, and no other process is asked.
+
+    Args:
+        model: The whole model; its parameters may be on the meta device, some or all. Their `requires_grad` flags say
+            what is trained.
+        layout: Who holds what.
+        templates: By module, which modules each stage has. Default: stages that weigh the same.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, templates: Mapping[str, PipelineTemplate | None] | None = None
+    ) -> None:
+        self.model, self.layout = model, layout
+        self.place_of_rank = layout.place(processes.rank())
+        plans = layout.plan.modules
+        self.templates = {name: self._template(name, plan, templates or {}) for name, plan in plans.items()}
+        trains = {name: _trains(self.module(name), self.templates[name]) for name in plans}
+        for encoder in self.inside().values():
+            trains[list(plans)[-1]][0] |= any(parameter.requires_grad for parameter in encoder.parameters())
+        self.graph: StageGraph = stage_graph(layout, trains)
+        self.ranks = places_of(layout, self.place_of_rank.dp)
+        """The ranks of every place in this process's replica."""
+        self.place = next(number for number, one in enumerate(self.ranks) if processes.rank() in one)
+
+    def module(self, name: str, model: nn.Module | None = None) -> nn.Module:
+        """Return a module of the plan, in the model or in a copy of it."""
+        model = self.model if model is None else model
+        if not isinstance(model, MultimodalModel):
+            return model
+        if self.is_last(name):
+            return model.language_model
+        if name not in model.encoders:
+            known = ", ".join([*model.encoders, LANGUAGE_MODEL])
+            raise ConfigError(f"parallel.modules.{name}: the model has no such part; it has {known}.")
+        return model.encoders[name]
+
+    def is_last(self, name: str) -> bool:
+        """Whether it is what all encoders meet at, or the whole model."""
+        return name == list(self.layout.plan.modules)[-1]
+
+    def inside(self) -> dict[str, ModalEncoderModule]:
+        """Return the encoders that run inside the first stage: those that the plan puts there, or does not name."""
+        if not isinstance(self.model, MultimodalModel):
+            return {}
+        plan = self.layout.plan
+        inside = {*plan.modules} if plan.ranks in ("first_stage", "shared") else set()
+        return {n: one for n, one in self.model.encoders.items() if n in inside or n not in plan.modules}
+
+    def here(self) -> Iterator[tuple[str, nn.Module, ModulePlan]]:
+        """Yield the modules of which this process has something: their names in the model, and their plans."""
+        plans = self.layout.plan.modules
+        for name in self.place_of_rank.modules:
+            yield self._name(name), self.module(name), plans[name]
+        if self.place_of_rank.stage == 0 and any(map(self.is_last, self.place_of_rank.modules)):
+            for name, encoder in self.inside().items():
+                if name not in plans:
+                    yield name, encoder, list(plans.values())[-1]
+
+    def _name(self, name: str) -> str:
+        """Return what a multimodal model calls a module of the plan."""
+        return LANGUAGE_MODEL if isinstance(self.model, MultimodalModel) and self.is_last(name) else name
+
+    def own(self) -> list[int]:
+        """Return the numbers of this process's stages."""
+        return [number for number, node in enumerate(self.graph.nodes) if node.place == self.place]
+
+    def held(self) -> set[int]:
+        """Return the parameters that this process's stages have, by `id`: all others may do without memory here."""
+        found: set[int] = set()
+        inside = False
+        for number in self.own():
+            node = self.graph.nodes[number]
+            module, template = self.module(node.module), self.templates[node.module]
+            if template is None:
+                found.update(map(id, module.parameters()))
+            else:
+                known = survey(module)
+                stages = stages_of_parameters(module, known, template.starts(module, known))
+                found |= {parameter for parameter, having in stages.items() if node.index in having}
+            inside |= self.is_last(node.module) and node.index == 0 and bool(self.inside())
+        if isinstance(self.model, MultimodalModel):
+            encoders = list(self.model.encoders.values())
+            parts = {id(p) for part in (*encoders, self.model.language_model) for p in part.parameters()}
+            found |= {id(parameter) for parameter in self.model.parameters()} - parts
+            if inside:
+                found.update(id(parameter) for encoder in encoders for parameter in encoder.parameters())
+        return found
+
+    def _template(
+        self, name: str, plan: ModulePlan, given: Mapping[str, PipelineTemplate | None]
+    ) -> PipelineTemplate | None:
+        stages = plan.stages * plan.virtual_stages
+        template = given.get(name)
+        if template is None:
+            if stages == 1:
+                return None
+            encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
+            upstream = self.is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
+            return PipelineTemplate.split(self.module(name), stages, trained_upstream=upstream)
+        template.check(self.module(name))
+        if template.num_stages != stages:
+            raise ConfigError(f"{name}: the template has {template.num_stages} stages, the plan {stages}.")
+        return template
+
+
+class StageGroups:
+    """The process groups of a pipeline as one of its processes sees them. All processes must make them.
+
+    Groups get their names from how many a process has: first the one that all processes of a replica make.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        ranks = places_of(layout, layout.place(processes.rank()).dp)
+        replica = sorted(int(rank) for one in ranks for rank in one.ravel())
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.replica = dist.new_group(replica, backend=backend, use_local_synchronization=True)
+        """All processes of this replica, for what goes from stage to stage."""
+        self.meshes = StageMeshes(layout, device.type)
+
+
+def leave_elsewhere(model: nn.Module, held: set[int]) -> None:
+    """Give up the memory of all parameters but those that are held, by `id`; they stay, on the meta device.
+
+    Ties stay, and so does what is said about training. Buffers are small, and are kept.
+    """
+    bare: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in held or parameter.is_meta:
+                continue
+            if id(parameter) not in bare:
+                bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            module._parameters[name] = bare[id(parameter)]
+
+
+def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
+    """Return whether each stage of a module has something that is trained."""
+    if template is None:
+        return [any(parameter.requires_grad for parameter in module.parameters())]
+    known = survey(module)
+    starts = template.starts(module, known)
+    found = [False] * len(starts)
+    for name in known.modules:
+        stage = bisect_right(starts, known.segment_of(name)) - 1
+        found[stage] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
+    return found
+
+
+__all__ = ["StageGroups", "Staging", "leave_elsewhere"]

@@ -1,0 +1,89 @@
+"""Compiled layers compute the same, without a break, and without compiling anew for every batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cornstarch.attention.interface import IMPLEMENTATION, use_mask
+from cornstarch.attention.mask import MaskSpec
+from cornstarch.compat import compile_counts
+from cornstarch.compute.compiling import CompiledForward, compile_layers, plain_layers
+from tests import zoo
+
+BACKEND = "aot_eager"  # traces and differentiates as the default does; only kernels are torch's own
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step(model: nn.Module, tokens: int, packed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = torch.randint(3, zoo.VOCABULARY, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+    documents = torch.ones_like(ids)
+    documents[:, tokens // 2 :] = 2
+    model.zero_grad()
+    with use_mask(MaskSpec.from_documents(documents) if packed else None):
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_ragged_batches_compute_the_same_and_compile_no_more(name: str) -> None:
+    model = zoo.LANGUAGE_MODELS[name].build(num_hidden_layers=4)
+    model.config.use_cache = False
+    model.set_attn_implementation(IMPLEMENTATION)
+    right = copy.deepcopy(model)
+    assert compile_layers(model.model.layers, fullgraph=True, backend=BACKEND) == 4
+    before = compile_counts()
+    after_two = None
+    for number, tokens in enumerate((12, 16, 20, 28, 36, 40)):
+        for packed in (False, True):
+            loss, found = step(model, tokens, packed)
+            expected_loss, expected = step(right, tokens, packed)
+            torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-6)
+            for key, gradient in found.items():
+                torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-5, msg=key)
+        if number == 1:
+            after_two = compile_counts()
+    assert compile_counts() == after_two  # a second length makes lengths free; nothing after that
+    assert compile_counts()["breaks"] == before["breaks"]
+
+
+def test_names_and_copies_stay() -> None:
+    model = zoo.LANGUAGE_MODELS["llama"].build()
+    names = list(model.state_dict())
+    compile_layers(model.model.layers, backend=BACKEND)
+    assert compile_layers(model.model.layers, backend=BACKEND) == 0
+    assert list(model.state_dict()) == names
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.zero_()
+    assert not isinstance(other.model.layers[0].forward, CompiledForward)
+    ids = torch.arange(3, 13).unsqueeze(0)
+    assert not torch.equal(other(ids).logits, model(ids).logits)  # the copy computes with its own weights
+    plain_layers(model.model.layers)
+    assert "forward" not in model.model.layers[0].__dict__
+
+
+class Odd(nn.Module):
+    """A layer that looks at values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if bool((x > 0).all()) else x
+
+
+def test_a_layer_that_cannot_be_compiled_is_computed_plainly_and_says_so() -> None:
+    layer, told = Odd(), []
+    compile_layers([layer], told.append, fullgraph=True, backend=BACKEND)
+    assert layer(torch.ones(2)).tolist() == [2, 2]
+    assert layer(-torch.ones(2)).tolist() == [-1, -1]
+    assert len(told) == 1 and "Odd cannot be compiled" in told[0]
