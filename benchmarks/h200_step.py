@@ -318,7 +318,9 @@ def in_process(case: Case, way: str, profile: bool) -> dict[str, Any]:
     last = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not last:
         return {"way": way, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300]}
-    return json.loads(last[-1])
+    found: dict[str, Any] = json.loads(last[-1])
+    print(f"{case.name}, {way}: {found['milliseconds']:.1f} ms, {found['gib']:.1f} GiB", file=sys.stderr, flush=True)
+    return found
 
 
 def told(case: Case, results: list[dict[str, Any]]) -> str:

@@ -284,8 +284,8 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
     `GradScaler` hands its scale to fused optimizers in this way (torch 2.11 to 2.15); there is no public name for it.
     """
     chosen: Any = optimizer
-    chosen.grad_scale = divisor.float().reshape(1)
-    chosen.found_inf = torch.zeros(1, device=divisor.device)
+    chosen.grad_scale = divisor.float().reshape(())
+    chosen.found_inf = torch.zeros((), device=divisor.device)
     try:
         chosen.step()
     finally:

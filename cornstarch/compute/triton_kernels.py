@@ -1,8 +1,10 @@
 """Kernels for rows of logits: one program per row, or per piece of a row. Imported where there is Triton only."""
+# Triton looks up what annotations of kernels name, and knows nothing but its own.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
@@ -19,9 +21,9 @@ _GRADIENT_BLOCK = 4096
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _statistics(
-    logits: Any, labels: Any, largest: Any, total: Any, picked: Any, stride: Any, words: Any, first: Any, before: Any,
-    after: Any, HAS_TANH: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, labels, largest, total, picked, stride, words, first, before, after,
+    HAS_TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     place = tl.arange(0, BLOCK)
@@ -51,9 +53,9 @@ def _statistics(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _gradients(
-    logits: Any, labels: Any, largest: Any, above: Any, stride: Any, words: Any, first: Any, before: Any, after: Any,
-    ignored: Any, HAS_TANH: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, labels, largest, above, stride, words, first, before, after, ignored,
+    HAS_TANH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < words
@@ -72,7 +74,7 @@ def _gradients(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _scaled(source: Any, factor: Any, target: Any, count: Any, BLOCK: tl.constexpr) -> None:
+def _scaled(source, factor, target, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     value = tl.load(source + place, mask=inside).to(tl.float32) * tl.load(factor).to(tl.float32)

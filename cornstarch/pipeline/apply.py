@@ -92,6 +92,8 @@ class Pipeline:
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         remember_names(model, {own[id(parameter)]: name for name, parameter in tied.items()})
         self._ties = find_ties(tied, layout)
+        self.post.others += [tie.group for tie in self._ties]
+        self.post.others += [self.data_group] if self.meshes.data.size() > 1 else []
         self._edges = self._make_edges(staging.ranks)
         self.microbatches = microbatches
         self._runtimes: dict[int, Runtime] = {}
@@ -249,8 +251,11 @@ class Pipeline:
             finish: On the last stage: takes the number of a microbatch and its result, returns the scaled loss.
         """
         runtime = self._runtime(len(microbatches))
-        with self.gradients_meet():
+        with ExitStack() as meeting:
+            meeting.enter_context(self.gradients_meet())
             runtime.train(microbatches, finish)
+            # What other replicas, or other stages, fail with must be heard here, too, instead of waiting for them.
+            runtime.guarded(meeting.pop_all().close)
         self.events = runtime.events
 
     @contextmanager
