@@ -87,7 +87,8 @@ class Counter:
         items = [sum(portion.items.get(name, 0) for portion in batch.portions) for name in self._modalities]
         tokens = sum(portion.tokens for portion in batch.portions)
         too_long = sum(sample.too_long for sample in batch.skipped)
-        flops = int(sum(self._flops(portion.inputs) for portion in batch.portions))
+        # A portion that stands in for nothing, to keep in step with others, has no samples.
+        flops = int(sum(self._flops(portion.inputs) for portion in batch.portions if portion.sample_ids))
         return [batch.trained_tokens, tokens, batch.samples, len(batch.skipped) - too_long, too_long, flops, *items]
 
     def _read(self, stop: bool, sums: Sequence[int]) -> StepTotals:

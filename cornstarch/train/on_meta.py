@@ -21,6 +21,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import accepts, argument_names, unwrap
 from cornstarch.train.build import adapted, build_model, load_part
 from cornstarch.train.config import RunConfig, WholeModelConfig
+from cornstarch.train.data.formats import SampleSource
 from cornstarch.train.tasks.build import declare_trained, is_exported, multimodal_class, task_name
 from cornstarch.train.tasks.loading import WHERE, whole_config, whole_of
 from cornstarch.train.tasks.module import factory_task
@@ -37,10 +38,14 @@ _CLASSES: dict[str, Any] = {
 }
 
 
-def model_on_meta(config: RunConfig) -> nn.Module:
+def model_on_meta(config: RunConfig, train: SampleSource | None = None) -> nn.Module:
     """Return the model of a run, its adapters and what is frozen as described, without weights.
 
     Of a model on the hub only its config is needed. A function that makes a model is called.
+
+    Args:
+        config: The run.
+        train: Its training data, if it is open already; it may say which kind of model there is.
     """
     model = config.model
     if model.given is not None:
@@ -52,7 +57,7 @@ def model_on_meta(config: RunConfig) -> nn.Module:
         return build_model(model, weights=False)
     if model.factory is not None:
         return _made(config)
-    return _whole(config, whole_of(config))
+    return _whole(config, whole_of(config), train)
 
 
 def _made(config: RunConfig) -> nn.Module:
@@ -63,8 +68,8 @@ def _made(config: RunConfig) -> nn.Module:
         return factory_task(config).model.to("meta")  # its function looks at numbers: it gets them
 
 
-def _whole(config: RunConfig, whole: WholeModelConfig) -> nn.Module:
-    task = task_name(config, whole, None)
+def _whole(config: RunConfig, whole: WholeModelConfig, train: SampleSource | None) -> nn.Module:
+    task = task_name(config, whole, train)
     if task == "multimodal":
         model = _multimodal(whole)
         declare_trained(model, whole)

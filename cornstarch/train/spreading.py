@@ -73,7 +73,7 @@ class Spreading:
             train: The training data; it may say which kind of model there is.
         """
         if self._is_pipeline:
-            return self._stage_cuts() if self._is_read_by_part(train) else None
+            return self._stage_cuts(train) if self._is_read_by_part(train) else None
         if all(plan.tp == 1 for plan in self._layout.plan.modules.values()):
             return None
         self._meshes = meshes = Meshes(self._layout, self._placement.device.type)
@@ -86,10 +86,10 @@ class Spreading:
             return False
         return model.whole is None or task_name(self._config, model.whole, train) == "causal-lm"
 
-    def _stage_cuts(self) -> Cuts:
+    def _stage_cuts(self, train: SampleSource) -> Cuts:
         """Fix the stages on a model without weights; return what of each part this process's have."""
         with torch.random.fork_rng(devices=[]):
-            bare = model_on_meta(self._config)
+            bare = model_on_meta(self._config, train)
         assert isinstance(bare, MultimodalModel)
         staging = Staging(bare, self._layout)
         self._templates = staging.templates

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import zoo
 from tests.parallel.conftest import workers
@@ -81,11 +83,11 @@ def test_a_run_is_that_of_one_process(workers: Pool, name: str, tmp_path: Path) 
     workers.close()
     found = workers.run(ranks, trained, {**run, "parallel": parallel}, str(tmp_path / "several"))
     workers.close()
-    assert sum(one["losses"][0] for one in found[-1:]) == pytest.approx(alone["losses"][0], rel=1e-5)
+    assert found[-1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     together: dict[str, Any] = {}
     for one in found:
         assert one["reasons"] == {}
-        assert {key: one["dtypes"][key] for key in one["parameters"]}.items() <= alone["dtypes"].items()
+        assert one["dtypes"].items() <= alone["dtypes"].items()
         assert one["traits"] == alone["traits"]
         together |= one["parameters"]
     assert farthest(together, alone["parameters"]) < 1e-4
@@ -156,8 +158,6 @@ def test_it_goes_on_from_a_checkpoint(workers: Pool, tmp_path: Path) -> None:
 
 def test_what_is_read_whole_says_why(workers: Pool, tmp_path: Path) -> None:
     """A part of which some weights are not stored is read by all, which draw the same numbers for them."""
-    from safetensors.torch import load_file, save_file
-
     store_parts(tmp_path)
     model: Any = zoo.LANGUAGE_MODELS["llama"].build(num_hidden_layers=4)
     model.save_pretrained(tmp_path / "headless")
@@ -171,6 +171,24 @@ def test_what_is_read_whole_says_why(workers: Pool, tmp_path: Path) -> None:
     together: dict[str, Any] = {}
     for one in workers.run(2, trained, {**run, "parallel": stages(2)}, str(tmp_path / "several")):
         assert one["reasons"] == {"LlamaForCausalLM": "lm_head.weight is not stored as it is here, and made anew"}
+        together |= one["parameters"]
+    workers.close()
+    assert farthest(together, alone["parameters"]) < 1e-4
+
+
+def test_a_language_model_that_is_described_whole(workers: Pool, tmp_path: Path) -> None:
+    store(tmp_path, "llama")
+    run = described(tmp_path, "llama", **ACCUMULATED)
+    text = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "a b c"}]}] * 12
+    (tmp_path / "text.json").write_text(json.dumps(text))
+    run["model"] = {"whole": {"path": str(tmp_path / "llama"), "tokenizer": str(tmp_path / "tokenizer")}}
+    run["data"]["train"] = [{"path": str(tmp_path / "text.json")}]
+    (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
+    workers.close()
+    several = {**run, "parallel": {"modules": {"language_model": {"stages": 2}}}}
+    together: dict[str, Any] = {}
+    for rank, one in enumerate(workers.run(2, trained, several, str(tmp_path / "several"))):
+        assert one["reasons"] == {} and (LAYER.format(0) in one["reads"]) == (rank == 0)
         together |= one["parameters"]
     workers.close()
     assert farthest(together, alone["parameters"]) < 1e-4
