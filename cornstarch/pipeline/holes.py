@@ -23,10 +23,10 @@ Made = dict[str, list[Any]]
 """By the name of a layer or another module: what its calls returned."""
 
 
-class StageDone(BaseException):
+class StageDone(Exception):
     """Ends the forward of a model when all layers of a stage have run; carries what goes on to the next stage.
 
-    It is no error: whoever handles those around a forward lets it pass.
+    It is no error, but torch calls hooks that must always be called for classes of `Exception` only.
     """
 
     def __init__(self, payload: dict[str, Any]) -> None:

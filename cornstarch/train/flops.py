@@ -29,13 +29,21 @@ class RunFlops:
     def __init__(self, task: Task, config: RunConfig, note: Callable[[str], None]) -> None:
         self._note = note
         self._counter: FlopCounter | None = None
+        self._task, self._config = task, config
+        self._can = True
+        if not is_sharded(task.model):
+            self._make(lambda: task.model)
+
+    def _make(self, whole: Callable[[], nn.Module]) -> None:
         try:
-            self._counter = FlopCounter(_whole(task.model, config), lambda model, inputs: _loss(task, model, inputs))
+            self._counter = FlopCounter(whole(), lambda model, inputs: _loss(self._task, model, inputs))
         except Exception as error:  # a module that cannot be copied, say: a run must not end for a figure
             self._refuse(error)
 
     def step(self, inputs: Mapping[str, Any]) -> StepFlops | None:
         """Return what a forward and a backward pass multiply, by part; None if that cannot be counted."""
+        if self._counter is None and self._can:  # its matrices are cut: one like it is counted, when that is asked for
+            self._make(lambda: _like(self._task.model, self._config))
         if self._counter is None:
             return None
         try:
@@ -50,14 +58,12 @@ class RunFlops:
         return 0.0 if found is None else found.total
 
     def _refuse(self, error: Exception) -> None:
-        self._counter = None
+        self._counter, self._can = None, False
         self._note(f"FLOPs are not counted: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
 
 
-def _whole(model: nn.Module, config: RunConfig) -> nn.Module:
-    """Return the model, whose shapes are whole even where it has no weights; one like it if its matrices are cut."""
-    if not is_sharded(model):
-        return model
+def _like(model: nn.Module, config: RunConfig) -> nn.Module:
+    """Return a model like one whose matrices are cut, whole and without weights."""
     with torch.random.fork_rng(devices=[]):
         bare = model_on_meta(config)
     if isinstance(bare, MultimodalModel) and isinstance(model, MultimodalModel):

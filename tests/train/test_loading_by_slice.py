@@ -124,7 +124,7 @@ def test_the_memory_that_a_run_takes_before_its_first_step(workers: Pool, tmp_pa
     runs = [{**described(tmp_path, name), "parallel": TP} for name in ("llama", "large")]
     workers.close()
     for found in workers.run(2, made_ready, runs, str(tmp_path / "run")):
-        assert found <= 0.57 * whole, f"{found / whole:.3f}"
+        assert found <= 0.55 * whole, f"{found / whole:.3f}"
     workers.close()
 
 

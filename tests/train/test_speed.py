@@ -53,7 +53,9 @@ def test_parts_that_talk_to_others_are_left_with_the_reason() -> None:
     assert bool(told) == torch.cuda.is_available()
 
 
-@pytest.mark.parametrize(("said", "meant"), [("off", "off"), ("false", "off"), ("layers", "layers"), ("true", "layers")])
+@pytest.mark.parametrize(
+    ("said", "meant"), [("off", "off"), ("false", "off"), ("layers", "layers"), ("true", "layers")]
+)
 def test_compile_is_said_as_people_say_it(said: str, meant: str) -> None:
     base = {"model": {"given": "Linear"}, "data": {"train": [{"path": "train_data", "format": "given"}]}}
     assert load_config(None, [f"compile={said}"], base={**base, "loop": {"steps": 1}}).compile == meant
