@@ -70,7 +70,10 @@ def outcome_of(trainer: Witness) -> Outcome:
         assert result.grad_norm is not None
         losses.append(processes.sum_over_ranks([float(result.loss)])[0] / trainer.replica.alike)
         norms.append(float(result.grad_norm))
-        totals.append({**vars(result.totals), "items": dict(result.totals.items)})
+        # Not what was multiplied: a portion of text alone has no backward pass where only projectors are trained, so
+        # that depends on which samples are in one portion.
+        counted = {name: value for name, value in vars(result.totals).items() if name != "flops"}
+        totals.append({**counted, "items": dict(result.totals.items)})
     gradients = [{name: None if g is None else g.numpy() for name, g in step.items()} for step in trainer.gradients]
     return Outcome(losses, norms, totals, gradients, parameter_arrays(trainer.model, trainer.task.wrapped))
 
