@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.pipeline.holes import StageDone
 from cornstarch.train.config import DataConfig, FactoryConfig, RunConfig
 from cornstarch.train.data.collate import CollatedBatch
 from cornstarch.train.data.sample import MediaKind, Sample
@@ -158,7 +159,7 @@ class ModuleTask:
         try:
             given = self._called(model, inputs)
         except Exception as error:
-            if isinstance(error, ConfigError) or is_out_of_memory(error):
+            if isinstance(error, ConfigError | StageDone) or is_out_of_memory(error):
                 raise
             batch = ", ".join(f"{name}: {_kind(value)}" for name, value in inputs.items())
             raise ConfigError(
