@@ -199,11 +199,10 @@ class Post:
         self.alarm.end()
         self.broken = self.broken or "it was closed"
         self._left.clear()
+        # The group itself stays known to torch: it names groups by how many there are, and one less would let the next
+        # pipeline's have the name of one that is still there.
         with self._cutting:
-            is_open = bool(self._lines)
             self._lines, self._known_lines = {}, {}  # the sockets close with the last that knows them
-        if is_open:
-            dist.destroy_process_group(self.group)
 
 
 # ---------------------------------------------------------------------------------------------------- edges
