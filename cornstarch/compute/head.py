@@ -7,6 +7,7 @@ logits themselves gets them: they are computed at the first other use.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -183,6 +184,8 @@ def fuse_head_with_loss(model: nn.Module) -> str | None:
         return f"{type(model).__name__} has {kind}"
     if getattr(causal, "loss_function", None) is not ForCausalLMLoss:
         return f"{type(model).__name__} has a loss of its own"
+    if "self.loss_function(" not in inspect.getsource(type(model).forward):
+        return f"{type(model).__name__} computes its loss itself, from all logits: it has a loss of its own"
     head.__class__ = LazyHead
     causal.loss_function = HeadLoss(causal.loss_function)
     causal.register_forward_pre_hook(_note_labels, with_kwargs=True)

@@ -137,7 +137,13 @@ COLUMNS: dict[str, Column] = {
     "pp_colocated": Column("pp 2, encoders colocated", 1, last={"stages": 2}, ranks_of="colocated", encoders_only=True),
     "pp4": Column("pp 4", 1, last={"stages": 4}, ranks_of="first_stage"),
     "pp_gpipe": Column("pp 2, gpipe", 1, last={"stages": 2}, schedule="gpipe"),
-    "pp_zero_bubble": Column("pp 2, zero-bubble", 1, last={"stages": 2}, schedule="zero_bubble"),
+    "pp_zero_bubble": Column(
+        "pp 2, zero-bubble",
+        1,
+        last={"stages": 2},
+        schedule="zero_bubble",
+        refused_rows={"t5": "the layers of an encoder-decoder share a bias"},
+    ),
     "pp_interleaved": Column(
         "pp 2 × 2, interleaved",
         1,
