@@ -8,11 +8,12 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from cornstarch.errors import ConfigError
 
@@ -29,6 +30,9 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """torchrun's variable: the file in which a process says why and when it failed."""
 
 _BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+GLOO_FOR_ALL = "cpu:gloo,cuda:gloo"
+"""What a group is called in which gloo carries also what is on a GPU. By the name "gloo" alone some versions of torch
+would make groups of NCCL beside it."""
 _LEAVING = 10.0  # seconds that rank 0, which has the store, waits for the others at the end
 
 
@@ -90,7 +94,12 @@ def _number(name: str, text: str) -> int:
 
 @contextmanager
 def start_process_group(
-    world: World, device_type: str = "cpu", timeout: float = 1800.0, *, rendezvous_timeout: float = 300.0
+    world: World,
+    device_type: str = "cpu",
+    timeout: float = 1800.0,
+    *,
+    rendezvous_timeout: float = 300.0,
+    backend: Literal["auto", "nccl", "gloo"] = "auto",
 ) -> Iterator[torch.device]:
     """Be one of a group of processes while a block runs; yield the device that is this process's.
 
@@ -99,9 +108,11 @@ def start_process_group(
 
     Args:
         world: Which process this is.
-        device_type: "cpu" (gloo), or "cuda" (nccl, and gloo for what is on the CPU).
+        device_type: "cpu" (gloo), or "cuda" (see `backend`, and gloo for what is on the CPU).
         timeout: Seconds after which an operation of the group that not all take part in fails.
         rendezvous_timeout: Seconds in which all processes must have come.
+        backend: What carries tensors between GPUs. "auto": NCCL; or gloo, which is slow, where a machine has more
+            processes than GPUs and they share them: NCCL refuses that.
     """
     import torch
     from torch import distributed
@@ -110,15 +121,23 @@ def start_process_group(
         raise ConfigError(f"device type {device_type!r}: expected one of {', '.join(_BACKENDS)}.")
     if distributed.is_initialized():
         raise ConfigError("This process is in a process group already; end that one first.")
-    device = torch.device(device_type)
+    device, is_slow = torch.device(device_type), False
     if device_type == "cuda":
-        device = _cuda_device(world)
+        device, is_slow = _cuda_device(world, backend)
         torch.cuda.set_device(device)
-    store = _Meeting(world, rendezvous_timeout).held()
+    meeting = _Meeting(world, rendezvous_timeout, without_nccl=is_slow)
+    store = meeting.held()
     store.set_timeout(timedelta(seconds=timeout))
+    name = GLOO_FOR_ALL if meeting.without_nccl else _BACKENDS[device_type]
+    if world.rank == 0 and meeting.without_nccl and backend == "auto":
+        warnings.warn(
+            "There are more processes than GPUs. They share them, and talk through gloo and the CPU's memory: NCCL "
+            "refuses that. It works, and is slow.",
+            stacklevel=3,
+        )
     try:
         distributed.init_process_group(
-            _BACKENDS[device_type],
+            name,
             store=distributed.PrefixStore("group", store),
             rank=world.rank,
             world_size=world.size,
@@ -129,7 +148,7 @@ def start_process_group(
             f"Rank {world.rank} of {world.size} ({socket.gethostname()}) has met the others but cannot talk to them: "
             f"{str(error).splitlines()[0]}\n"
             "  If this machine has several networks, name the right one: GLOO_SOCKET_IFNAME=<interface>"
-            f"{', NCCL_SOCKET_IFNAME=<interface>' if device_type == 'cuda' else ''}."
+            f"{', NCCL_SOCKET_IFNAME=<interface>' if 'nccl' in name else ''}."
         ) from error
     try:
         yield device
@@ -137,23 +156,25 @@ def start_process_group(
         if isinstance(error, Exception):
             record_failure(error)
         # NCCL waits here for what the others will never send. The process is about to end; that closes everything.
-        if device_type == "cpu":
+        if "nccl" not in name:
             distributed.destroy_process_group()
         raise
     _leave_together(store, world)
     distributed.destroy_process_group()
 
 
-def _cuda_device(world: World) -> torch.device:
+def _cuda_device(world: World, backend: str) -> tuple[torch.device, bool]:
+    """Return the GPU of this process, and whether NCCL cannot or must not be used."""
     import torch
 
     count = torch.cuda.device_count()
-    if world.local_rank >= count:
+    if count == 0 or (backend == "nccl" and world.local_size > count):
         raise ConfigError(
-            f"Process {world.local_rank} of {world.local_size} on {socket.gethostname()} needs a GPU of its own, and "
-            f"there are {count} (torch.cuda.device_count). Start at most {count}, or train on the CPU: device=cpu."
+            f"Process {world.local_rank} of {world.local_size} on {socket.gethostname()} needs a GPU"
+            f"{' of its own' if count else ''}, and there are {count} (torch.cuda.device_count). "
+            f"{f'Start at most {count}, or let them share: backend=auto' if count else 'Train on the CPU: device=cpu'}."
         )
-    return torch.device("cuda", world.local_rank)
+    return torch.device("cuda", world.local_rank % count), backend == "gloo" or world.local_size > count
 
 
 def record_failure(error: BaseException) -> None:
@@ -185,8 +206,10 @@ class _Meeting:
     to, and for ever if something else answers at that port.
     """
 
-    def __init__(self, world: World, seconds: float) -> None:
+    def __init__(self, world: World, seconds: float, without_nccl: bool = False) -> None:
         self._world, self._seconds = world, seconds
+        self.without_nccl = without_nccl
+        """Whether a process must do without NCCL: this one; after the meeting, any."""
         self._end = time.monotonic() + seconds
         self._host = os.environ.get("MASTER_ADDR", "")
         self._port = _number("MASTER_PORT", os.environ.get("MASTER_PORT") or "0")
@@ -281,6 +304,7 @@ class _Meeting:
     def _call_roll(self, store: Store) -> None:
         """Come back when all are there; else all say who is missing."""
         world = self._world
+        store.add("without_nccl", int(self.without_nccl))
         store.set(f"here/{world.rank}", socket.gethostname())
         if world.rank == 0:
             missing = set(range(world.size))
@@ -303,6 +327,7 @@ class _Meeting:
                 f"{named_ranks(absent).capitalize()} of {world.size} did not come within {self._seconds:g} s. "
                 "Did every machine start its processes, with the same size and the same address of the first?"
             )
+        self.without_nccl = store.add("without_nccl", 0) > 0
 
     def _left(self) -> float:
         return self._end - time.monotonic()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from cornstarch.compat import multiply_all
+from cornstarch.parallel.carriage import backend_of
 
 
 def clip_gradients(
@@ -60,7 +61,8 @@ def clipping_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[T
 def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
     if parameters:
         return parameters[0].device
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    on_gpu = torch.cuda.is_available() and backend_of(None, "cuda") == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _norm(gradients: Sequence[tuple[Tensor, Tensor]], holders: int, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
+from cornstarch.parallel.carriage import backend_of
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.stages import place_of
 
@@ -76,7 +78,7 @@ class Meshes:
             replicate = shares
         axes = _data_axes(shares, replicate)
         whole = {**axes, "tp": tp} if tp > 1 else axes
-        mesh = init_device_mesh(device_type, tuple(whole.values()), mesh_dim_names=tuple(whole))
+        mesh = _mesh_of_all(device_type, tuple(whole.values()), tuple(whole))
         self.data = mesh[tuple(axes)] if tp > 1 else mesh
         self.tensor = mesh["tp"] if tp > 1 else None
         self._context: dict[int, DeviceMesh] = {}
@@ -85,7 +87,7 @@ class Meshes:
         """Return the processes among which tokens are dealt out in `cp` parts."""
         if cp not in self._context:
             shape = (self._layout.dp * self._span.cp // cp, cp, self._span.tp)
-            self._context[cp] = init_device_mesh(self._device, shape, mesh_dim_names=("other", "cp", "tp"))["cp"]
+            self._context[cp] = _mesh_of_all(self._device, shape, ("other", "cp", "tp"))["cp"]
         return self._context[cp]
 
 
@@ -144,10 +146,19 @@ def data_mesh(device_type: str, replicate: int | None = None) -> DeviceMesh:
     """
     world = dist.get_world_size()
     if replicate is None:
-        return init_device_mesh(device_type, (world,), mesh_dim_names=("dp",))
+        return _mesh_of_all(device_type, (world,), ("dp",))
     if replicate < 1 or world % replicate:
         fitting = [number for number in range(1, world + 1) if world % number == 0]
         raise ConfigError(
             f"{replicate} replicas do not fit {world} processes; expected one of {', '.join(map(str, fitting))}."
         )
-    return init_device_mesh(device_type, (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))
+    return _mesh_of_all(device_type, (replicate, world // replicate), ("replicate", "shard"))
+
+
+def _mesh_of_all(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh over all processes, whose groups carry what the group of all does."""
+    # Some versions of torch take NCCL for a mesh of GPUs wherever the group of all is called "gloo", also where
+    # processes share a GPU, which NCCL refuses.
+    is_gloo = device_type != "cpu" and dist.is_initialized() and backend_of(None, device_type) == "gloo"
+    override: dict[Any, Any] | None = dict.fromkeys(names, "gloo") if is_gloo else None
+    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override)

@@ -116,7 +116,7 @@ def cut(group: Line) -> None:
 
     To destroy a group does not do that: its lines stay as long as anything, a thread or a traceback, knows a message.
     """
-    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != "gloo":
+    if isinstance(group, dist.ProcessGroup) and "nccl" in dist.get_backend_config(group):
         with suppress(RuntimeError):
             group.abort()
         return

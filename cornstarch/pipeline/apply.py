@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from cornstarch.attention.verify import evaluating
-from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import processes
 from cornstarch.parallel.averaging import average_gradients
 from cornstarch.parallel.context import expect_layers, tokens_are_cut, whole_rows
@@ -80,7 +79,6 @@ class Pipeline:
         self._staging = staging = Staging(model, layout, templates)
         self.place_of_rank, self.place = staging.place_of_rank, staging.place
         self.templates, self.graph = staging.templates, staging.graph
-        _check_taken_apart(model, layout.plan.schedule)
         make_schedule(self.graph, microbatches, layout.plan.schedule)  # if they do not fit, this is the time to say so
         groups = groups or StageGroups(layout, device)
         self.post, self.meshes = Post(groups.replica, device), groups.meshes
@@ -344,16 +342,6 @@ def _own_layers(module: nn.Module, template: PipelineTemplate | None, stage: int
 def _whole_part(model: nn.Module, call: Callable[[nn.Module, Inputs], Any]) -> Any:
     """Return what runs a model that is all on one stage."""
     return lambda inputs, received: call(model, inputs)
-
-
-def _check_taken_apart(model: nn.Module, schedule: str) -> None:
-    """Refuse to take the backward pass of a model apart where torch would lose gradients."""
-    config = getattr(unwrap(model.language_model if isinstance(model, MultimodalModel) else model), "config", None)
-    if schedule in ("zero_bubble", "auto") and getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"parallel.schedule = {schedule}: the layers of an encoder-decoder share a bias, of which torch loses "
-            "gradients when the backward pass is taken apart. Use 1f1b or gpipe."
-        )
 
 
 __all__ = ["Pipeline"]

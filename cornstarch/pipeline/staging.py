@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import processes
+from cornstarch.parallel.carriage import backend_of
 from cornstarch.parallel.mesh import StageMeshes
 from cornstarch.pipeline.parts import stages_of_parameters
 from cornstarch.pipeline.survey import survey
@@ -36,6 +38,7 @@ class Staging:
         self, model: nn.Module, layout: Layout, templates: Mapping[str, PipelineTemplate | None] | None = None
     ) -> None:
         self.model, self.layout = model, layout
+        _check_taken_apart(model, layout.plan.schedule)
         self.place_of_rank = layout.place(processes.rank())
         plans = layout.plan.modules
         self.templates = {name: self._template(name, plan, templates or {}) for name, plan in plans.items()}
@@ -137,10 +140,20 @@ class StageGroups:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         ranks = places_of(layout, layout.place(processes.rank()).dp)
         replica = sorted(int(rank) for one in ranks for rank in one.ravel())
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" and backend_of(None, "cuda") != "gloo" else "gloo"
         self.replica = dist.new_group(replica, backend=backend, use_local_synchronization=True)
         """All processes of this replica, for what goes from stage to stage."""
         self.meshes = StageMeshes(layout, device.type)
+
+
+def _check_taken_apart(model: nn.Module, schedule: str) -> None:
+    """Refuse to take the backward pass of a model apart where torch would lose gradients."""
+    config = getattr(unwrap(model.language_model if isinstance(model, MultimodalModel) else model), "config", None)
+    if schedule in ("zero_bubble", "auto") and getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"parallel.schedule = {schedule}: the layers of an encoder-decoder share a bias, of which torch loses "
+            "gradients when the backward pass is taken apart. Use 1f1b or gpipe."
+        )
 
 
 def leave_elsewhere(model: nn.Module, held: set[int]) -> None:

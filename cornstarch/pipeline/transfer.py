@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cornstarch.compat import default_store
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.carriage import Carriage
 from cornstarch.pipeline.alarm import Alarm, Line, cut
 from cornstarch.pipeline.payload import Form, TensorForm
 
@@ -85,13 +86,14 @@ class Arrival:
         line, number = post.line(rank, sends=False)
         alone, together, size = form.parcels
         shared = {one for one, _, _ in together}
+        self._carriage = post.carriage
         self.tensors: list[Any] = [
-            None if i in shared else one.empty(post.device) for i, one in enumerate(form.tensors)
+            None if i in shared else self._carriage.room(one.shape, one.dtype) for i, one in enumerate(form.tensors)
         ]
         self.works = [line.recv([self.tensors[one]], number, tag) for one in alone]
         self.shared: Tensor | None = None
         if together:
-            self.shared = torch.empty(size, dtype=torch.uint8, device=post.device)
+            self.shared = self._carriage.room((size,), torch.uint8)
             self.works.append(line.recv([self.shared], number, tag))
 
     def wait(self) -> list[Tensor]:
@@ -99,11 +101,13 @@ class Arrival:
         for work in self.works:
             work.wait()
         self.works = []
+        self.tensors = [None if one is None else self._carriage.arrived(one) for one in self.tensors]
         if self.shared is not None:
+            shared = self._carriage.arrived(self.shared)
             for number, begin, end in self.form.parcels.together:
                 one = self.form.tensors[number]
                 # A copy: a view would count as changed when a layer writes on another tensor of the same message.
-                self.tensors[number] = self.shared[begin:end].view(one.dtype).view(one.shape).clone()
+                self.tensors[number] = shared[begin:end].view(one.dtype).view(one.shape).clone()
         self.shared = None
         return self.tensors
 
@@ -118,6 +122,7 @@ class Post:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.carriage = Carriage.of(group, device)
         self.broken: str | None = None
         """Why nothing travels any more, if so."""
         self.others: list[dist.ProcessGroup] = []
@@ -153,7 +158,7 @@ class Post:
     def send(self, form: Form, tensors: Sequence[Tensor], rank: int, tag: int, microbatch: int) -> None:
         """Begin to send tensors of a form; they must not be changed before they have left."""
         alone, together, _ = form.parcels
-        messages = [tensors[one].detach().contiguous() for one in alone]
+        messages = [self.carriage.outgoing(tensors[one].detach()) for one in alone]
         if together:
             messages.append(self._packed(form, tensors))
         if messages:
@@ -162,7 +167,7 @@ class Post:
             held += [(line.send([message], number, tag), message) for message in messages]
 
     def _packed(self, form: Form, tensors: Sequence[Tensor]) -> Tensor:
-        shared = torch.empty(form.parcels.size, dtype=torch.uint8, device=self.device)
+        shared = self.carriage.room((form.parcels.size,), torch.uint8)
         for number, begin, end in form.parcels.together:
             one = form.tensors[number]
             shared[begin:end].view(one.dtype).view(one.shape).copy_(tensors[number].detach())

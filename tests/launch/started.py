@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0  # seconds, on a machine with other things to do
+PATIENCE = 150.0  # seconds, on a machine with other things to do
 
 # What every script begins with. Workers tell one another by files, never by time.
 _PRELUDE = """
@@ -28,7 +28,7 @@ def tell(name, text=""):
     (here / f"{name}.part{rank}").rename(here / name)
 
 def until(condition):
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.005)

@@ -130,3 +130,25 @@ def test_a_group_on_gpus(tmp_path: Path) -> None:
     code, _, stderr = start(tmp_path, script, "auto", "fail", environment=environment).ended()
     assert code == 1
     assert "ValueError: the cause" in stderr
+
+
+def test_processes_share_a_gpu_through_gloo(tmp_path: Path) -> None:
+    """Two processes and one GPU, or what says that it is one: all use gloo, and rank 0 says so."""
+    script = """
+        import torch
+        from torch import distributed
+        from cornstarch.launch import current_world, start_process_group
+
+        torch.cuda.device_count = lambda: 1
+        if not torch.cuda.is_available():
+            torch.cuda.set_device = lambda device: None
+        with start_process_group(current_world(), "cuda", timeout=60) as device:
+            place = device if torch.cuda.is_available() else torch.device("cpu")
+            number = torch.tensor(rank + 1.0, device=place)
+            distributed.all_reduce(number)
+            tell(f"found_{rank}", f"{device} {distributed.get_backend_config()} {number.item()}")
+    """
+    code, _, stderr = start(tmp_path, script, 2, environment={"PYTHONPATH": str(ROOT)}).ended()
+    assert code == 0, stderr
+    assert "more processes than GPUs" in stderr
+    assert {(tmp_path / f"found_{rank}").read_text() for rank in (0, 1)} == {"cuda:0 cpu:gloo,cuda:gloo 3.0"}

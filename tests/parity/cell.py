@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from cornstarch.train.witness import Witness, deviations, whole_parameters
 from tests.models import local_processors
 from tests.parity.columns import COLUMNS, LOADS, Load
 from tests.parity.pool import Pool
-from tests.parity.rows import ROWS, TOKENIZER
+from tests.parity.rows import TOKENIZER, row_of
 from tests.parity.samples import alike, mixed
 
 STEPS = 3
@@ -32,6 +33,20 @@ STEPS = 3
 OPTIMIZER = {"learning_rate": 2e-3, "weight_decay": 0.5, "clip": 0.5, "eps": 1e-6}
 
 Values = dict[str, "np.ndarray | None"]
+Measure = Callable[[Values, Values], tuple[float, str]]
+"""Says how far two sets of values are apart, and whose value is farthest."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where cells are computed, and in what."""
+
+    device: str = "cpu"
+    precision: str = "fp32"
+
+
+EXACT = Place()
+"""Where the matrix is computed: rounding alone is compared, number by number."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +63,20 @@ class Outcome:
     """Of each step, before clipping; None where there is none."""
     parameters: Values
     """After the last step."""
+    spread: float = 0.0
+    """How far the processes are from one another in what several have; 0: equal to the bit."""
 
 
 # ------------------------------------------------------------------------------------------------ in the processes
 
 
-def run(row: str, load: str, parallel: Mapping[str, Any], tokenizer: str, folder: str) -> Outcome | str:
+def run(
+    row: str, load: str, parallel: Mapping[str, Any], tokenizer: str, folder: str, place: Place = EXACT
+) -> Outcome | str:
     """Do the steps in this process, one of several or alone; return what came out, or what was refused."""
+    samples, loop = _samples(row, LOADS[load]), _loop(LOADS[load])
     try:
-        trainer = made(row, _samples(row, LOADS[load]), _loop(LOADS[load]), parallel, tokenizer, folder)
+        trainer = made(row, samples, loop, parallel, tokenizer, folder, place=place)
     except ConfigError as error:
         return str(error)
     return outcome_of(trainer)
@@ -74,7 +94,7 @@ def outcome_of(trainer: Witness) -> Outcome:
         # that depends on which samples are in one portion.
         counted = {name: value for name, value in vars(result.totals).items() if name != "flops"}
         totals.append({**counted, "items": dict(result.totals.items)})
-    gradients = [{name: None if g is None else g.numpy() for name, g in step.items()} for step in trainer.gradients]
+    gradients = [{name: None if g is None else array_of(g) for name, g in step.items()} for step in trainer.gradients]
     return Outcome(losses, norms, totals, gradients, parameter_arrays(trainer.model, trainer.task.wrapped))
 
 
@@ -86,17 +106,19 @@ def made(
     tokenizer: str,
     folder: str,
     kind: type[Witness] = Witness,
+    place: Place = EXACT,
     **options: Any,
 ) -> Witness:
     """Return a trainer of a row that is ready for its first step."""
     described = {
         "output": folder,
-        "device": "cpu",
+        "device": place.device,
         "threads": 1,
-        "precision": "fp32",
-        "model": _replaced(ROWS[row].model, TOKENIZER, tokenizer),
+        "precision": place.precision,
+        "compile": "off",
+        "model": _replaced(row_of(row).model, TOKENIZER, tokenizer),
         "data": {
-            "train": [{"path": "samples", "format": "given"}], "shuffle": False, "skip_limit": 1.0, **ROWS[row].data,
+            "train": [{"path": "samples", "format": "given"}], "shuffle": False, "skip_limit": 1.0, **row_of(row).data,
         },
         "optimizer": OPTIMIZER,
         "schedule": {"name": "constant", "warmup": 0},
@@ -121,18 +143,23 @@ def _loop(load: Load) -> dict[str, Any]:
 
 
 def _samples(row: str, load: Load) -> list[Sample]:
-    make = ROWS[row].make
+    make = row_of(row).make
     return mixed(make) if load.mixed else alike(make, STEPS * load.batch_size)
 
 
 def parameter_arrays(model: nn.Module, wrapped: nn.Module | None) -> Values:
     """Return all parameters, whole; all processes have to ask together."""
-    return {name: tensor.numpy() for name, tensor in whole_parameters(model, wrapped).items()}
+    return {name: array_of(tensor) for name, tensor in whole_parameters(model, wrapped).items()}
 
 
 def whole_array(tensor: Tensor) -> np.ndarray:
     """Return a tensor whole; all processes have to ask together."""
-    return full_value(tensor.detach()).clone().numpy()
+    return array_of(full_value(tensor.detach()).clone())
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as NumPy has it, which knows no bfloat16."""
+    return tensor.cpu().float().numpy()
 
 
 # ------------------------------------------------------------------------------------------------ the comparison
@@ -150,6 +177,8 @@ class Deviation:
     """The gradient and the parameter that are farthest off."""
     zeros: bool = False
     """Whether zeros were taken for a gradient that one process has not."""
+    processes: float = 0.0
+    """How far the processes are from one another."""
 
     @property
     def worst(self) -> float:
@@ -164,8 +193,8 @@ class Mismatch(AssertionError):
 class Matrix:
     """Runs cells, each in as many processes as its column has, and remembers what one process does."""
 
-    def __init__(self, workers: Pool, folder: Path) -> None:
-        self.workers = workers
+    def __init__(self, workers: Pool, folder: Path, place: Place = EXACT) -> None:
+        self.workers, self.place = workers, place
         self._folder, self._runs = folder, 0
         self._tokenizer = str(folder / "tokenizer")
         local_processors.tokenizer().save_pretrained(self._tokenizer)
@@ -176,16 +205,25 @@ class Matrix:
         spread = COLUMNS[column]
         if spread.is_cut:  # torch remembers meshes that are equal to those of an earlier job, whose groups have ended
             self.workers.close()
-        outcomes = self.workers.run(spread.ranks(ROWS[row]), run, row, load, spread.parallel(ROWS[row]), *self.places())
+        described, work = row_of(row), partial(run, place=self.place)
+        ranks, parallel = spread.ranks(described), spread.parallel(described)
+        outcomes = self.workers.run(ranks, work, row, load, parallel, *self.places())
         if isinstance(outcomes[0], str):
             if any(outcome != outcomes[0] for outcome in outcomes):
                 raise Mismatch(f"processes do not agree: {outcomes}")
             return outcomes[0]
-        return compared(joined(outcomes), self.alone(row, load), spread.unused_are_zero)
+        return self._compared(outcomes, self.alone(row, load), spread.unused_are_zero)
+
+    def _compared(self, found: list[Outcome], alone: Outcome, unused_are_zero: bool) -> Deviation:
+        """Return how far processes are from one, by what the precision allows for."""
+        if self.place == EXACT:
+            return compared(joined(found), alone, unused_are_zero)
+        measure = farthest if self.place.precision == "fp32" else relative_norm
+        return compared(joined(found, measure), alone, unused_are_zero, measure)
 
     def alone(self, row: str, load: str) -> Outcome:
         """Return what one process does."""
-        outcome = self.remembered((row, load), run, row, load, {}, *self.places())
+        outcome = self.remembered((row, load, self.place), run, row, load, {}, *self.places(), self.place)
         assert isinstance(outcome, Outcome), outcome
         return outcome
 
@@ -201,45 +239,60 @@ class Matrix:
         return self._tokenizer, str(self._folder / f"run {self._runs}")
 
 
-def joined(outcomes: list[Outcome]) -> Outcome:
-    """Return what all processes have together; what several have must be the same to the bit."""
-    first = outcomes[0]
+def joined(outcomes: list[Outcome], measure: Measure | None = None) -> Outcome:
+    """Return what all processes have together, and by a measure how far they agree; without one, to the bit."""
+    first, spread = outcomes[0], 0.0
     for outcome in outcomes[1:]:
-        if (outcome.losses, outcome.norms, outcome.totals) != (first.losses, first.norms, first.totals):
+        ours, theirs = ((one.losses, one.norms, one.totals) for one in (outcome, first))
+        if ours != theirs and (measure is None or ours[2] != theirs[2]):
             raise Mismatch(f"processes do not agree: {first.losses, first.norms} and {outcome.losses, outcome.norms}")
-    gradients = [together([outcome.gradients[step] for outcome in outcomes]) for step in range(len(first.gradients))]
-    parameters = together([outcome.parameters for outcome in outcomes])
-    return Outcome(first.losses, first.norms, first.totals, gradients, parameters)
+        spread = max(spread, _apart(outcome, first))
+    gradients = [together([one.gradients[step] for one in outcomes], measure) for step in range(len(first.gradients))]
+    parameters = together([one.parameters for one in outcomes], measure)
+    spread = max(spread, *(one[1] for one in gradients), parameters[1])
+    whole = [values for values, _ in gradients]
+    return Outcome(first.losses, first.norms, first.totals, whole, parameters[0], spread)
 
 
-def together(parts: list[Values]) -> Values:
-    """Return the values of all processes; those that several have must be the same to the bit."""
+def together(parts: list[Values], measure: Measure | None = None) -> tuple[Values, float]:
+    """Return the values of all processes, and how far those that several have are apart: not at all, if unmeasured."""
     whole: Values = {}
+    spread = 0.0
     for part in parts:
         for name, value in part.items():
             if name in whole and _bytes(whole[name]) != _bytes(value):
-                raise Mismatch(f"{name} differs between processes")
+                if measure is None:
+                    raise Mismatch(f"{name} differs between processes")
+                spread = max(spread, measure({name: value}, {name: whole[name]})[0])
             whole[name] = value
-    return whole
+    return whole, spread
 
 
 def _bytes(value: np.ndarray | None) -> bytes | None:
     return None if value is None else value.tobytes()
 
 
-def compared(found: Outcome, expected: Outcome, unused_are_zero: bool = False) -> Deviation:
+def _apart(found: Outcome, expected: Outcome) -> float:
+    """Return how far losses and the norms of gradients are apart."""
+    numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
+    return max(abs(f - e) / (abs(e) or 1.0) for f, e in numbers)
+
+
+def compared(
+    found: Outcome, expected: Outcome, unused_are_zero: bool = False, measure: Measure | None = None
+) -> Deviation:
     """Return how far two outcomes are apart; what rounding does not explain raises."""
+    measure = measure or farthest
     if found.totals != expected.totals:
         raise Mismatch(f"the steps counted {found.totals}, those of one process {expected.totals}")
-    numbers = zip(found.losses + found.norms, expected.losses + expected.norms, strict=True)
-    loss = max(abs(f - e) / (abs(e) or 1.0) for f, e in numbers)
-    own = found.gradients
+    loss, own = _apart(found, expected), found.gradients
     if unused_are_zero:
         own = [_without_zeros(f, e) for f, e in zip(own, expected.gradients, strict=True)]
-    gradients = max(farthest(f, e) for f, e in zip(own, expected.gradients, strict=True))
-    parameters = farthest(found.parameters, expected.parameters)
+    gradients = max(measure(f, e) for f, e in zip(own, expected.gradients, strict=True))
+    parameters = measure(found.parameters, expected.parameters)
     where = f"gradient of {gradients[1]}, parameter {parameters[1]}"
-    return Deviation(loss, gradients[0], parameters[0], where, zeros=_nones(own) != _nones(found.gradients))
+    zeros = _nones(own) != _nones(found.gradients)
+    return Deviation(loss, gradients[0], parameters[0], where, zeros, found.spread)
 
 
 def _nones(steps: list[Values]) -> int:
@@ -255,11 +308,27 @@ def _without_zeros(found: Values, expected: Values) -> Values:
 
 
 def farthest(found: Values, expected: Values) -> tuple[float, str]:
-    """Return the largest deviation, and whose it is."""
+    """Return the largest deviation of any number, and whose it is."""
+    ours, theirs = _tensors(found, expected)
+    return max(((off, name) for name, off in deviations(ours, theirs).items()), default=(0.0, "nothing"))
+
+
+def relative_norm(found: Values, expected: Values) -> tuple[float, str]:
+    """Return the norm of all differences, as a share of that of all values, and whose difference is largest."""
+    ours, theirs = _tensors(found, expected)
+    if not theirs:
+        return 0.0, "nothing"
+    apart = {name: float((ours[name] - value).double().norm()) for name, value in theirs.items()}
+    whole = sum(float(value.double().norm()) ** 2 for value in theirs.values()) ** 0.5
+    return sum(one**2 for one in apart.values()) ** 0.5 / (whole or 1.0), max(apart, key=lambda name: apart[name])
+
+
+def _tensors(found: Values, expected: Values) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the values that are there on both sides; one that is only on one raises."""
     if found.keys() != expected.keys():
         raise Mismatch(f"only on one side: {sorted(found.keys() ^ expected.keys())}")
     odd = {n: "none" if found[n] is None else "one" for n in found if (found[n] is None) != (expected[n] is None)}
     if odd:
         raise Mismatch(f"here is a gradient where one process has none, or none where it has one: {odd}")
     ours, theirs = ({n: torch.from_numpy(v) for n, v in one.items() if v is not None} for one in (found, expected))
-    return max(((off, name) for name, off in deviations(ours, theirs).items()), default=(0.0, "nothing"))
+    return ours, theirs

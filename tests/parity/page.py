@@ -74,7 +74,7 @@ def by_hand(matrix: Matrix, way: str, frozen: bool, steps: int = MANY) -> tuple[
 def taken_apart(matrix: Matrix, family: str, kind: str) -> float:
     """Return how far the gradients of a whole model, taken apart and trained in 2 processes, are from one process."""
     alone = matrix.remembered(family, gradients, family, None)
-    return farthest(together(matrix.workers.run(2, gradients, family, kind)), alone)[0]
+    return farthest(together(matrix.workers.run(2, gradients, family, kind))[0], alone)[0]
 
 
 def frozen(matrix: Matrix, trained: tuple[bool, bool, bool], schedule: str) -> Deviation:
@@ -98,7 +98,7 @@ def masked(matrix: Matrix, mask: str, way: str) -> Deviation:
 
 def _off(found: list[End], alone: End) -> tuple[float, float]:
     losses = max(abs(f - e) / e for f, e in zip(found[0][0], alone[0], strict=True))
-    return losses, farthest(together([weights for _, weights in found]), alone[1])[0]
+    return losses, farthest(together([weights for _, weights in found])[0], alone[1])[0]
 
 
 # ------------------------------------------------------------------------------------------------ all of it
@@ -410,4 +410,7 @@ make parity
 
 writes this page. `make test` runs some of the cells: every row and every column with every kind of batches. A new
 column is an entry in `tests/parity/columns.py`, a new row one in `tests/parity/rows.py`.
+
+Some of the cells (`tests/parity/on_device.py`) are also run on a GPU, in fp32 and bf16, all processes on the same one:
+`python -m tests.parity --device cuda --jobs 2` writes `benchmarks/results/gpu_parity.md`, with the bounds.
 """

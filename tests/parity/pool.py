@@ -1,4 +1,7 @@
-"""Worker processes that stay, because importing torch and transformers takes seconds; each job has its own group."""
+"""Worker processes that stay, because importing torch and transformers takes seconds; each job has its own group.
+
+On a GPU they all share the first one, and talk through gloo: NCCL wants a GPU for each.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,26 @@ import atexit
 import multiprocessing
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.process import BaseProcess
 from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
 
+from cornstarch.launch.world import GLOO_FOR_ALL
+from tests import forked
+
 MOST = 4
 _START = 240.0  # seconds; busy machines import slowly
-_QUIET = 60.0  # that a process waits for another one in a collective, before it says that they are out of step
-_WORDS = 150.0  # that a job may take
-# Imported once, in the process that the workers are forked from; nothing of it starts threads.
-_IMPORTED = [
-    "torch.distributed.fsdp",
-    "transformers",
-    "peft",
-    "cornstarch.train.trainer",
-    "cornstarch.train.tasks.build",
-]
+# That a process waits for another one in a collective, before it says that they are out of step. For a GPU kernels are
+# compiled, by one process later than by another.
+_QUIET = {"cpu": 60.0, "cuda": 300.0}
+_WORDS = {"cpu": 150.0, "cuda": 600.0}  # that a job may take
 
 
 class Failed(Exception):
@@ -34,18 +36,22 @@ class Failed(Exception):
 
 
 class Pool:
-    """Up to four processes that run the same function together, in a gloo group made for each call."""
+    """Up to four processes that run the same function together, in a gloo group made for each call.
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED)
+    Args:
+        device: What they compute on: cpu, or cuda.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self._workers: list[tuple[Any, Connection]] = []
         # The parent keeps the store, so that there is one port for the whole session and nobody races for it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._jobs = 0
 
-    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = _WORDS) -> list[Any]:
+    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Call `function(*arguments)` in so many processes and return their results by rank."""
+        seconds = _WORDS[self.device] if seconds is None else seconds
         self._start(ranks)
         self._jobs += 1
         for rank in range(ranks):
@@ -66,8 +72,8 @@ class Pool:
         assert ranks <= MOST
         fresh = range(len(self._workers), ranks)
         for _ in fresh:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(there, self._store.port), daemon=True)
+            here, there = Pipe()
+            process = self._process(there)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -76,6 +82,13 @@ class Pool:
                 self.close()
                 raise Failed(f"worker {rank} was not ready in {_START:.0f} s")
             self._workers[rank][1].recv()
+
+    def _process(self, connection: Connection) -> BaseProcess:
+        arguments = (connection, self._store.port, self.device)
+        if self.device == "cpu":
+            return forked.process(_work, *arguments, daemon=True)
+        # What is imported beforehand may ask for GPUs, and a process in which that was done cannot be forked.
+        return multiprocessing.get_context("spawn").Process(target=_work, args=arguments, daemon=True)
 
     def _results(self, ranks: int, seconds: float) -> dict[int, tuple[bool, Any]]:
         """Return what each worker says; once one has failed, the others, who may wait for it, are not waited for."""
@@ -111,24 +124,43 @@ class Pool:
         self._workers = []
 
 
-def _work(connection: Connection, port: int) -> None:
+def _work(connection: Connection, port: int, device: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import torch
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        _prepare_gpu()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     connection.send("ready")
     with suppress(EOFError, BrokenPipeError):  # the parent has ended
         while True:
             number, rank, ranks, function, arguments = connection.recv()
-            connection.send(_done(dist.PrefixStore(f"job {number}", store), rank, ranks, function, arguments))
+            job = dist.PrefixStore(f"job {number}", store)
+            connection.send(_done(job, rank, ranks, device, function, arguments))
 
 
-def _done(store: dist.Store, rank: int, ranks: int, function: Callable[..., Any], arguments: Any) -> tuple[bool, Any]:
+def _prepare_gpu() -> None:
+    """Let this process compute on the first GPU, exactly: no TensorFloat-32, and the same numbers each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.cuda.set_device(0)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    warnings.filterwarnings("ignore", message=".*deterministic")
+
+
+def _done(
+    store: dist.Store, rank: int, ranks: int, device: str, function: Callable[..., Any], arguments: Any
+) -> tuple[bool, Any]:
+    backend, quiet = GLOO_FOR_ALL if device == "cuda" else "gloo", timedelta(seconds=_QUIET[device])
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_QUIET))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=quiet)
         dist.barrier()  # one that ends at once would close its connections while others still make theirs
         return True, function(*arguments)
     except BaseException:
@@ -138,13 +170,12 @@ def _done(store: dist.Store, rank: int, ranks: int, function: Callable[..., Any]
             dist.destroy_process_group()
 
 
-_pool: Pool | None = None
+_pools: dict[str, Pool] = {}
 
 
-def pool() -> Pool:
-    """Return the one pool of this process."""
-    global _pool
-    if _pool is None:
-        _pool = Pool()
-        atexit.register(_pool.close)
-    return _pool
+def pool(device: str = "cpu") -> Pool:
+    """Return the one pool of this process for a device."""
+    if device not in _pools:
+        _pools[device] = Pool(device)
+        atexit.register(_pools[device].close)
+    return _pools[device]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tests.parity.samples import MakeSample, asking, numbers
+from tests.parity.samples import MakeSample, asking, longer, numbers
 
 TOKENIZER = "{tokenizer}"
 """Stands where a config names the folder of the tokenizer."""
@@ -131,3 +131,24 @@ ROWS: dict[str, Row] = {
     "t5": Row("T5", {"whole": llm(_T5, task="seq2seq-lm")}, asking()),
     "mlp": Row("plain MLP", {"factory": {"function": "tests.parity.rows:Perceptron"}}, numbers),
 }
+
+APART: dict[str, Row] = {
+    "long": Row(
+        "vision and LLM, packed rows of 256 tokens, images both ways",
+        {
+            "encoders": {"vision": {**vision("full"), "attention": "item"}},
+            "language_model": llm(
+                {**LLAMA, "hidden_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 256}
+            ),
+        },
+        longer(asking("i"), 12),
+        ("vision", "language_model"),
+        {"packing": True, "max_length": 256},
+    ),
+}
+"""Rows that are no part of the matrix: long enough for FlexAttention, which only GPUs have."""
+
+
+def row_of(name: str) -> Row:
+    """Return a row, of the matrix or apart from it."""
+    return ROWS[name] if name in ROWS else APART[name]

@@ -64,6 +64,15 @@ def asking(*kinds: str) -> MakeSample:
     return make
 
 
+def longer(make: MakeSample, times: int) -> MakeSample:
+    """Return what makes the same samples with so many times as much text."""
+
+    def made(number: int, has: str, length: int) -> Sample:
+        return make(number, has, times * length)
+
+    return made
+
+
 def numbers(number: int, has: str, length: int) -> Sample:
     """Return a row of numbers and what is to be computed from them."""
     if has == "x":
@@ -87,4 +96,4 @@ def _sound(number: int, place: int) -> Media:
     return Media("audio", np.random.default_rng([number, place, 1]).standard_normal((16, 4)).astype(np.float32))
 
 
-__all__ = ["MIXED", "PORTION", "WORDS", "MakeSample", "alike", "asking", "mixed", "numbers", "of_kinds"]
+__all__ = ["MIXED", "PORTION", "WORDS", "MakeSample", "alike", "asking", "longer", "mixed", "numbers", "of_kinds"]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from cornstarch.attention import MaskSpec
 from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.models.multimodal_language_model.facts import IGNORED
 
-_IGNORED = -100
 # Where the tokens are in what a language model may be given.
 _TOKENS_AT = {
     "input_ids": 1,
@@ -89,7 +89,7 @@ def read_batch(named: dict[str, Any], inner: nn.Module) -> Cuttable:
                 "with the tokens. Use the model without context parallelism (cp = 1)."
             )
     if shifted is None and labels is not None:
-        shifted = torch.full_like(labels, _IGNORED)
+        shifted = torch.full_like(labels, IGNORED)
         shifted[:, :-1] = labels[:, 1:]
     return Cuttable(tensors, mask, shifted, count, named)
 
@@ -144,7 +144,7 @@ def _check_padding(inputs: Cuttable, inner: nn.Module) -> None:
             f"Padding stands in front, and {type(inner).__name__} is not told where tokens stand: give position_ids, "
             "or pad on the right."
         )
-    if inputs.labels is not None and bool(((inputs.labels != _IGNORED) & ~mask.to(inputs.labels.device)).any()):
+    if inputs.labels is not None and bool(((inputs.labels != IGNORED) & ~mask.to(inputs.labels.device)).any()):
         raise ConfigError(
             "labels ask padding to predict a token: the first of a text that padding stands in front of, or padding "
             "itself. Set those labels to -100."

@@ -1,6 +1,6 @@
 """Tensors between the ranks of context parallelism, with their gradients; shares may have any sizes.
 
-Only collectives that gloo and NCCL both have, under names that torch 2.11 to 2.15 share.
+Only operations that gloo and NCCL both have, under names that torch 2.11 to 2.15 share.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from cornstarch.parallel.carriage import Carriage
 
 Group = dist.ProcessGroup
 
@@ -75,8 +77,8 @@ def pass_on(tensor: Tensor, shape: Sequence[int], group: Group) -> Callable[[], 
     Returns what waits for the one received. Until then the next computation may run beside the transfer.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    sent = tensor.contiguous()
-    received = sent.new_empty(*shape)
+    carriage = Carriage.of(group, tensor.device)
+    sent, received = carriage.outgoing(tensor), carriage.room(shape, tensor.dtype)
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
@@ -88,6 +90,6 @@ def pass_on(tensor: Tensor, shape: Sequence[int], group: Group) -> Callable[[], 
         for work in works:
             work.wait()
         kept.clear()
-        return received
+        return carriage.arrived(received)
 
     return finish

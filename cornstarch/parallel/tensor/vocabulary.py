@@ -7,7 +7,6 @@ hidden -> copy_in -> logits of each rank's own words -> largest, sum of exponent
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cornstarch.compute.cross_entropy import IGNORED, PLAIN
-from cornstarch.compute.head import HeadLoss, LazyLogits
-from cornstarch.compute.kernels import losses_and_gradients
+from cornstarch.compute.cross_entropy import PLAIN, losses_and_gradients
+from cornstarch.compute.head import HeadLoss, LazyLogits, computes_loss_itself
 from cornstarch.errors import UnsupportedModelError
+from cornstarch.models.multimodal_language_model.facts import IGNORED
 from cornstarch.parallel.tensor.collectives import Group, add_up, copy_in, join
 from cornstarch.parallel.tensor.order import Cut, distribute, local_use
 
@@ -33,7 +32,7 @@ def check_vocabulary(model: Any) -> None:
         why = "it has no table of embeddings"
     elif head is not None and type(head) is not nn.Linear:
         why = f"its head is a {type(head).__name__}, not a linear layer"
-    elif head is not None and "self.loss_function(" not in inspect.getsource(kind.forward):
+    elif head is not None and computes_loss_itself(kind):
         why = "it computes its loss itself, from all logits"
     elif head is not None and head.weight.shape[0] != model.config.get_text_config().vocab_size:
         why = f"its head has {head.weight.shape[0]} words, its config {model.config.get_text_config().vocab_size}"
