@@ -214,15 +214,16 @@ def our_loss(
 ) -> tuple[nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
     """Return the model composed by Cornstarch, and its loss."""
     from cornstarch import ModalEncoderModule, MultimodalModel
+    from cornstarch.attention.choice import attend_with
     from cornstarch.compute.head import trained_rows_at_most
-    from cornstarch.train.speed import quickest_kernels, speed_up
+    from cornstarch.train.speed import speed_up
 
     model = MultimodalModel(encoders={"vision": ModalEncoderModule(vision, projector)}, language_model=language)
     model.set_modality_token_ids({"vision": IMAGE_TOKEN})
     print(speed_up(model, torch.device("cuda"), activation_budget=case.budget), file=sys.stderr)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
-        with trained_rows_at_most(batch["trained"]), quickest_kernels():  # type: ignore[arg-type]
+        with trained_rows_at_most(batch["trained"]), attend_with("auto"):  # type: ignore[arg-type]
             return model(**{key: value for key, value in batch.items() if key != "trained"}).loss
 
     return model, loss
@@ -233,7 +234,12 @@ def measure(case: Case, way: str, profile: bool = False) -> dict[str, Any]:
     device = torch.device("cuda")
     language, vision, projector = parts(case, device)
     trained = [p for p in (*language.parameters(), *projector.parameters()) if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, fused=True)
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    if way == "ours":
+        from cornstarch.compute.adamw import quick
+
+        kind = quick(kind)
+    optimizer = kind(trained, lr=RATE, fused=True)  # type: ignore[call-arg]
     if way == "ours":
         from cornstarch.compat import step_dividing
         from cornstarch.models.multimodal_language_model.facts import BatchFacts

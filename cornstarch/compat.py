@@ -44,6 +44,11 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(group, factor.to(device))
 
 
+def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
+    """Add a number to tensors of one device, in place, in one kernel; for the reason that `multiply_all` gives."""
+    torch._foreach_add_(list(tensors), number)
+
+
 def buffer_options(sent: bool) -> dict[str, Any]:
     """Return the argument of `DistributedDataParallel` that says whether buffers are sent round in every step.
 
@@ -185,6 +190,32 @@ def backward_of_weights(weights: Sequence[torch.nn.Parameter], left: Any) -> Non
     stage_backward_weight(iter(weights), left)
 
 
+@contextmanager
+def positions_in_order() -> Iterator[None]:
+    """Run a block in which transformers does not look for documents in the positions of tokens: there are none.
+
+    transformers 5.17 to 5.22 look whenever they are given neither a mask nor a cache, and wait for a GPU to do so. Goes
+    when they can be told.
+    """
+    from transformers import masking_utils
+
+    with _looking:
+        original = masking_utils.find_packed_sequence_indices
+        own = threading.get_ident()
+
+        def find(position_ids: Tensor) -> Tensor | None:
+            return None if threading.get_ident() == own else original(position_ids)
+
+        masking_utils.find_packed_sequence_indices = find
+        try:
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices = original
+
+
+_looking = threading.RLock()
+
+
 def default_store() -> torch.distributed.Store:
     """Return the store over which the processes of a run found one another.
 
@@ -210,6 +241,22 @@ def grouped_products() -> list[Any]:
     public operation, which is then named where it is looked for.
     """
     return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
+
+
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
+    """Return the product of two matrices of 8 bits in bf16; `fast`: sums may be kept in less than full precision.
+
+    torch 2.13 has `torch.nn.functional.scaled_mm`, which does the same on CPUs and can be compiled; that it can in 2.11
+    has not been tried. Goes when it has, or with 2.11 and 2.12.
+
+    Args:
+        a: The first, row by row in memory.
+        b: The second, column by column.
+        scale_a: What the first is multiplied by: a number, or one for each row.
+        scale_b: What the second is multiplied by: a number, or one for each column.
+        fast: Whether sums may be rounded on the way.
+    """
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def has_triton() -> bool:

@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
+from cornstarch.attention.choice import attends_in_pieces, wants_dense
 from cornstarch.attention.mask import MaskSpec, Visibility, evaluate
+from cornstarch.attention.pieces import Pieces, pieces_of
+from cornstarch.attention.varlen import attend_in_pieces, can_attend
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 IMPLEMENTATION = "cornstarch"
@@ -140,8 +144,12 @@ def make_mask(
     check_index_scaling(config, end)
     spec = _rows(spec, batch_size).to(device).extended(end)
     pattern = mask_function if attention_mask is None else within_document(mask_function, attention_mask.to(device))
+    asked: Any = mask_function
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
-    if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS:
+    if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
+        in_pieces = asked is causal_mask_function and attends_in_pieces(spec.documents.device)
+        if in_pieces and spec.counts.in_pieces:
+            return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern))
         return spec.block_mask(pattern)
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_offset, end, device=device)
@@ -198,7 +206,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | AttendingMask | None,
+    attention_mask: Tensor | BlockMask | Pieces | AttendingMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -231,7 +239,7 @@ def attend_by_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
+    attention_mask: Tensor | BlockMask | Pieces | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -242,6 +250,11 @@ def attend_by_kernel(
     for name in _UNSUPPORTED_SCORES:
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} changes its attention scores by {name!r}.")
+    if isinstance(attention_mask, Pieces):
+        if dropout == 0 and softcap is None and s_aux is None and can_attend(query):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return attend_in_pieces(query, key, value, attention_mask, scale), None
+        attention_mask = attention_mask.block_mask
     if isinstance(attention_mask, BlockMask):
         if dropout == 0 and query.shape[-1] >= _FLEX_MIN_HEAD_DIM:
             flex = AttentionInterface()["flex_attention"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,24 @@ _BLOCK = 128  # tokens of a FlexAttention block
 _BLOCK_ROWS = 16
 
 
+@dataclass(frozen=True)
+class Counts:
+    """How many documents and spans a batch has, so that nothing has to be read from a GPU to know it."""
+
+    documents: int
+    """Documents of all rows; a run of padding counts as one."""
+    longest: int
+    """Tokens of the longest."""
+    whole_rows: bool
+    """Whether every row is one document, with padding at most behind it."""
+    spans: int = 0
+    """Spans of all rows, at most."""
+    longest_span: int = 0
+    """Tokens of the longest, at most."""
+    in_pieces: bool = True
+    """Whether each of them is in one piece; else the other numbers say nothing."""
+
+
 @dataclass(frozen=True, eq=False)
 class MaskSpec:
     """Which token of a batch may see which, as data.
@@ -66,6 +85,10 @@ class MaskSpec:
     """[B, S] integers: 0 is padding; equal positive numbers in a row are one document."""
     spans: Tensor
     """[B, S] integers: -1 is text; equal numbers >= 0 in a document see each other in both directions."""
+    known_plain: bool | None = None
+    """Whether it is plain (`is_plain`), if that is known: else it is read from the tensors, and a GPU waited for."""
+    known_counts: Counts | None = None
+    """What `counts` says, if that is known, likewise."""
 
     def __post_init__(self) -> None:
         for name in ("documents", "spans"):
@@ -92,14 +115,14 @@ class MaskSpec:
 
     def with_spans(self, spans: Tensor) -> MaskSpec:
         """Return the same documents with these spans."""
-        return replace(self, spans=spans)
+        return replace(self, spans=spans, known_plain=None, known_counts=None)
 
     def to(self, device: torch.device | str) -> MaskSpec:
         """Return the spec on another device, or itself if it is there already."""
         documents, spans = self.documents.to(device), self.spans.to(device)
         if documents is self.documents and spans is self.spans:
             return self
-        return MaskSpec(documents, spans)
+        return MaskSpec(documents, spans, self.known_plain, self.known_counts)
 
     def repeat_interleave(self, times: int) -> MaskSpec:
         """Return a spec with each row `times` times in a row, as generation does for beams and samples."""
@@ -138,8 +161,26 @@ class MaskSpec:
     @cached_property
     def is_plain(self) -> bool:
         """Whether every row is one document of text without padding, so that no special mask is needed."""
+        if self.known_plain is not None:
+            return self.known_plain
         one_document = (self.documents > 0) & (self.documents == self.documents[:, :1])
         return bool((one_document & (self.spans < 0)).all())
+
+    @cached_property
+    def counts(self) -> Counts:
+        """How many documents and spans there are."""
+        if self.known_counts is not None:
+            return self.known_counts
+        documents, spans = self.documents.cpu(), self.spans.cpu()
+        found = count_documents(documents)
+        if not found.in_pieces or not bool((spans >= 0).any()):
+            return found
+        groups = documents * (int(spans.max()) + 2) + spans + 1  # another number for each span of a document
+        runs = _runs(torch.where(spans >= 0, groups, 0))
+        lengths = runs.lengths[runs.numbers > 0]
+        return replace(
+            found, spans=len(lengths), longest_span=int(lengths.max()), in_pieces=runs.are_all_of_their_number()
+        )
 
     def visibility(self, pattern: Visibility = CAUSAL) -> Visibility:
         """Return the rule on token indices; `pattern` is asked with positions within the document."""
@@ -186,6 +227,38 @@ class MaskSpec:
             mask_mod=visibility if queries is None and keys is None else _placed(visibility, asking, asked),
             seq_lengths=(len(asking), len(asked)),
         )
+
+
+class _Runs(NamedTuple):
+    """Where equal numbers follow each other in rows."""
+
+    rows: Tensor
+    places: Tensor
+    """In the row."""
+    numbers: Tensor
+    lengths: Tensor
+
+    def are_all_of_their_number(self) -> bool:
+        """Whether no number above 0 is in a row twice."""
+        named = torch.stack([self.rows, self.numbers])[:, self.numbers > 0]
+        return named.unique(dim=1).shape[1] == named.shape[1]
+
+
+def _runs(numbers: Tensor) -> _Runs:
+    tokens = numbers.shape[1]
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    places = begins.flatten().nonzero().flatten()
+    lengths = torch.diff(places, append=torch.tensor([numbers.numel()]))
+    return _Runs(places // tokens, places % tokens, numbers.flatten()[places], lengths)
+
+
+def count_documents(documents: Tensor) -> Counts:
+    """Return how many documents the rows have [B, S]."""
+    runs = _runs(documents)
+    behind = (runs.numbers <= 0) & (runs.places > 0)
+    whole_rows = bool((documents[:, 0] > 0).all()) and len(behind) - int(behind.sum()) == len(documents)
+    return Counts(len(behind), int(runs.lengths.max()), whole_rows, in_pieces=runs.are_all_of_their_number())
 
 
 def _placed(visibility: Visibility, queries: Tensor, keys: Tensor) -> Visibility:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from cornstarch.compute.adamw import quick
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.data import local_value
 from cornstarch.train.config import OptimizerConfig, ScheduleConfig
@@ -47,6 +48,8 @@ def make_optimizer(
     groups = [group for part in parts for group in _groups(part, decays, only)] or [{"params": []}]
     if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, parts):
         options["fused"] = True
+        if any(parameter.is_cuda for part in parts for parameter in part.trained.values()):
+            kind = quick(kind)
     try:
         return kind(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cornstarch.attention.choice import Way, attend_with, check_way
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.train.build import DTYPES
 from cornstarch.train.config import Precision
-from cornstarch.train.speed import quickest_kernels
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A device and a precision."""
+    """A device, a precision, and which kernels attend."""
 
     device: torch.device
     precision: Precision
+    attention: Way = "auto"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,7 +36,7 @@ class Placement:
         cast = nullcontext() if self.precision == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
         if self.device.type != "cuda":
             return cast
-        return _on_gpu(cast)
+        return _on_gpu(cast, self.attention)
 
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return what keeps small gradients of fp16 from vanishing; other precisions need none."""
@@ -72,8 +73,8 @@ def pinned(value: Any) -> Any:
 
 
 @contextmanager
-def _on_gpu(cast: AbstractContextManager[Any]) -> Iterator[None]:
-    with cast, quickest_kernels():
+def _on_gpu(cast: AbstractContextManager[Any], attention: Way) -> Iterator[None]:
+    with cast, attend_with(attention):
         yield
 
 
@@ -104,13 +105,14 @@ def _process() -> Any:
     return psutil.Process()  # its start is looked up: once is enough
 
 
-def choose_placement(device: str, precision: str) -> Placement:
-    """Return the device and precision that a config asks for, if this machine has them."""
+def choose_placement(device: str, precision: str, attention: Way = "auto") -> Placement:
+    """Return the device, precision and kernels that a config asks for, if this machine has them."""
     chosen = _device(device)
-    if precision != "auto":
-        return Placement(chosen, precision)  # type: ignore[arg-type]
-    has_bf16 = chosen.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return Placement(chosen, "bf16" if has_bf16 else "fp32")
+    if precision == "auto":
+        has_bf16 = chosen.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        precision = "bf16" if has_bf16 else "fp32"
+    check_way(attention, chosen, half=precision != "fp32")
+    return Placement(chosen, precision, attention)  # type: ignore[arg-type]
 
 
 def _device(name: str) -> torch.device:

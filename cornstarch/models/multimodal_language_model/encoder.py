@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
@@ -14,7 +15,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.items import KNOWN, Features, join_known, split_items, token_states
 from cornstarch.models.multimodal_language_model.projector import as_projector
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
-from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import argument_names, is_changed_inside, unwrap
 
 TokenAttention = Literal["causal", "item", "modality"]
 
@@ -94,6 +95,7 @@ class ModalEncoderModule(nn.Module):
         self.preprocess_callback = preprocess_callback
         self.postprocess_module_callback = postprocess_module_callback
         self.postprocess_projector_callback = postprocess_projector_callback
+        self._is_settled = False
         self.keep: Callable[[Mapping[str, Any], Tensor | None], None] | None = None
         """Called with what is known of items and the tokens [total, D] of those that were encoded now."""
 
@@ -147,18 +149,58 @@ class ModalEncoderModule(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
         known = inputs.pop(KNOWN, None)
-        output = self.encode(inputs) if known is None else self._encode_rest(inputs, known)
+        if known is not None:
+            output: Any = self._encode_rest(inputs, known)
+        else:
+            output = self.encode(inputs) if self.projector is None else self._states(inputs)
         if self.projector is not None:
             output = self._project(token_states(output))
         if self.postprocess_projector_callback is not None:
             output = _call_with_output(self.postprocess_projector_callback, inputs, output)
         return output
 
+    def tokens(self, inputs: dict[str, Any], told: Mapping[str, Any] | None = None) -> Features:
+        """Return what the encoder makes of items, without its projector.
+
+        Args:
+            inputs: What the encoder takes.
+            told: The same with sizes and masks on the CPU.
+        """
+        return split_items(self.module, inputs if told is None else told, self._states(inputs))
+
+    def _states(self, inputs: dict[str, Any]) -> Any:
+        """Return the encoder's tokens; of a frozen one, made without what autograd needs to know of a tensor."""
+        if not self._is_inert(inputs):
+            return token_states(self.encode(inputs))
+        with torch.inference_mode():
+            states = token_states(self.encode(inputs))
+        # A copy is a tensor like any other, which a projector that is trained may keep for its backward pass.
+        return [item.clone() for item in states] if isinstance(states, Sequence) else states.clone()
+
+    def settle(self) -> bool:
+        """Find out, once all is in place, whether a run of the encoder can have no effect but its tokens; say so.
+
+        So it is if the encoder is frozen, and nobody looks on: no callbacks, no hooks, nothing compiled, sharded or put
+        in stages. It then runs in inference mode, until `set_trainable` is called.
+        """
+        frozen = not self.module.training and not any(p.requires_grad for p in self.module.parameters())
+        watched = self.preprocess_callback is not None or self.postprocess_module_callback is not None
+        self._is_settled = frozen and not watched and not is_changed_inside(self.module)
+        return self._is_settled
+
+    def _is_inert(self, inputs: Mapping[str, Any]) -> bool:
+        # Shapes without numbers are tensors of other classes, or on the meta device.
+        return self._is_settled and all(
+            type(one) is Tensor and not one.is_meta and not one.requires_grad
+            for one in inputs.values()
+            if isinstance(one, Tensor)
+        )
+
     def _encode_rest(self, inputs: dict[str, Any], known: Mapping[str, Any]) -> Tensor:
         """Return the tokens [total, D] of all items, of which only those that are not known are encoded."""
         on_host = known.get("on_host", {})
         told = {name: on_host.get(name, value) for name, value in inputs.items()}
-        fresh = split_items(self.module, told, token_states(self.encode(inputs))).tokens if inputs else None
+        fresh = self.tokens(inputs, told).tokens if inputs else None
         if not inputs and "stand_in" in known:
             self.encode(known["stand_in"])
         tokens = join_known(known, fresh)
@@ -197,6 +239,7 @@ class ModalEncoderModule(nn.Module):
 
     def set_trainable(self, encoder: bool, projector: bool) -> None:
         """Train or freeze the encoder and the projector: `requires_grad` and train/eval mode together."""
+        self._is_settled = False
         set_trainable(self.module, encoder)
         if self.projector is not None:
             set_trainable(self.projector, projector)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from cornstarch.attention.mask import Counts, count_documents
+
 Padding = Literal["none", "right", "other"]
 
 IGNORED = -100  # a label that is not trained on
@@ -33,6 +35,8 @@ class BatchFacts:
     """Whether the first token of a row is padding."""
     packed: bool
     """Whether a row has several documents."""
+    documents: Counts
+    """How many documents the rows have."""
     trained_tokens: int | None
     """Labels that count after the shift, at most: the model leaves out placeholders. None: there are no labels."""
     token_ids: Mapping[str, int]
@@ -41,6 +45,8 @@ class BatchFacts:
     """By modality: placeholders of each row."""
     places: Mapping[str, Tensor]
     """By modality: where they are in the rows laid end to end [placeholders]."""
+    breaks: Mapping[str, list[int]]
+    """By modality: which of the placeholders do not stand right behind the one before."""
     on_host: Mapping[str, Any]
     """Whole numbers among the encoders' inputs (sizes of images, masks), flat or by modality, on the CPU."""
 
@@ -51,17 +57,21 @@ class BatchFacts:
         mask = batch.get("attention_mask")
         there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
         documents = batch.get("documents")
+        numbers = there.long() if documents is None else documents * there
         marked = {name: ids == token for name, token in token_ids.items()}
+        places = {name: one.flatten().nonzero().flatten() for name, one in marked.items()}
         text = ("input_ids", "attention_mask", "labels", "documents", "position_ids")
         return cls(
             shape=(ids.shape[0], ids.shape[1]),
             padding=_padding(there),
             starts_with_padding=not bool(there[:, 0].all()),
             packed=documents is not None and bool(((documents != documents[:, :1]) & (documents > 0)).any()),
+            documents=count_documents(numbers),
             trained_tokens=None if batch.get("labels") is None else int((batch["labels"][:, 1:] != IGNORED).sum()),
             token_ids=dict(token_ids),
             tokens={name: one.sum(-1).tolist() for name, one in marked.items()},
-            places={name: one.flatten().nonzero().flatten() for name, one in marked.items()},
+            places=places,
+            breaks={name: ((one.diff() != 1).nonzero().flatten() + 1).tolist() for name, one in places.items()},
             on_host=whole_numbers({key: value for key, value in batch.items() if key not in text}),
         )
 

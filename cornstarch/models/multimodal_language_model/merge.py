@@ -5,14 +5,17 @@ Shapes: B samples, S tokens, D width of the language model's embeddings.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cornstarch.attention import MaskSpec
+from cornstarch.attention.mask import Counts
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.facts import IGNORED, sent
+from cornstarch.models.multimodal_language_model.facts import IGNORED, BatchFacts, sent
 from cornstarch.models.multimodal_language_model.items import Features
 
 TEXT = -1  # in spans: a token that sees only what is before it
@@ -135,16 +138,38 @@ def mark_spans(spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor,
     return after
 
 
+def count_spans(facts: BatchFacts, modalities: Mapping[str, tuple[str, Features]]) -> Counts:
+    """Return how many documents and spans a batch has, or that one of them may not be in one piece.
+
+    Args:
+        facts: Of the batch.
+        modalities: By modality: how its tokens see each other, and its features.
+    """
+    sizes: list[int] = []
+    for name, (attention, features) in modalities.items():
+        if attention == "causal" or not sum(facts.tokens[name]):
+            continue
+        if attention == "modality" or features.lengths is None:  # a row's items are one span
+            return replace(facts.documents, in_pieces=False)
+        ends = set(itertools.accumulate(features.lengths))
+        if not ends.issuperset(facts.breaks[name]):
+            return replace(facts.documents, in_pieces=False)
+        sizes += features.lengths
+    return replace(facts.documents, spans=len(sizes), longest_span=max(sizes, default=0))
+
+
 def mask_spec(
     tokens_BS: Tensor,
     attention_mask: Tensor | None,
     documents: Tensor | None,
     spans: Tensor | None,
     is_plain: bool | None = None,
+    counts: Counts | None = None,
 ) -> MaskSpec:
     """Return who sees whom in a batch that is packed, or has tokens that see in both directions.
 
-    Whether it is plain causal attention after all is found out from the tensors, unless it is said.
+    Whether it is plain causal attention after all, and how many documents and spans there are, is found out from the
+    tensors, unless it is said.
     """
     if documents is None:
         documents = torch.ones_like(tokens_BS, dtype=torch.long) if attention_mask is None else attention_mask
@@ -156,7 +181,4 @@ def mask_spec(
     documents = documents.to(torch.long)
     if attention_mask is not None:
         documents = documents * (attention_mask != 0)
-    spec = MaskSpec(documents=documents, spans=torch.full_like(documents, TEXT) if spans is None else spans)
-    if is_plain is not None:
-        vars(spec)["is_plain"] = is_plain  # a cached property, which would else be read from the device
-    return spec
+    return MaskSpec(documents, torch.full_like(documents, TEXT) if spans is None else spans, is_plain, counts)

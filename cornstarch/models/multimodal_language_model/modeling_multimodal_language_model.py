@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
+from cornstarch.attention.mask import Counts
+from cornstarch.compat import positions_in_order
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
     MultimodalProjectorConfig,
@@ -25,6 +27,7 @@ from cornstarch.models.multimodal_language_model.merge import (
     check_counts,
     check_shapes,
     check_tokens,
+    count_spans,
     inject,
     mark_spans,
     mask_spec,
@@ -294,13 +297,15 @@ class MultimodalModel(nn.Module):
             # Nothing of it is added, but gradients take the same way through the language model and the encoders as in
             # processes with items: what is sharded is then gathered and summed in the same order in all of them.
             llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
+        if labels is not None and torch.is_grad_enabled() and accepts(self.language_model, "use_cache"):
+            llm_inputs.setdefault("use_cache", False)  # a step of training has no use for copies of keys and values
         if spec is None:
-            output = self.language_model(**llm_inputs)
-        else:
-            attend_through_masks(self.language_model)
-            with use_mask(spec):
-                output = self.language_model(**llm_inputs)
-        return output
+            counted = facts is not None and llm_inputs.get("position_ids") is None
+            with positions_in_order() if counted else nullcontext():
+                return self.language_model(**llm_inputs)
+        attend_through_masks(self.language_model)
+        with use_mask(spec):
+            return self.language_model(**llm_inputs)
 
     def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
         """Let every encoder take part in every step, also if the batch has nothing for it.
@@ -399,7 +404,7 @@ class MultimodalModel(nn.Module):
         is_plain = None if facts is None else self._is_plain(facts, features)
         if (documents is not None or spans is not None) and not is_plain:
             reference = input_ids if input_ids is not None else inputs_embeds[..., 0]  # type: ignore[index]
-            spec = mask_spec(reference, attention_mask, documents, spans, is_plain)
+            spec = mask_spec(reference, attention_mask, documents, spans, is_plain, self._counts(facts, features))
             attention_mask = (spec.documents > 0).to(torch.long)
             labels = labels if documents is None else without_context_free(labels, spec.documents)
             if position_ids is None and documents is not None:
@@ -490,6 +495,11 @@ class MultimodalModel(nn.Module):
             len(found.tokens) > 0 for name, found in features.items() if self.encoders[name].attention != "causal"
         )
         return not (sees_ahead or facts.packed or facts.padding != "none")
+
+    def _counts(self, facts: BatchFacts | None, features: dict[str, Features]) -> Counts | None:
+        if facts is None:
+            return None
+        return count_spans(facts, {name: (self.encoders[name].attention, found) for name, found in features.items()})
 
     def _starts_with_padding(self, attention_mask: Tensor, rest: dict[str, Any], facts: BatchFacts | None) -> bool:
         if not self.positions_from_mask or attention_mask.dim() != 2 or rest.get("past_key_values") is not None:

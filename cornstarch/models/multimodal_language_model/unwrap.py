@@ -52,6 +52,13 @@ def is_sharded(module: nn.Module) -> bool:
     return fully or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
 
 
+def is_changed_inside(module: nn.Module) -> bool:
+    """Whether something was put around the forward of a module inside: hooks, compiled code, stages, shards."""
+    return is_sharded(module) or any(
+        "forward" in inner.__dict__ or inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()
+    )
+
+
 def is_peft(module: nn.Module) -> bool:
     """Whether the module is a PEFT model: only its adapters are meant to be trained."""
     return hasattr(module, "get_base_model") and hasattr(module, "peft_config")

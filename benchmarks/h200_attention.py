@@ -1,0 +1,224 @@
+"""Attention under multimodal masks on one GPU: forward and backward, per pair of tokens that see each other.
+
+    python benchmarks/h200_attention.py [--tokens 4096 8192 ...] [--json results.json]
+
+As many rows as make a batch of 65,536 tokens, 16 heads of queries and 8 of keys and values, 128 wide, bf16. Masks:
+
+- images N %: one document; N % of its tokens are in images of 729 tokens, spread evenly, that see in both directions.
+- documents: lengths from a log-normal distribution (median 1,500 tokens, sigma 0.8, at least 64, seed 0) until the row
+  is full; no images.
+- both: the same documents, and half of the tokens of each document of 1,458 or more in images.
+
+Ways: Cornstarch's (`attention: auto`), FlexAttention with the same mask, scaled_dot_product_attention with a dense mask
+(up to 16,384 tokens). Against causal scaled_dot_product_attention without any mask on the same row, by the better of
+FlashAttention and cuDNN: the ratio of times per visible pair. Kernels are compiled and planned beforehand, and the GPU
+is kept busy while they are started, as in a training step; the CPU's time to start them is a column of its own. Masks
+are made once a step, and not timed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+from cornstarch.attention import MaskSpec
+from cornstarch.attention.choice import attends_in_pieces
+from cornstarch.attention.pieces import pieces_of
+from cornstarch.attention.varlen import attend_in_pieces
+from cornstarch.compat import compiled
+
+BATCH = 65536  # tokens
+HEADS, GROUPS, WIDTH = 16, 8, 128
+IMAGE = 729
+ROUNDS = 5
+
+compiled_flex = compiled(flex_attention, dynamic=False)
+
+
+def documents_of(tokens: int, row: int) -> list[int]:
+    """Return lengths of documents that fill a row."""
+    made, lengths = random.Random(row), []
+    while sum(lengths) < tokens:
+        length = max(64, round(math.exp(made.gauss(math.log(1500), 0.8))))
+        lengths.append(min(length, tokens - sum(lengths)))
+    return lengths
+
+
+def masks(tokens: int) -> dict[str, MaskSpec]:
+    """Return the masks."""
+    rows = BATCH // tokens
+    found = {f"images {share} %": _mask([[tokens]] * rows, share / 100) for share in (20, 50, 80)}
+    lengths = [documents_of(tokens, row) for row in range(rows)]
+    return {**found, "documents": _mask(lengths, 0.0), "both": _mask(lengths, 0.5)}
+
+
+def _mask(lengths: list[list[int]], share: float) -> MaskSpec:
+    documents = torch.stack([torch.arange(1, len(row) + 1).repeat_interleave(torch.tensor(row)) for row in lengths])
+    spans, number = torch.full_like(documents, -1), 0
+    for row, begins in enumerate(lengths):
+        begin = 0
+        for length in begins:
+            count = int(length * share / IMAGE)
+            step = length // max(count, 1)
+            for image in range(count):
+                at = begin + image * step + (step - IMAGE) // 2
+                spans[row, at : at + IMAGE] = number
+                number += 1
+            begin += length
+    return MaskSpec(documents, spans)
+
+
+def pairs_of(spec: MaskSpec) -> int:
+    """Return how many pairs see each other: documents' triangles, and the other triangles of spans."""
+    apart = spec.documents + 1_000_000 * torch.arange(len(spec.documents))[:, None]
+    _, lengths = apart.unique(return_counts=True)
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    _, sizes = spec.spans[spec.spans >= 0].unique(return_counts=True)
+    return pairs + int((sizes * (sizes - 1) // 2).sum())
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, float]:
+    """Return milliseconds of the GPU for a call, the median of rounds, and of the CPU to start it."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for _ in range(40):  # 55 ms, in which everything else is started
+        busy @ busy
+    marks, began = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)], time.perf_counter()
+    for mark in marks[:-1]:
+        mark.record()
+        function()
+    marks[-1].record()
+    cpu = 1e3 * (time.perf_counter() - began) / ROUNDS
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)), cpu
+
+
+def both_passes(attend: Callable[..., Tensor], tokens: int) -> tuple[Callable[[], None], list[Tensor]]:
+    """Return a function that runs forward and backward, and what it leaves: output and gradients."""
+    torch.manual_seed(0)
+    rows = BATCH // tokens
+    states = [
+        torch.randn(rows, tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    given = torch.randn(rows, tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    left: list[Tensor] = []
+
+    def run() -> None:
+        output = attend(*states)
+        found = torch.autograd.grad(output, states, given)
+        left[:] = [output.detach(), *found]
+
+    return run, left
+
+
+def causal(backend: SDPBackend, tokens: int) -> float:
+    """Return the time of plain causal attention."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    with sdpa_kernel([backend]):
+        return timed(both_passes(attend, tokens)[0])[0]
+
+
+def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
+    """Return the ways to attend under a mask."""
+    blocks = spec.block_mask()
+    tokens = spec.documents.shape[1]
+
+    def flex(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return compiled_flex(query, key, value, block_mask=blocks, enable_gqa=True).transpose(1, 2)
+
+    found: dict[str, Callable[..., Tensor]] = {}
+    if attends_in_pieces(spec.documents.device):
+        pieces = pieces_of(spec, spec.counts, spec.block_mask)
+        found["ours"] = lambda query, key, value: attend_in_pieces(query, key, value, pieces, WIDTH**-0.5)
+    else:
+        found["ours"] = flex
+    found["flex"] = flex
+    if tokens <= 16384:
+        dense = spec.dense()
+
+        def by_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            repeated = [states.repeat_interleave(HEADS // GROUPS, 1) for states in (key, value)]
+            return F.scaled_dot_product_attention(query, *repeated, attn_mask=dense).transpose(1, 2)
+
+        found["dense"] = by_dense
+    return found
+
+
+def off(found: list[Tensor], reference: list[Tensor]) -> float:
+    """Return the largest relative difference in norm."""
+    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, reference, strict=True))
+
+
+def measure(tokens: int) -> list[dict[str, Any]]:
+    """Measure all masks of one length."""
+    plain = {
+        name: causal(backend, tokens)
+        for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
+    }
+    best = min(plain.values())
+    unit = best / (BATCH * (tokens + 1) / 2)
+    rows = []
+    for name, spec in masks(tokens).items():
+        spec, pairs = spec.to("cuda"), pairs_of(spec)
+        row: dict[str, Any] = {"tokens": tokens, "mask": name, "pairs": pairs, "causal": plain}
+        left: dict[str, list[Tensor]] = {}
+        for way, attend in ways(spec).items():
+            run, left[way] = both_passes(attend, tokens)
+            row[way], row[f"{way}_cpu"] = timed(run)
+        row["ratio"] = {way: row[way] / pairs / unit for way in left}
+        row["off"] = off(left["ours"], left["flex"])
+        print(told(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def told(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    ratio = row["ratio"]
+    dense = f"{row['dense']:.2f} ms, {row['dense'] / row['ours']:.1f} x ours" if "dense" in row else ""
+    return (
+        f"| {row['tokens']:,} | {row['mask']} | {min(row['causal'].values()):.2f} | {row['ours']:.2f} "
+        f"| **{ratio['ours']:.2f}** | {row['flex']:.2f} | {ratio['flex']:.2f} | {dense} | {row['ours_cpu']:.2f} "
+        f"| {row['off']:.1e} |"
+    )
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
+    print(f"in pieces: {attends_in_pieces(torch.device('cuda'))}\n")
+    print(
+        "| tokens | mask | causal ms | ours ms | ours, per pair / causal | flex ms | per pair | dense | CPU ms | off |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    rows = [row for tokens in given.tokens for row in measure(tokens)]
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How evenly context parallelism deals out attention, on real kernels: the shares of 8 ranks, in turn, on one GPU.
+
+    python benchmarks/h200_cp_balance.py [--tokens 32768 65536] [--json results.json]
+
+Rows are those of cp_balance.py: images that see in both directions between texts, one document or packed. Each rank's
+queries attend to the keys of all ranks: forward and backward, FlexAttention with the block mask that context
+parallelism makes, 16 heads of queries and 8 of keys and values, 128 wide, bf16. The largest over the mean time of a
+rank; 1 is even.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cp_balance import WAYS, row
+
+from cornstarch.attention import MaskSpec
+from cornstarch.compat import compiled
+from cornstarch.plan.tokens import block_size, distribute, mask_work
+
+RANKS = 8
+HEADS, GROUPS, WIDTH = 16, 8, 128
+ROUNDS = 5
+
+attend = compiled(flex_attention)
+
+
+def share_time(spec: MaskSpec, queries: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> float:
+    """Return milliseconds of one rank's attention, forward and backward."""
+    everyone = torch.arange(spec.documents.shape[1], device="cuda")
+    mask = spec.block_mask(queries=queries, keys=everyone)
+    query = states[0][:, :, queries].contiguous().requires_grad_()
+    key, value = (one.detach().requires_grad_() for one in states[1:])
+    given = torch.randn_like(query)
+    times = []
+    for number in range(ROUNDS + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        output = attend(query, key, value, block_mask=mask, enable_gqa=True)
+        torch.autograd.grad(output, (query, key, value), given)
+        end.record()
+        end.synchronize()
+        if number >= 2:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def measure(tokens: int, share: float, packed: bool) -> dict[str, Any]:
+    """Time all ways to deal out one row."""
+    one = row(tokens, share, packed, seed=0)
+    spec = MaskSpec(torch.from_numpy(one.documents)[None], torch.from_numpy(one.spans)[None]).to("cuda")
+    torch.manual_seed(0)
+    states = tuple(
+        torch.randn(1, heads, tokens, WIDTH, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, GROUPS, GROUPS)
+    )
+    work = mask_work(one.documents, one.spans, block=block_size(tokens, RANKS), linear=0.0)
+    found: dict[str, Any] = {"tokens": tokens, "images": share, "packed": packed}
+    for way in WAYS:
+        dealt = distribute(work, RANKS, way)
+        shares = [torch.as_tensor(tokens_of, device="cuda") for tokens_of in map(dealt.tokens, range(RANKS))]
+        times = [share_time(spec, queries, states) for queries in shares]  # type: ignore[arg-type]
+        found[way] = {"times": times, "largest_over_mean": max(times) / statistics.mean(times)}
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536])
+    arguments.add_argument("--json", type=Path)
+    given = arguments.parse_args()
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {RANKS} ranks\n")
+    print(f"| tokens | images | row | {' | '.join(WAYS)} | makespan_min, mean ms |")
+    print("|---" * (len(WAYS) + 4) + "|")
+    results = []
+    for tokens in given.tokens:
+        for packed in (False, True):
+            for share in (0.2, 0.5, 0.8):
+                one = measure(tokens, share, packed)
+                figures = " | ".join(f"{one[way]['largest_over_mean']:.3f}" for way in WAYS)
+                kind = "packed" if packed else "one document"
+                mean = statistics.mean(one["makespan_min"]["times"])
+                print(f"| {tokens:,} | {share:.0%} | {kind} | {figures} | {mean:.2f} |", flush=True)
+                results.append(one)
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Which kernels attend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cornstarch.attention.cudnn import has_cudnn
+from cornstarch.errors import ConfigError
+
+Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
+
+_HOPPER = (9, 0)  # from here on cuDNN's kernels are the quickest
+_INSTALL = "pip install 'cornstarch[gpu]'"
+
+# cuDNN's kernels are the quickest on the GPUs that have them; what they cannot do, the next takes.
+_QUICKEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+_current: ContextVar[Way] = ContextVar("cornstarch_attention", default="auto")
+
+
+@contextmanager
+def attend_with(way: Way) -> Iterator[None]:
+    """Let attention take these kernels, within this block.
+
+    - `auto`: the quickest that respect the mask: cuDNN's for plain causal rows; for packed documents and images that
+      see in both directions cuDNN's for pieces of rows (`varlen`) where they are installed, else FlexAttention.
+    - `flex`: FlexAttention for such masks.
+    - `varlen`: cuDNN's kernels for pieces of rows for such masks; sliding windows and the like, which they do not know,
+      take FlexAttention.
+    - `sdpa`: torch chooses; such masks are dense.
+    - `cudnn`: cuDNN's kernels and no others.
+    """
+    token = _current.set(way)
+    try:
+        if way == "sdpa":
+            yield
+        else:
+            with sdpa_kernel(_QUICKEST[:1] if way == "cudnn" else _QUICKEST, set_priority=True):
+                yield
+    finally:
+        _current.reset(token)
+
+
+def check_way(way: Way, device: torch.device, half: bool) -> None:
+    """Refuse kernels that a device does not have.
+
+    Args:
+        way: What is asked for.
+        device: Where it is to run.
+        half: Whether it computes in half precision.
+    """
+    if way not in get_args(Way):
+        raise ConfigError(f"attention = {way!r}\n  Use one of {', '.join(get_args(Way))}.")
+    if way in ("auto", "sdpa"):
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"attention = {way}\n  These kernels need a GPU; this runs on {device.type}. Use auto or sdpa."
+        )
+    if way in ("cudnn", "varlen") and not has_cudnn():
+        raise ConfigError(f"attention = {way}\n  cuDNN's own package is not installed: {_INSTALL}, or use auto.")
+    if way in ("cudnn", "varlen") and not half:
+        raise ConfigError(f"attention = {way}\n  These kernels compute in bf16 or fp16. Set precision, or use auto.")
+
+
+def attends_in_pieces(device: torch.device) -> bool:
+    """Whether causal masks with documents and spans are to be cut into pieces of rows."""
+    way = _current.get()
+    if way in ("flex", "sdpa") or device.type != "cuda" or not has_cudnn():
+        return False
+    return way != "auto" or torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def wants_dense() -> bool:
+    """Whether masks are to be dense."""
+    return _current.get() == "sdpa"

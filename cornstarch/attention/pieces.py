@@ -1,0 +1,77 @@
+"""A mask of documents and spans as pieces of rows that are laid end to end.
+
+In a document a token sees those up to itself. In a span it sees those behind itself, too. So a kernel that knows two
+masks, and takes where a piece begins and how long it is, does for both, and no block of a mask is ever looked at.
+
+Shape letters: T tokens of all rows, N pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from cornstarch.attention.mask import Counts, MaskSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Where pieces begin and how long they are, int64 [2, N + 1], the last of them empty.
+
+    Numbers are rounded up, so that batches of other sizes need no other kernels: there may be more that are empty.
+    """
+
+    sizes: Tensor
+    """int64 [3] on the CPU: rows, tokens of the longest document, and of the longest span."""
+    documents: Tensor | None
+    """None: every row is one."""
+    spans: Tensor | None
+    """Without their last token, behind which there is none; None: there are no spans."""
+    otherwise: Callable[[], BlockMask]
+    """Makes the same as a block mask."""
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The same for FlexAttention."""
+        return self.otherwise()
+
+
+def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]) -> Pieces:
+    """Return the pieces of a causal mask with spans. Nothing is read from the device."""
+    rows, tokens = spec.documents.shape
+    new_row = torch.zeros_like(spec.documents, dtype=torch.bool)
+    new_row[:, 0].fill_(True)
+    begins = (new_row | (spec.documents != spec.documents.roll(1, dims=1))).flatten()
+    documents = spans = None
+    if not counts.whole_rows:
+        documents = _listed(begins, torch.ones_like(begins), _power(counts.documents))
+    if counts.longest_span > 1:
+        inside = ((spec.spans >= 0) & (spec.documents > 0)).flatten()
+        changes = begins | (spec.spans != spec.spans.roll(1, dims=1)).flatten()
+        spans = _listed(changes & inside, inside, _power(counts.spans))
+        spans[1] = (spans[1] - 1).clamp(min=0)
+    longest = tokens if counts.whole_rows else min(_power(counts.longest), tokens)
+    sizes = torch.tensor([rows, longest, min(_power(counts.longest_span), tokens)])
+    return Pieces(sizes, documents, spans, otherwise)
+
+
+def _listed(begins: Tensor, inside: Tensor, count: int) -> Tensor:
+    """Return where pieces begin and how long they are, the longest first, given where tokens are in one at all."""
+    piece = torch.where(inside, begins.cumsum(0) - 1, count)
+    starts = torch.full((count + 1,), len(begins), device=begins.device)
+    starts.scatter_reduce_(0, piece, torch.arange(len(begins), device=begins.device), "amin")
+    lengths = torch.zeros_like(starts).scatter_add_(0, piece, inside.long())
+    starts[count:].fill_(len(begins))
+    lengths[count:].zero_()
+    order = lengths.argsort(descending=True, stable=True)
+    return torch.stack([starts[order], lengths[order]])
+
+
+def _power(count: int) -> int:
+    """Round up to a power of two, 2 or more: what is compiled for several is not for one."""
+    return 1 << max(count - 1, 1).bit_length()

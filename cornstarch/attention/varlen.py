@@ -1,0 +1,255 @@
+"""Attention in pieces of rows: each token sees those of its document up to itself, and those behind it in its span.
+
+Both are attended to by themselves; the two results are joined by the sums of their softmax, and the backward pass of
+each is given the joined one.
+
+Shape letters: T tokens of all rows, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cornstarch.attention.cudnn import Cudnn
+from cornstarch.attention.pieces import Pieces
+from cornstarch.compat import compiled
+
+_HALF = (torch.bfloat16, torch.float16)
+_WIDEST = 128  # heads, for cuDNN on all GPUs
+
+
+class Kernel(Protocol):
+    """Attention in pieces, and its gradients from an output and sums that may be of more than these pieces.
+
+    Pieces: see `Pieces`; None: the rows. In each a token sees those up to itself; or, `ahead`, those behind itself, in
+    a piece that goes on for one token more than it is long.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pieces: Tensor | None,
+        rows: int,
+        longest: int,
+        scale: float,
+        ahead: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [T, H, D] and the logarithms of the softmax's sums, float32 [T, H].
+
+        Where a token is in no piece the sum is minus infinity, and the output whatever was in memory.
+        """
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        pieces: Tensor | None,
+        rows: int,
+        longest: int,
+        scale: float,
+        ahead: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value; zero where a token is in no piece."""
+
+
+class OneByOne:
+    """Piece after piece in plain torch: on the CPU, and what others are compared with."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pieces: Tensor | None,
+        rows: int,
+        longest: int,
+        scale: float,
+        ahead: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend."""
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
+        groups = query.shape[1] // key.shape[1]
+        for asking, asked in _places(pieces, rows, len(query), ahead):
+            scores = _scores(query[asking], key[asked], scale, ahead)
+            sums[asking] = scores.logsumexp(-1).transpose(0, 1)
+            seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _wide(value[asked], groups))
+            output[asking] = seen.to(query.dtype)
+        return output, sums
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        sums: Tensor,
+        pieces: Tensor | None,
+        rows: int,
+        longest: int,
+        scale: float,
+        ahead: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients."""
+        found = [torch.zeros(one.shape, device=one.device) for one in (query, key, value)]
+        groups = query.shape[1] // key.shape[1]
+        for asking, asked in _places(pieces, rows, len(query), ahead):
+            weights = (_scores(query[asking], key[asked], scale, ahead) - sums[asking].transpose(0, 1)[..., None]).exp()
+            given = gradient[asking].float()
+            of_weights = torch.einsum("qhd,khd->hqk", given, _wide(value[asked], groups))
+            of_sums = (given * output[asking].float()).sum(-1).transpose(0, 1)[..., None]
+            of_scores = weights * (of_weights - of_sums) * scale
+            found[0][asking] += torch.einsum("hqk,khd->qhd", of_scores, _wide(key[asked], groups))
+            found[1][asked] += _narrow(torch.einsum("hqk,qhd->khd", of_scores, query[asking].float()), groups)
+            found[2][asked] += _narrow(torch.einsum("hqk,qhd->khd", weights, given), groups)
+        of_query, of_key, of_value = (one.to(query.dtype) for one in found)
+        return of_query, of_key, of_value
+
+
+def _places(pieces: Tensor | None, rows: int, tokens: int, ahead: bool) -> list[tuple[slice, slice]]:
+    """Return, for every piece, the tokens that ask and the tokens that are asked."""
+    if pieces is None:
+        begins, lengths = list(range(0, tokens, tokens // rows)), [tokens // rows] * rows
+    else:
+        begins, lengths = pieces.tolist()
+    further = 1 if ahead else 0
+    return [
+        (slice(begin, begin + length), slice(begin + further, begin + further + length))
+        for begin, length in zip(begins, lengths, strict=True)
+        if length
+    ]
+
+
+def _wide(states: Tensor, groups: int) -> Tensor:
+    return states.float().repeat_interleave(groups, dim=1)
+
+
+def _narrow(states: Tensor, groups: int) -> Tensor:
+    return states.unflatten(1, (-1, groups)).sum(2)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, ahead: bool) -> Tensor:
+    """Return the scores of a piece, float32 [H, asking, asked]."""
+    scores = torch.einsum("qhd,khd->hqk", query.float(), _wide(key, query.shape[1] // key.shape[1])) * scale
+    every = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
+    return scores.masked_fill(every.tril(-1) if ahead else every.triu(1), -torch.inf)
+
+
+def _kernel(tensor: Tensor) -> Kernel:
+    return Cudnn() if tensor.is_cuda else OneByOne()
+
+
+# ---------------------------------------------------------------------------------------------------- both pieces
+
+
+@torch.library.custom_op("cornstarch::attend_in_pieces", mutates_args=())
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sizes: Tensor,
+    documents: Tensor | None,
+    spans: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    rows, longest, longest_span = sizes.tolist()
+    kernel = _kernel(query)
+    output, sums = kernel(query, key, value, documents, rows, longest, scale, False)
+    if spans is None:
+        return output, sums
+    more, more_sums = kernel(query, key, value, spans, rows, longest_span, scale, True)
+    return _on_device(_join, query)(output, sums, more, more_sums)
+
+
+@_attend.register_fake
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("cornstarch::attend_in_pieces_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    sizes: Tensor,
+    documents: Tensor | None,
+    spans: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, longest, longest_span = sizes.tolist()
+    kernel, states = _kernel(query), (gradient.contiguous(), query, key, value, output, sums)
+    found = kernel.backward(*states, documents, rows, longest, scale, False)
+    if spans is None:
+        return found
+    return _on_device(_add, query)(found, kernel.backward(*states, spans, rows, longest_span, scale, True))
+
+
+@_attend_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, sizes, documents, spans, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, sizes, documents, spans)
+    ctx.scale = scale
+
+
+def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.cornstarch.attend_in_pieces_backward(gradient, *ctx.saved_tensors, ctx.scale)
+    return (*found, None, None, None, None)
+
+
+_attend.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _join(output: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Join what tokens saw behind them with what they saw before."""
+    both = torch.logaddexp(sums, more_sums)
+    old, new = (sums - both).exp().unsqueeze(-1), (more_sums - both).exp().unsqueeze(-1)
+    joined = torch.where(new > 0, output * old + more * new, output).to(output.dtype)
+    return joined, both
+
+
+def _add(found: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(one + other for one, other in zip(found, more, strict=True))
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(function, dynamic=True)
+
+
+def _on_device(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    """Return the function, on a GPU as one kernel."""
+    return _fused(function) if tensor.is_cuda else function
+
+
+def can_attend(query: Tensor) -> bool:
+    """Whether the kernels take such heads: [B, H, S, D]."""
+    width = query.shape[-1]
+    return not query.is_cuda or (query.dtype in _HALF and width <= _WIDEST and width % 8 == 0)
+
+
+def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float) -> Tensor:
+    """Attend for a layer: [B, H, S, D], keys and values with as many heads or fewer -> [B, S, H, D]."""
+    rows, _, tokens, _ = query.shape
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    output, _ = torch.ops.cornstarch.attend_in_pieces(*flat, pieces.sizes, pieces.documents, pieces.spans, scale)
+    found: Tensor = output.unflatten(0, (rows, tokens))
+    return found

@@ -1,0 +1,164 @@
+"""Masks as causal pieces, against the same mask written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cornstarch.attention import MaskSpec
+from cornstarch.attention.choice import attend_with, attends_in_pieces, check_way
+from cornstarch.attention.mask import Counts, count_documents
+from cornstarch.attention.pieces import Pieces, pieces_of
+from cornstarch.attention.varlen import attend_in_pieces
+from cornstarch.compat import compile_counts, compiled
+from cornstarch.errors import ConfigError
+
+
+def unwanted() -> Any:
+    raise AssertionError("no block mask is needed")
+
+
+def pieces(spec: MaskSpec) -> Pieces:
+    assert spec.counts.in_pieces
+    return pieces_of(spec, spec.counts, unwanted)
+
+
+def marked(documents: list[list[int]], spans: dict[int, list[tuple[int, int, int]]] | None = None) -> MaskSpec:
+    """Rows of documents by length (their numbers are 1, 2, ...), and (begin, end, number) of spans by row."""
+    numbers = [torch.arange(1, len(row) + 1).repeat_interleave(torch.tensor(row)) for row in documents]
+    rows = torch.stack(numbers)
+    marks = torch.full_like(rows, -1)
+    for row, found in (spans or {}).items():
+        for begin, end, number in found:
+            marks[row, begin:end] = number
+    return MaskSpec(rows, marks)
+
+
+def with_padding(spec: MaskSpec, row: int, begin: int) -> MaskSpec:
+    documents = spec.documents.clone()
+    documents[row, begin:] = 0
+    return MaskSpec(documents, spec.spans)
+
+
+SPECS = {
+    "one document": marked([[24], [24]]),
+    "documents": marked([[5, 12, 7], [1, 22, 1]]),
+    "images": marked([[24], [24]], {0: [(3, 11, 0), (15, 20, 1)], 1: [(0, 24, 2)]}),
+    "images side by side": marked([[24]], {0: [(3, 11, 0), (11, 20, 1)]}),
+    "an image of one token": marked([[12, 12]], {0: [(3, 4, 0), (15, 20, 1), (22, 23, 2)]}),
+    "numbers in another order": marked([[24]], {0: [(3, 8, 7), (12, 20, 2)]}),
+    "equal numbers in other documents": marked([[10, 14]], {0: [(3, 8, 0), (12, 20, 0)]}),
+    "equal numbers on both sides of a border": marked([[10, 14]], {0: [(3, 10, 0), (10, 20, 0)]}),
+    "padding behind a row": with_padding(marked([[24], [24]], {0: [(3, 8, 0)]}), 0, 20),
+    "padding": with_padding(marked([[10, 14], [24]], {0: [(3, 8, 0)]}), 0, 20),
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("name", SPECS)
+def test_pieces_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
+    spec = SPECS[name]
+    rows, tokens = spec.documents.shape
+    torch.manual_seed(0)
+    inputs = [torch.randn(rows, n, tokens, 8, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
+    weight = torch.randn(rows, tokens, heads[0], 8) * (spec.documents > 0)[..., None, None]  # padding is not trained on
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    query, key, value = exact[0], *(one.repeat_interleave(heads[0] // heads[1], 1) for one in exact[1:])
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
+    reference = (scores.softmax(-1) @ value).transpose(1, 2)
+    (reference * weight).sum().backward()
+
+    found = attend_in_pieces(*inputs, pieces(spec), 0.3)
+    (found * weight).sum().backward()
+    real = spec.documents > 0
+    torch.testing.assert_close(found[real], reference.float()[real], rtol=1e-5, atol=1e-5)
+    for one, ideal in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(one.grad, ideal.grad.float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_counts(name: str) -> None:
+    spec = SPECS[name]
+    groups: dict[tuple[int, int, int], int] = {}
+    for row, (documents, spans) in enumerate(zip(spec.documents.tolist(), spec.spans.tolist(), strict=True)):
+        for document, span in zip(documents, spans, strict=True):
+            if span >= 0 and document > 0:
+                groups[row, document, span] = groups.get((row, document, span), 0) + 1
+    found = spec.counts
+    assert found.in_pieces and found.spans >= len(groups) and found.longest_span >= max(groups.values(), default=0)
+
+
+def test_documents_are_counted() -> None:
+    assert count_documents(torch.tensor([[1, 1, 2, 2, 2], [0, 1, 1, 0, 0]])) == Counts(5, 3, False)
+    assert count_documents(torch.tensor([[1, 1, 1], [1, 1, 0]])) == Counts(3, 3, True), "padding behind is harmless"
+    assert not count_documents(torch.tensor([[0, 1, 1]])).whole_rows, "padding in front would be seen"
+    assert not count_documents(torch.tensor([[1, 1, 2, 1, 1]])).in_pieces
+    assert not MaskSpec.from_documents(torch.tensor([[1, 2, 1]])).counts.in_pieces
+    assert count_documents(torch.tensor([[0, 1, 0], [0, 0, 0]])).in_pieces, "padding may be on both sides"
+    parts = marked([[24]], {0: [(3, 8, 0), (15, 20, 0)]})
+    assert not parts.counts.in_pieces, "a span in two parts"
+
+
+def test_what_is_said_is_not_looked_for() -> None:
+    said = Counts(3, 9, False)
+    spec = MaskSpec(torch.ones(1, 4, dtype=torch.long), torch.full((1, 4), -1), known_counts=said)
+    assert spec.counts is said and spec.to("cpu").counts is said
+    assert spec.with_spans(torch.zeros(1, 4, dtype=torch.long)).counts == Counts(1, 4, True, 1, 4)
+
+
+def test_sizes_are_rounded_so_that_ragged_batches_share_kernels() -> None:
+    shapes = set()
+    for length in (9, 10, 12, 15):
+        found = pieces(marked([[length, 40 - length, 24]], {0: [(0, length, 0), (44, 60, 1)]}))
+        assert found.documents is not None and found.spans is not None
+        shapes.add((tuple(found.documents.shape), tuple(found.spans.shape), tuple(found.sizes.tolist())))
+        assert found.documents[1].tolist() == sorted([length, 40 - length, 24, 0, 0], reverse=True)
+        assert found.spans[:, :2].tolist() == [[44, 0], [15, length - 1]]
+    assert len(shapes) == 1
+
+
+def test_a_compiled_layer_is_compiled_once_for_ragged_batches() -> None:
+    torch.compiler.reset()
+
+    def layer(states: Tensor, mask: Pieces) -> Tensor:
+        return attend_in_pieces(states * 2, states, states + 1, mask, 0.5).sin()
+
+    quick = compiled(layer)
+    before, frames = compile_counts(), []
+    for length in (9, 17, 12, 30, 21, 5, 28):
+        spec = marked([[length, 40 - length]], {0: [(1, 1 + length // 2, 0)]})
+        states = torch.randn(1, 2, 40, 8, requires_grad=True)
+        found = quick(states, pieces(spec))
+        torch.testing.assert_close(found, layer(states, pieces(spec)))
+        found.sum().backward()
+        frames.append(compile_counts()["graphs"] - before["graphs"])
+    assert frames[-1] == frames[1] <= 2, frames
+    assert compile_counts()["breaks"] == before["breaks"]
+
+
+@pytest.mark.parametrize("way", ["flex", "cudnn", "varlen"])
+def test_kernels_of_a_gpu_are_refused_without_one(way: Any) -> None:
+    with pytest.raises(ConfigError, match=f"attention = {way}\n.*GPU"):
+        check_way(way, torch.device("cpu"), half=True)
+    check_way("auto", torch.device("cpu"), half=False)
+    check_way("sdpa", torch.device("cpu"), half=False)
+
+
+def test_half_precision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornstarch.attention.choice.has_cudnn", lambda: True)
+    with pytest.raises(ConfigError, match="bf16"):
+        check_way("varlen", torch.device("cuda"), half=False)
+
+
+def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornstarch.attention.choice.has_cudnn", lambda: False)
+    with pytest.raises(ConfigError, match=r"attention = varlen\n.*pip install 'cornstarch\[gpu\]'"):
+        check_way("varlen", torch.device("cuda"), half=True)
+
+
+def test_no_pieces_without_a_gpu() -> None:
+    with attend_with("varlen"):
+        assert not attends_in_pieces(torch.device("cpu"))

@@ -1,0 +1,114 @@
+"""Kernels for pieces of rows on a GPU, against plain attention with a dense mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cornstarch.attention import MaskSpec, use_mask
+from cornstarch.attention.choice import attend_with
+from cornstarch.attention.cudnn import has_cudnn
+from cornstarch.attention.interface import make_mask
+from cornstarch.attention.pieces import Pieces, pieces_of
+from cornstarch.attention.varlen import attend_in_pieces
+from cornstarch.compat import compiled
+from tests.attention.test_flex_gpu import assert_close, packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not has_cudnn(), reason="needs nvidia-cudnn-frontend"),
+]
+
+
+def pieces(spec: MaskSpec) -> Pieces:
+    return pieces_of(spec, spec.counts, spec.block_mask)
+
+
+def whole(tokens: int, spans: bool) -> MaskSpec:
+    """Two rows of one document with images, one with padding behind it."""
+    documents, marks = torch.ones(2, tokens, dtype=torch.long), torch.full((2, tokens), -1)
+    documents[1, tokens - 9 :] = 0
+    if spans:
+        marks[0, 3 : tokens // 3] = 0
+        marks[1, tokens // 3 : tokens // 2] = 1
+    return MaskSpec(documents, marks).to("cuda")
+
+
+@pytest.mark.parametrize("make", [packed, whole])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("tokens", "width"), [(256, 64), (1000, 128)])
+@pytest.mark.parametrize("spans", [True, False])
+def test_kernels_equal_a_dense_mask(make: Any, heads: tuple[int, int], tokens: int, width: int, spans: bool) -> None:
+    spec = make(tokens, spans)
+    real = spec.documents > 0
+    torch.manual_seed(0)
+    shapes = [(2, heads[0], tokens, width), (2, heads[1], tokens, width), (2, heads[1], tokens, width)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    weight = torch.randn(2, tokens, heads[0], width, device="cuda") * real[..., None, None]
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    query, key, value = exact[0], *(one.repeat_interleave(heads[0] // heads[1], 1) for one in exact[1:])
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
+    reference = (scores.softmax(-1) @ value).transpose(1, 2)
+    (reference * weight).sum().backward()
+
+    found = attend_in_pieces(*inputs, pieces(spec), 0.3)
+    (found * weight).sum().backward()
+    assert_close(found[real], reference[real], 2e-2, "output")
+    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
+        assert one.grad is not None and ideal.grad is not None
+        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
+
+
+def test_a_compiled_layer_attends_in_pieces() -> None:
+    spec = packed(512)
+
+    def layer(states: Any, mask: Pieces) -> Any:
+        return attend_in_pieces(states * 2, states, states + 1, mask, 0.1).sin()
+
+    results = []
+    for function in (layer, compiled(layer)):
+        torch.manual_seed(0)
+        states = torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        found = function(states, pieces(spec))
+        found.float().square().mean().backward()
+        results.append((found.detach(), states.grad))
+    for name, one, other in zip(("output", "gradient"), *results, strict=True):
+        assert_close(other, one, 2e-2, name)
+
+
+def test_which_kernels_are_chosen() -> None:
+    from transformers.masking_utils import causal_mask_function
+
+    spec = packed(256)
+    mask = (spec.documents > 0).long()
+    asked: dict[str, Any] = {"mask_function": causal_mask_function, "attention_mask": mask, "device": "cuda"}
+    with use_mask(spec):
+        for way, expected in (("flex", "BlockMask"), ("varlen", "Pieces"), ("sdpa", "Tensor")):
+            with attend_with(way):  # type: ignore[arg-type]
+                assert type(make_mask(2, 256, 256, **asked)).__name__ == expected
+        with attend_with("auto"):
+            quick = torch.cuda.get_device_capability() >= (9, 0)
+            assert type(make_mask(2, 256, 256, **asked)).__name__ == ("Pieces" if quick else "BlockMask")
+        with attend_with("varlen"):
+
+            def window(row: Any, head: Any, query: Any, key: Any) -> Any:
+                return (key <= query) & (key > query - 20)
+
+            found = make_mask(2, 256, 256, **{**asked, "mask_function": window})
+            assert type(found).__name__ == "BlockMask", "pieces know no windows"
+
+
+def test_a_mask_that_is_known_is_not_waited_for() -> None:
+    spec = packed(256)
+    known = MaskSpec(spec.documents, spec.spans, False, spec.counts)
+    pieces(known)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pieces(known)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
