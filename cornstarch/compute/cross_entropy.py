@@ -8,14 +8,15 @@ ever there. Shape letters: N rows (tokens), H width, V words (of this rank).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cornstarch.compute import kernels
-
-IGNORED = -100
+from cornstarch.compat import has_triton
+from cornstarch.compute import torch_kernels
+from cornstarch.models.multimodal_language_model.facts import IGNORED
 
 # Logits of a portion, in bytes: enough rows that matrix products are as quick as they get, and little beside a step.
 _PORTION = {"cuda": 1 << 30, "cpu": 1 << 27}
@@ -121,7 +122,7 @@ def portions(rows: int, words: int, bytes_each: int, device: torch.device) -> li
     count = max(-(-rows // most), 1)
     size = -(-rows // count)
     size = min(-(-size // _ROWS) * _ROWS, most)
-    return [min(size, rows - start) for start in range(0, rows, size)]
+    return [min(size, rows - start) for start in range(0, rows, max(size, 1))]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -136,64 +137,70 @@ class _LinearCrossEntropy(torch.autograd.Function):
         words: Words | None,
         ignore_index: int,
     ) -> Tensor:
-        needs = context.needs_input_grad[:3]
         kind = hidden.device.type
+        context.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        context.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        needs = context.needs_input_grad[:3]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] and bias is not None else None
+        place = 0
         with torch.autocast(kind, enabled=False):
-            total, gradients = _computed(
-                hidden.to(dtype),
-                weight.to(dtype),
-                None if bias is None else bias.to(dtype),
-                labels,
-                shape,
-                words,
-                ignore_index,
-                needs,
-            )
-        context.save_for_backward(*gradients)
+            for size in portions(len(hidden), weight.shape[0], hidden.element_size(), hidden.device):
+                rows, own = hidden[place : place + size], labels[place : place + size]
+                logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+                total += losses_and_gradients(logits, own, shape, words, ignore_index, any(needs)).sum()
+                if of_hidden is not None:
+                    torch.mm(logits, weight, out=of_hidden[place : place + size])
+                if of_weight is not None:
+                    _add_product(of_weight, logits.t(), rows)
+                if of_bias is not None:
+                    of_bias += logits.sum(0, dtype=torch.float32)
+                place += size
+        context.save_for_backward(of_hidden, of_weight, of_bias)
         return total
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (factor,) = gradients
-        found = context.saved_tensors
         made = [
-            None if one is None or dtype is None else kernels.scaled(one, factor, dtype)
-            for one, dtype in zip(found, context.dtypes, strict=True)
+            None if one is None else kernels_for(one).scaled(one, factor, dtype)
+            for one, dtype in zip(context.saved_tensors, context.dtypes, strict=True)
         ]
         return *made, None, None, None, None
 
 
-def _computed(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    shape: LogitShape,
-    words: Words | None,
-    ignore_index: int,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Return the sum of the losses, and the gradients of hidden states, weight and bias that are needed."""
-    total = hidden.new_zeros((), dtype=torch.float32)
-    of_hidden = torch.empty_like(hidden) if needs[0] else None
-    of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs[1] else None
-    of_bias = torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if needs[2] else None
-    place = 0
-    for size in portions(len(hidden), weight.shape[0], hidden.element_size(), hidden.device):
-        rows, own = hidden[place : place + size], labels[place : place + size]
-        logits = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-        losses = kernels.losses_and_gradients(logits, own, shape, words, ignore_index, any(needs))
-        total += losses.sum()
-        if of_hidden is not None:
-            torch.mm(logits, weight, out=of_hidden[place : place + size])
-        if of_weight is not None:
-            _add_product(of_weight, logits.t(), rows)
-        if of_bias is not None:
-            of_bias += logits.sum(0, dtype=torch.float32)
-        place += size
-    return total, (of_hidden, of_weight, of_bias)
+def losses_and_gradients(
+    logits: Tensor, labels: Tensor, shape: LogitShape, words: Words | None, ignore_index: int, wants_gradients: bool
+) -> Tensor:
+    """Return the loss of each row, and replace the logits [N, V] by the gradients of the losses' sum.
+
+    What `shape` does to logits is part of it: the gradients are those of what was before it.
+    """
+    kernels, first = kernels_for(logits), 0 if words is None else words.first
+    largest, total, picked = kernels.statistics(logits, labels, shape, first)
+    if words is not None:
+        own = largest.clone()
+        words.largest(largest)
+        total = torch.where(own == -torch.inf, 0, total * (own - largest).exp())
+        both = torch.stack([total, picked])
+        words.add_up(both)
+        total, picked = both[0], both[1]
+    above = total.log()  # kept apart from the largest: their sum would be rounded where logits are large
+    if wants_gradients:
+        kernels.gradients(logits, labels, largest, above, shape, first, ignore_index)
+    return (largest - picked + above).masked_fill(labels == ignore_index, 0)
+
+
+def kernels_for(values: Tensor) -> ModuleType:
+    """Return what computes with rows: `triton_kernels` on a GPU, else `torch_kernels`."""
+    if values.is_cuda and values.numel() and has_triton():
+        from cornstarch.compute import triton_kernels
+
+        return triton_kernels
+    return torch_kernels
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -206,4 +213,4 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-__all__ = ["IGNORED", "PLAIN", "LogitShape", "Words", "linear_cross_entropy", "portions"]
+__all__ = ["PLAIN", "LogitShape", "Words", "linear_cross_entropy", "losses_and_gradients", "portions"]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from cornstarch.compute.cross_entropy import IGNORED, PLAIN, LogitShape, Words, linear_cross_entropy
+from cornstarch.compute.cross_entropy import PLAIN, LogitShape, Words, linear_cross_entropy
+from cornstarch.models.multimodal_language_model.facts import IGNORED
 
 _at_most: ContextVar[int | None] = ContextVar("cornstarch_trained_rows", default=None)
 
@@ -184,13 +185,18 @@ def fuse_head_with_loss(model: nn.Module) -> str | None:
         return f"{type(model).__name__} has {kind}"
     if getattr(causal, "loss_function", None) is not ForCausalLMLoss:
         return f"{type(model).__name__} has a loss of its own"
-    if "self.loss_function(" not in inspect.getsource(type(model).forward):
-        return f"{type(model).__name__} computes its loss itself, from all logits: it has a loss of its own"
+    if computes_loss_itself(type(model)):
+        return f"{type(model).__name__} computes its loss itself, from all logits"
     head.__class__ = LazyHead
     causal.loss_function = HeadLoss(causal.loss_function)
     causal.register_forward_pre_hook(_note_labels, with_kwargs=True)
     causal.register_forward_hook(_forget_labels, always_call=True)
     return None
+
+
+def computes_loss_itself(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a transformers model has its loss written out, instead of asking its loss function."""
+    return "self.loss_function(" not in inspect.getsource(kind.forward)
 
 
 class LazyHead(nn.Linear):
@@ -217,4 +223,4 @@ def _forget_labels(model: Any, args: tuple[Any, ...], output: Any) -> None:
     model.get_output_embeddings().computes_loss = False
 
 
-__all__ = ["HeadLoss", "LazyHead", "LazyLogits", "fuse_head_with_loss", "trained_rows_at_most"]
+__all__ = ["HeadLoss", "LazyHead", "LazyLogits", "computes_loss_itself", "fuse_head_with_loss", "trained_rows_at_most"]

@@ -13,6 +13,7 @@ from cornstarch.attention.interface import IMPLEMENTATION, use_mask
 from cornstarch.attention.mask import MaskSpec
 from cornstarch.compat import compile_counts
 from cornstarch.compute.compiling import CompiledForward, compile_layers, plain_layers
+from cornstarch.parallel.units import wrapping_units
 from tests import zoo
 
 BACKEND = "aot_eager"  # traces and differentiates as the default does; only kernels are torch's own
@@ -56,6 +57,31 @@ def test_ragged_batches_compute_the_same_and_compile_no_more(name: str) -> None:
             after_two = compile_counts()
     assert compile_counts() == after_two  # a second length makes lengths free; nothing after that
     assert compile_counts()["breaks"] == before["breaks"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("siglip", 3), ("clip", 3), ("qwen2_vl", 12), ("qwen3_vl", 12)])
+def test_any_number_of_images_computes_the_same_and_compiles_no_more(name: str, most: int) -> None:
+    part = zoo.ENCODERS[name]
+    encoder = part.build().eval().requires_grad_(False)
+    right = copy.deepcopy(encoder)
+    compile_layers(wrapping_units(encoder), backend=BACKEND)
+    other = copy.deepcopy(encoder)
+    before = compile_counts()["graphs"]
+    for images in (3, 5, 1, 2):  # a number; any number; one, which is a case of its own
+        compare_images(encoder, right, part.inputs(images))
+    known = compile_counts()
+    assert known["graphs"] - before <= most
+    for images in (4, 8, 1, 7, 12, 6):
+        compare_images(encoder, right, part.inputs(images))
+    assert compile_counts() == known
+    compare_images(other, right, part.inputs(2))
+    plain_layers(wrapping_units(encoder))
+    assert not any("forward" in module.__dict__ for module in encoder.modules())
+
+
+def compare_images(encoder: nn.Module, right: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Compare what two encoders make of images."""
+    torch.testing.assert_close(encoder(**inputs)[0], right(**inputs)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_names_and_copies_stay() -> None:

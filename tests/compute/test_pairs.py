@@ -63,9 +63,9 @@ def test_long_rows_take_milliseconds() -> None:
     spans = torch.full((1, tokens), -1)
     spans[0, 1000:1729] = 0
     spec = MaskSpec(torch.ones(1, tokens, dtype=torch.long), spans)
-    began = time.perf_counter()
+    began = time.process_time()
     assert visible_pairs(spec) == tokens * (tokens + 1) // 2 + 729 * 728 // 2
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
 
 
 KNOWN: list[tuple[Any, MaskPattern]] = [
