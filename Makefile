@@ -6,10 +6,9 @@ SHELL := /bin/sh
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install -c constraints.txt
-# One thread per test worker: two workers with two threads each would fight for the cores.
-TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --ignore=tests/parity
-# These start processes of their own, up to four: one after the other.
-PARITY := OMP_NUM_THREADS=1 $(PY) -m pytest tests/parity
+# One thread per test worker: two workers with two threads each would fight for the cores. Tests with processes of their
+# own are among them: while those wait for one another, the other worker has something to do.
+TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 .PHONY: help demo test parity lint docs clean setup
 
@@ -27,8 +26,6 @@ demo: setup
 test: lint
 	@echo "==> Tests"
 	@$(TESTS)
-	@echo "==> Several processes against one"
-	@$(PARITY)
 
 parity: setup
 	@OMP_NUM_THREADS=1 $(PY) -m tests.parity

@@ -3,7 +3,7 @@
 A vision tower (frozen) with a projector and a language model (both trained) sees samples of four photographs, JPEG
 files of 1280 × 960 pixels. Two runs of two epochs each are timed, from decoding to the optimizer, as a user's run does
 them: one without a cache; and one with, which is filled in the first epoch and read in the second. That the losses of
-both are equal is checked.
+both are equal is checked, and whether the second epoch is faster by the factor that is asked for is told.
 
 The tower of Qwen2-VL makes one token of four patches, so the encoder is a large part of a step; that of SigLIP hands
 every patch to the language model, which then has the larger part.
@@ -16,11 +16,13 @@ every patch to the language model, which then has the larger part.
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import platform
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +45,8 @@ from cornstarch.train.tasks.conversation import ConversationTask
 
 IMAGES = 4  # of a sample
 WARM = 2  # steps of an epoch that are not counted
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the mean loss of an epoch
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the loss of a step
+WANTED = 1.5  # times faster, the second epoch with a cache than without
 WORDS = 512
 
 
@@ -62,7 +65,7 @@ class Sizes:
 
 
 LARGE = Sizes(
-    samples=64,
+    samples=48,
     batch=4,
     photo=(1280, 960),
     tokens=972,
@@ -100,7 +103,8 @@ class Epoch:
     seconds: float
     """Of the steps that count."""
     steps: int
-    loss: float
+    losses: list[float]
+    """Of all steps."""
     hits: int = 0
     misses: int = 0
 
@@ -108,6 +112,26 @@ class Epoch:
     def step(self) -> float:
         """Milliseconds of a step."""
         return 1e3 * self.seconds / self.steps
+
+    @property
+    def loss(self) -> float:
+        """The mean."""
+        return sum(self.losses) / len(self.losses)
+
+    def apart(self, other: Epoch) -> float:
+        """Return how far losses of the same step are apart at most, as a share of them."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return max(abs(one - another) / abs(one) for one, another in pairs)
+
+
+@dataclass
+class Measured:
+    """A run."""
+
+    epochs: list[Epoch] = field(default_factory=list)
+    precision: str = ""
+    disk: int = 0
+    """Bytes of what is kept."""
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -122,13 +146,18 @@ def photographs(folder: Path, sizes: Sizes) -> list[dict[str, Any]]:
     """Write photographs, and return the samples that show them: smooth noise, which JPEG treats like the real ones."""
     random = np.random.default_rng(0)
     rows = []
+    coarse = random.integers(0, 256, (sizes.samples, IMAGES, 24, 32, 3), dtype=np.uint8)
+
+    def written(number: int, image: int) -> str:
+        picture = Image.fromarray(coarse[number, image]).resize(sizes.photo, Image.Resampling.BICUBIC)
+        picture.save(folder / f"{number}-{image}.jpg", quality=90)
+        return str(folder / f"{number}-{image}.jpg")
+
+    places = [(number, image) for number in range(sizes.samples) for image in range(IMAGES)]
+    with ThreadPoolExecutor() as pool:
+        paths = list(pool.map(lambda place: written(*place), places))
     for number in range(sizes.samples):
-        files = []
-        for image in range(IMAGES):
-            coarse = random.integers(0, 256, (24, 32, 3), dtype=np.uint8)
-            picture = Image.fromarray(coarse).resize(sizes.photo, Image.Resampling.BICUBIC)
-            files.append(str(folder / f"{number}-{image}.jpg"))
-            picture.save(files[-1], quality=90)
+        files = paths[number * IMAGES : (number + 1) * IMAGES]
         said = " ".join(f"w{one}" for one in random.integers(3, WORDS, 24))
         question = " ".join(["<image>"] * IMAGES + ["w3 w4 w5"])
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
@@ -139,25 +168,32 @@ def photographs(folder: Path, sizes: Sizes) -> list[dict[str, Any]]:
 def made_task(tower: str, sizes: Sizes, data: Any, dtype: torch.dtype) -> ConversationTask:
     """Return the model with its processor, from sizes alone: speed does not depend on what weights are."""
     torch.manual_seed(0)
-    encoder: Any
-    if tower == "qwen2_vl":
-        options = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
-        encoder = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**options, **sizes.qwen2_vl))
-        images = transformers.Qwen2VLImageProcessor(max_pixels=sizes.tokens * 28**2, min_pixels=28**2)
-    else:
-        encoder = SiglipVisionModel(SiglipVisionConfig(**sizes.siglip))
-        side = sizes.siglip["image_size"]
-        images = transformers.SiglipImageProcessor(size={"height": side, "width": side})
-    language_model = Qwen3ForCausalLM(Qwen3Config(**sizes.language_model))
-    model = MultimodalModel({"vision": encoder.to(dtype)}, language_model, init_projector_type="mlp")
+    # Random numbers for two billion weights take a CPU half a minute.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        encoder, images = made_tower(tower, sizes)
+        language_model = Qwen3ForCausalLM(Qwen3Config(**sizes.language_model))
+        model = MultimodalModel({"vision": encoder.to(dtype)}, language_model, init_projector_type="mlp")
     model.train(encoders_mode={"vision": (False, True)}, llm_mode=True)
     processor = MultimodalProcessor({"vision": images}, words(), model=model, predefined_tokens={"vision": "<image>"})
     return ConversationTask("multimodal", model, ChatCollator(processor, data))
 
 
+def made_tower(tower: str, sizes: Sizes) -> tuple[Any, Any]:
+    """Return a vision tower and what prepares its images."""
+    if tower == "qwen2_vl":
+        options = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        encoder: Any = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**options, **sizes.qwen2_vl))
+        images = transformers.Qwen2VLImageProcessor(max_pixels=sizes.tokens * 28**2, min_pixels=28**2)
+    else:
+        encoder = SiglipVisionModel(SiglipVisionConfig(**sizes.siglip))
+        side = sizes.siglip["image_size"]
+        images = transformers.SiglipImageProcessor(size={"height": side, "width": side})
+    return encoder, images
+
+
 def measured(
     folder: Path, rows: list[dict[str, Any]], sizes: Sizes, given: argparse.Namespace, cached: bool
-) -> tuple[list[Epoch], Trainer]:
+) -> Measured:
     """Train two epochs."""
     described = {
         "output": str(folder / ("cached" if cached else "plain")),
@@ -177,7 +213,8 @@ def measured(
     task = made_task(given.tower, sizes, config.data, torch.bfloat16 if on_gpu else torch.float32)
     trainer = Trainer(config, task=task, train_data=rows, console=Console(file=io.StringIO()))
     trainer.setup()
-    epochs: list[Epoch] = []
+    found = Measured(precision=trainer.placement.precision)
+    epochs = found.epochs
     losses: list[Any] = []
     began = time.perf_counter()
     for batch in trainer.batches():
@@ -189,13 +226,21 @@ def measured(
             began = _now(trainer)
         if batch.index + 1 == trainer.steps_of_epoch(batch.epoch):
             seconds = _now(trainer) - began
-            epoch = Epoch(seconds, len(losses) - WARM, float(torch.stack(losses).mean()))
+            epoch = Epoch(seconds, len(losses) - WARM, torch.stack(losses).tolist())
             if trainer.features is not None:
                 trainer.features.wait()
                 epoch.hits = trainer.features.hits - sum(one.hits for one in epochs)
                 epoch.misses = trainer.features.misses - sum(one.misses for one in epochs)
             epochs.append(epoch)
-    return epochs, trainer
+    if trainer.features is not None:
+        assert trainer.features.problem is None, trainer.features.problem
+        found.disk = trainer.features.used
+        trainer.features.close()
+    del trainer, task
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return found
 
 
 def _now(trainer: Trainer) -> float:
@@ -215,16 +260,15 @@ def main() -> None:
     given = parser.parse_args()
     sizes = LARGE if given.sizes == "large" else SMALL
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    began = time.perf_counter()
     with TemporaryDirectory() as name:
         folder = Path(name)
         rows = photographs(folder, sizes)
-        (first, plain), trainer = measured(folder, rows, sizes, given, cached=False)
-        (filling, found), trainer = measured(folder, rows, sizes, given, cached=True)
-        assert trainer.features is not None
-        disk, precision = trainer.features.used, trainer.placement.precision
-        problem = trainer.features.problem
-    assert problem is None, problem
-    items = sizes.samples * IMAGES
+        without = measured(folder, rows, sizes, given, cached=False)
+        cached = measured(folder, rows, sizes, given, cached=True)
+    (first, plain), (filling, found) = without.epochs, cached.epochs
+    disk, precision, items = cached.disk, cached.precision, sizes.samples * IMAGES
+    faster, apart = plain.step / found.step, max(first.apart(filling), plain.apart(found))
     print(f"{machine}, {precision}, tower {given.tower} ({given.sizes})")
     print(f"{IMAGES} images per sample, {sizes.batch} samples per step, {given.workers} workers that read data")
     lines = {"without, 1st": first, "without, 2nd": plain, "with, 1st": filling, "with, 2nd": found}
@@ -232,8 +276,11 @@ def main() -> None:
         print(f"{label:14} {epoch.step:8.1f} ms a step {plain.step / epoch.step:6.2f}x", end="")
         print(f"   found {epoch.hits} of {items}, mean loss {epoch.loss:.5f}")
     print(f"disk: {disk / 1e6:,.1f} MB for {items} images, {disk / items / 1e6:.2f} MB each")
-    for one, other in ((first, filling), (plain, found)):
-        assert abs(one.loss - other.loss) <= TOLERANCE[precision] * abs(one.loss), (one.loss, other.loss)
+    print(f"losses of a step are at most {apart:.1e} apart (allowed: {TOLERANCE[precision]:g})")
+    print(f"second epoch: {faster:.2f}x faster, {'as' if faster >= WANTED else 'LESS THAN'} asked for ({WANTED}x)")
+    print(f"{time.perf_counter() - began:.0f} s in all")
+    assert (found.hits, found.misses) == (items, 0), "the second epoch has encoded something"
+    assert apart <= TOLERANCE[precision], (without, cached)
     if given.output is not None:
         result = {
             "command": f"python benchmarks/feature_cache.py --tower {given.tower} --sizes {given.sizes} "
@@ -242,8 +289,12 @@ def main() -> None:
             "machine": machine,
             "precision": precision,
             "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
-            "epochs": {label: {**asdict(epoch), "step_ms": epoch.step} for label, epoch in lines.items()},
-            "second_epoch_faster": plain.step / found.step,
+            "epochs": {
+                label: {**asdict(epoch), "loss": epoch.loss, "step_ms": epoch.step} for label, epoch in lines.items()
+            },
+            "second_epoch_faster": faster,
+            "second_epoch_asked_for": WANTED,
+            "losses_apart": apart,
             "bytes_on_disk": disk,
             "items": items,
         }

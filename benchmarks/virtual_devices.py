@@ -132,6 +132,9 @@ def _passes(graph: StageGraph, stage: int, layers: Sequence[Cost]) -> tuple[list
     return [forward for forward, _, _ in layers], backward
 
 
+_WATCHED, _WATCHED_SHARE = 4e-3, 0.02  # seconds of a sleep in which the clock is watched, and the share of it at most
+
+
 class Device:
     """What the stages of a place compute on, one after the other."""
 
@@ -151,9 +154,16 @@ class Device:
         end = begin - max(0.0, self._late - (begin - self._woke))
         for cost in costs if self.sleeps else ():
             end += cost
-            time.sleep(max(0.0, end - time.perf_counter()))
+            _sleep_until(end, watched=min(_WATCHED, _WATCHED_SHARE * cost))
         self._woke = time.perf_counter()
         self._late = self._woke - end if self.sleeps else 0.0
+
+
+def _sleep_until(end: float, watched: float) -> None:
+    """Sleep, and watch the clock for the last bit: systems wake a process some milliseconds late."""
+    time.sleep(max(0.0, end - watched - time.perf_counter()))
+    while time.perf_counter() < end:
+        pass
 
 
 class VirtualStage(nn.Module):

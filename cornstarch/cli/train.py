@@ -44,6 +44,10 @@ def train(
         bool,
         typer.Option("--trace", help="Write trace.json, some steps of a pipeline, for chrome://tracing and Perfetto."),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Profile some steps: where the time goes, part by part, and a trace of it."),
+    ] = False,
 ) -> None:
     """Train a model, from the newest checkpoint on if the run has one, and write a report.
 
@@ -81,27 +85,28 @@ def train(
         if aside is not None:
             print(f"{run.folder}: the earlier run is now {aside}")
     if count > 1:
-        own = [*(["--allow-changes"] if allow_changes else []), *(["--trace"] if trace else [])]
+        options = {"--allow-changes": allow_changes, "--trace": trace, "--profile": profile}
+        own = [name for name, is_given in options.items() if is_given]
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]
         raise typer.Exit(launch(command, count, run.folder / "logs"))
     if world.size == 1:
-        interrupted = _fit(run, allow_changes, trace)
+        interrupted = _fit(run, allow_changes, trace, profile)
     else:
         device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
         with start_process_group(world, device) as own_device:
             agree(as_data(run))
-            interrupted = _fit(run, allow_changes, trace, own_device)
+            interrupted = _fit(run, allow_changes, trace, profile, own_device)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
 
-def _fit(run: RunConfig, allow_changes: bool, trace: bool, device: torch.device | None = None) -> bool:
+def _fit(run: RunConfig, allow_changes: bool, trace: bool, profile: bool, device: torch.device | None = None) -> bool:
     """Train; return whether Ctrl-C ended it."""
     quiet_libraries()
     from cornstarch.train import Trainer
 
     command = shlex.join(["cornstarch", *sys.argv[1:]])
-    trainer = Trainer(run, allow_changes=allow_changes, command=command, device=device, trace=trace)
+    trainer = Trainer(run, allow_changes=allow_changes, command=command, device=device, trace=trace, profile=profile)
     result = trainer.fit()
     says = result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
     if says and trainer.rank == 0:

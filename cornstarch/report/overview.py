@@ -8,7 +8,7 @@ from statistics import median
 from cornstarch.report import figures
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.reading import Curve, Evaluation, Run
-from cornstarch.report.values import text
+from cornstarch.report.values import mapping, text
 
 # What a status looks like: a class and a sign, for those who do not see its colour.
 _SIGNS = {"finished": ("good", "✓"), "running": ("busy", "▸"), "stopped": ("warn", "■"), "failed": ("bad", "✗")}
@@ -182,7 +182,9 @@ def _device(run: Run) -> Markup | None:
 
 def _memory(run: Run) -> Markup | None:
     used = [value for _, value in run.metrics.train.get("memory", [])]
-    return _card("Peak memory", figures.size(max(used)), "as logged while training") if used else None
+    chosen = text(mapping(run.summary.get("recomputation")).get("line"))[:120]
+    said = " · ".join(["as logged while training", *([chosen] if chosen else [])])
+    return _card("Peak memory", figures.size(max(used)), said) if used else None
 
 
 def notes(run: Run) -> Markup | None:

@@ -15,6 +15,7 @@ from cornstarch.report.overview import cards, header, notes
 from cornstarch.report.reading import Curve, Run
 from cornstarch.report.script import SCRIPT
 from cornstarch.report.style import STYLE
+from cornstarch.report.times import times
 
 # Nothing is loaded from anywhere, even if a text of the run should slip through as HTML.
 _POLICY = (
@@ -34,6 +35,7 @@ _MOST_EVALUATIONS = 200
 _SECTIONS = (
     ("curves", "Curves"),
     ("pipeline", "Pipeline"),
+    ("times", "Where the time goes"),
     ("looks", "Does the model look?"),
     ("samples", "Samples"),
     ("model", "Model"),
@@ -49,6 +51,7 @@ def render(run: Run) -> str:
     contents = {
         "curves": curves(run),
         "pipeline": pipeline(run),  # only a run with stages has one
+        "times": times(run),  # only a run that was profiled has them
         "looks": looks(run),
         "samples": sections.samples(run),
         "model": sections.model(run),
@@ -114,6 +117,7 @@ def curves(run: Run) -> Markup:
         Chart("Share of the device's peak (MFU)", _lines(train.get("mfu", []), 2), unit="percent", from_zero=True),
         Chart("Gradient norm", _lines(train.get("grad_norm", []), 5), log=True),
         Chart("Memory", [Line("in use", train.get("memory", []), 4)], unit="size", from_zero=True),
+        Chart("Seconds per step", _lines(train.get("step_time", []), 6), from_zero=True),
         Chart("Waiting for data, seconds per step", _waits(run), from_zero=True),
     ]
     loss = draw(_loss_chart(run))

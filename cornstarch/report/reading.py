@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cornstarch.errors import ConfigError
+from cornstarch.report.spending import PROFILE, Spending, read_spending
 from cornstarch.report.timelines import TIMELINE, Timelines, read_timelines
 from cornstarch.report.values import entries, mapping, number, text
 
@@ -19,11 +20,12 @@ _MOST_CONFIG = 200_000  # characters
 
 # Keys of the train lines that are kept for all steps.
 CURVES = (
-    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "flops_per_second", "memory", "data_wait",
-    "copy_wait",
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "flops_per_second", "memory", "step_time",
+    "data_wait", "copy_wait",
 )  # fmt: skip
 Curve = Sequence[tuple[float, float]]
 """(step, value), in the order of steps; values may be NaN or infinite."""
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class Run:
     notes: tuple[str, ...] = ()
     timelines: Timelines | None = None
     """Steps of a run whose model is cut into stages."""
+    spending: Spending | None = None
+    """Where the time goes, of a run that was profiled."""
 
     @property
     def name(self) -> str:
@@ -180,8 +184,10 @@ def read_run(folder: Path) -> Run:
         )
     config, notes = _config(folder / CONFIG)
     summary, more = _summary(folder / SUMMARY)
-    timelines, last = _timelines(folder / TIMELINE)
-    return Run(folder, config, read_metrics(folder / METRICS), summary, (*notes, *more, *last), timelines)
+    timelines, last = _read(folder / TIMELINE, read_timelines)
+    spending, lost = _read(folder / PROFILE, read_spending)
+    notes += [*more, *last, *lost]
+    return Run(folder, config, read_metrics(folder / METRICS), summary, tuple(notes), timelines, spending)
 
 
 def _config(path: Path) -> tuple[str | None, list[str]]:
@@ -208,13 +214,14 @@ def _summary(path: Path) -> tuple[Mapping[str, Any], list[str]]:
     return summary, []
 
 
-def _timelines(path: Path) -> tuple[Timelines | None, list[str]]:
+def _read(path: Path, read: Callable[[Mapping[str, Any]], Found]) -> tuple[Found | None, list[str]]:
+    """Return what a file holds that not every run has."""
     try:
-        return read_timelines(mapping(json.loads(path.read_bytes()))), []
+        return read(mapping(json.loads(path.read_bytes()))), []
     except FileNotFoundError:
         return None, []
     except (OSError, ValueError, LookupError, RecursionError) as error:
-        return None, [f"{TIMELINE} could not be read ({type(error).__name__}: {error})."]
+        return None, [f"{path.name} could not be read ({type(error).__name__}: {error})."]
 
 
 # ------------------------------------------------------------------------------------------------ metrics

@@ -21,9 +21,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AttentionInterface, PreTrainedModel
 
+from cornstarch.compat import TorchDispatchMode
+from cornstarch.compute.head import LazyLogits, fuse_head_with_loss
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.parallel import wrapping_units
+from cornstarch.train.layers_kept import OUTSIDE, LayerActivations, Stored
 
 _IMPLEMENTATION = "cornstarch_shapes"
 _GRADIENTS = 2  # beside the largest saved tensor
@@ -56,10 +61,16 @@ class Activations:
             self.copies + other.copies,
         )
 
-    def most(self, recomputed: bool) -> int:
-        """Return the most bytes at one time; `recomputed`: layers keep their inputs only (activation checkpointing)."""
-        again = self.outside + self.inputs + max(self.layer, self.copies)
-        return (min(self.saved, again) if recomputed else self.saved) + _GRADIENTS * self.largest
+    def most(self, recomputed: bool, budget: int | None = None) -> int:
+        """Return the most bytes at one time.
+
+        Args:
+            recomputed: Layers keep their inputs only (activation checkpointing).
+            budget: As many layers do so as are needed to keep no more than this.
+        """
+        again = min(self.saved, self.outside + self.inputs + max(self.layer, self.copies))
+        kept = again if recomputed else self.saved if budget is None else max(again, min(self.saved, budget))
+        return kept + _GRADIENTS * self.largest
 
 
 def measure(
@@ -79,19 +90,35 @@ def measure(
         casts_weights: Whether autocast makes copies of the weights. It does not where they are gathered in what is
             computed in (`param_dtype`).
     """
+    return counted(model, call, computed_in, on_gpu, casts_weights).total()
+
+
+def counted(
+    model: nn.Module,
+    call: Callable[[], Any],
+    computed_in: torch.dtype,
+    on_gpu: bool = True,
+    casts_weights: bool = True,
+) -> SavedBytes:
+    """Return the same as `measure`, told apart by layers."""
     count = SavedBytes(model)
     with ExitStack() as stack:
         for layer in wrapping_units(model):  # what activation checkpointing would run again
             stack.enter_context(count.watched(layer))
         stack.enter_context(_without_masks(model))
         dtype = None if computed_in is torch.float32 else computed_in
-        stack.enter_context(_Computing(dtype, on_gpu, count.copied if casts_weights else count.leave_out))
+        told = count.copied if casts_weights else count.leave_out
+        stack.enter_context(_Computing(dtype, on_gpu, told, count.worked))
+        stack.enter_context(_Products(count.worked))
         stack.enter_context(saved_tensors_hooks(count.add, lambda saved: saved))
         call()
-    return count.total()
+    return count
 
 
 # ---------------------------------------------------------------------------------------------------- counting
+
+
+LayerCall = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 class SavedBytes:
@@ -100,7 +127,12 @@ class SavedBytes:
     def __init__(self, model: nn.Module) -> None:
         self._own = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._saved: dict[StorageWeakRef, tuple[int, nn.Module | None]] = {}
+        self._savers: dict[StorageWeakRef, set[nn.Module | None]] = {}
         self._inputs: dict[StorageWeakRef, int] = {}
+        self._readers: dict[StorageWeakRef, set[nn.Module]] = {}
+        self._layers: dict[nn.Module, float] = {}  # in the order in which they run: what they multiply
+        self.calls: list[LayerCall] = []
+        """How layers were called, in the order in which they ran."""
         self._alive: list[Tensor] = []  # or a storage of another tensor could take the place of one that is counted
         self._layer: nn.Module | None = None
         self._copies = 0
@@ -108,14 +140,21 @@ class SavedBytes:
     def add(self, tensor: Tensor) -> Tensor:
         """Count a tensor."""
         storage = _storage(tensor)
-        if storage not in self._own and storage not in self._saved:
-            self._saved[storage] = (tensor.untyped_storage().nbytes(), self._layer)
-            self._alive.append(tensor.detach())
+        if storage not in self._own:
+            self._savers.setdefault(storage, set()).add(self._layer)
+            if storage not in self._saved:
+                self._saved[storage] = (tensor.untyped_storage().nbytes(), self._layer)
+                self._alive.append(tensor.detach())
         return tensor
 
     def copied(self, weight: Tensor) -> None:
         """Note a copy of a weight."""
         self._copies += weight.nbytes
+
+    def worked(self, operations: float) -> None:
+        """Note what was multiplied."""
+        if self._layer is not None:
+            self._layers[self._layer] += operations
 
     def leave_out(self, tensor: Tensor) -> None:
         """Take a tensor for one of the model's own."""
@@ -128,9 +167,14 @@ class SavedBytes:
 
         def begin(module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
             self._layer = module
-            tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+            if module not in self._layers:
+                self._layers[module] = 0.0
+                self.calls.append((module, arguments, dict(named)))
+            tensors = list(tensors_in([list(arguments), dict(named)]))
             if any(tensor.requires_grad for tensor in (*tensors, *module.parameters())):
-                self._inputs.update({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors})
+                for tensor in tensors:
+                    self._inputs[_storage(tensor)] = tensor.untyped_storage().nbytes()
+                    self._readers.setdefault(_storage(tensor), set()).add(module)
                 self._alive += [tensor.detach() for tensor in tensors]
 
         def end(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -155,22 +199,69 @@ class SavedBytes:
         saved, most = outside + sum(sizes.values()), max(sizes.values(), default=0)
         return Activations(saved, largest, outside, inputs, most, self._copies)
 
+    def by_layer(self, names: Mapping[nn.Module, str]) -> LayerActivations:
+        """Return what was counted, told apart by layers.
+
+        Args:
+            names: Of the layers.
+        """
+        order: dict[nn.Module | None, int] = {layer: number for number, layer in enumerate(self._layers)}
+        order[None] = OUTSIDE
+        stored = [
+            Stored(
+                self._saved[storage][0] if storage in self._saved else self._inputs[storage],
+                frozenset(order[layer] for layer in self._savers.get(storage, ())),
+                frozenset(order[layer] for layer in self._readers.get(storage, ())),
+            )
+            for storage in {**self._saved, **self._inputs}
+        ]
+        sizes = [sum(one.size for one in stored if number in one.savers) for number in range(len(self._layers))]
+        kinds = [
+            f"{names[layer].rpartition('.')[0]} {type(layer).__name__} {size} {work:.0f}"
+            for (layer, work), size in zip(self._layers.items(), sizes, strict=True)
+        ]
+        return LayerActivations(
+            tuple(names[layer] for layer in self._layers), tuple(kinds), tuple(self._layers.values()), tuple(stored)
+        )
+
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
+
+
+class _Products(TorchDispatchMode):
+    """Tells how much is multiplied."""
+
+    def __init__(self, told: Callable[[float], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*arguments, **(named or {}))
+        if function.overloadpacket in flop_registry:
+            self._told(float(flop_registry[function.overloadpacket](*arguments, **(named or {}), out_val=result)))
+        return result
 
 
 # ---------------------------------------------------------------------------------------------------- attention
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs and its output; a fused kernel one number for each query, another one for each key too."""
+    """Keeps its inputs; a fused kernel its output and one number for each query, another one its scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_fused: bool) -> Tensor:
-        output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        scores = query.shape[:-1] if is_fused else (*query.shape[:-1], key.shape[-2])
-        ctx.save_for_backward(query, key, value, output, query.new_empty(scores, dtype=torch.float32))
+        if is_fused and query.dim() > 2:  # laid as the next layer wants it: that keeps no other
+            *rows, heads, tokens, _ = query.shape
+            output = query.new_empty(*rows, tokens, heads, value.shape[-1]).transpose(-2, -3)
+        else:
+            output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        scores = query.new_empty(
+            query.shape[:-1] if is_fused else (*query.shape[:-1], key.shape[-2]), dtype=torch.float32
+        )
+        ctx.save_for_backward(query, key, value, scores, *([output] if is_fused else []))
         return output
 
 
@@ -181,6 +272,40 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
         ctx.save_for_backward(rows, matrices)
         return rows.new_empty(rows.shape[0], matrices.shape[-1])
+
+
+class _Loss(torch.autograd.Function):
+    """Keeps what the loss without all logits keeps: the gradients of what it is computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+        needed = [
+            hidden.new_empty(hidden.shape, dtype=dtype) if ctx.needs_input_grad[0] else None,
+            weight.new_empty(weight.shape, dtype=torch.float32) if ctx.needs_input_grad[1] else None,
+            bias.new_empty(bias.shape, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None,
+        ]
+        ctx.save_for_backward(*needed)
+        return hidden.new_empty((), dtype=torch.float32)
+
+
+def keep_as_fused_loss(model: nn.Module, computed_in: torch.dtype) -> None:
+    """Let a language model on the meta device keep what it keeps where its loss is computed without all logits.
+
+    Args:
+        model: The model; one whose loss cannot be computed so is left as it is.
+        computed_in: The precision of autocast; float32: without it.
+    """
+    if fuse_head_with_loss(model) is not None:
+        return
+    plain: Any = model.loss_function
+    dtype = None if computed_in is torch.float32 else computed_in
+
+    def loss(logits: Any, *given: Any, **options: Any) -> Any:
+        if not isinstance(logits, LazyLogits):  # its model has looked at them
+            return plain(logits, *given, **options)
+        return _Loss.apply(logits.hidden, logits.weight, logits.bias, dtype or logits.weight.dtype)
+
+    model.loss_function = loss  # type: ignore[assignment]
 
 
 def _attend(
@@ -234,11 +359,18 @@ class _Computing(TorchFunctionMode):
         dtype: What autocast casts to; None: it is off.
         on_gpu: Whether it is a GPU that will compute it.
         told: What is told each copy of a weight.
+        worked: What is told how much is multiplied where nothing is.
     """
 
-    def __init__(self, dtype: torch.dtype | None, on_gpu: bool, told: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype | None,
+        on_gpu: bool,
+        told: Callable[[Tensor], None],
+        worked: Callable[[float], None],
+    ) -> None:
         super().__init__()
-        self._dtype, self._on_gpu, self._told = dtype, on_gpu, told
+        self._dtype, self._on_gpu, self._told, self._worked = dtype, on_gpu, told, worked
         self._weights: dict[nn.Parameter, Tensor] = {}  # autocast makes one copy of each too
 
     def __torch_function__(
@@ -249,6 +381,7 @@ class _Computing(TorchFunctionMode):
             inputs = [arguments[n] if n < len(arguments) else named[name] for n, name in enumerate(_QKV)]
             return self._attended(*(self._cast(value, self._dtype) for value in inputs))
         if getattr(function, "__name__", "") in _GROUPED:  # it has kernels for some precisions only, and no autocast
+            self._worked(2.0 * arguments[0].numel() * arguments[1].shape[-1])
             return _Product.apply(*arguments[:2])
         wanted = self._dtype if function in _HALF else torch.float32 if function in _FULL else None
         if self._dtype is None or wanted is None:
@@ -257,6 +390,7 @@ class _Computing(TorchFunctionMode):
         return function(*arguments, **{name: self._cast(value, wanted) for name, value in named.items()})
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        self._worked(2.0 * query.numel() * key.shape[-2] * (1 + value.shape[-1] / query.shape[-1]))
         same_heads = query.dim() < 4 or query.shape[1] == key.shape[1]
         return _Attention.apply(query, key, value, same_heads or query.dtype != torch.float32 or not self._on_gpu)
 

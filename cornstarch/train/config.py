@@ -5,6 +5,7 @@ The same names are used in YAML, on the command line (`optimizer.learning_rate=1
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,22 @@ NotNegative = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+Size = Annotated[str, Field(pattern=rf"^\d+(\.\d+)? ?({'|'.join(_UNITS)})$")]
+"""`500 MB`, `20 GB`, `1.5 TB`."""
+
+
+def size_in_bytes(size: Size) -> int:
+    """Return the bytes of a size."""
+    digits = size.rstrip("BkMGT ")
+    return int(float(digits) * _UNITS[size[len(digits) :].strip()])
+
+
+def size_of_bytes(count: int) -> Size:
+    """Return a size of at least so many bytes, as one writes it."""
+    unit = max((name for name in _UNITS if count >= _UNITS[name]), key=_UNITS.__getitem__, default="B")
+    return f"{math.ceil(10 * count / _UNITS[unit]) / 10:g} {unit}"
 
 
 class Section(BaseModel):
@@ -307,8 +324,9 @@ class LoopConfig(Section):
     """Decay of an exponential moving average of the trained weights, used for evaluation and export."""
     activation_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
-    activation_budget: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The share of the activations of compiled layers that is kept; the rest is computed again, the cheapest first."""
+    activation_budget: Annotated[float, Field(gt=0, le=1)] | Size = 1.0
+    """A size, `20 GB`: as few layers as possible are computed again, so that what a portion keeps for its backward pass
+    fits. A share: that much of the activations of compiled layers is kept; of the rest, the cheapest first."""
 
     @model_validator(mode="after")
     def _portions(self) -> LoopConfig:
@@ -316,7 +334,22 @@ class LoopConfig(Section):
             raise ValueError("give either `steps` or `epochs`")
         if self.batch_size % self.accumulation:
             raise ValueError(f"`batch_size` = {self.batch_size} is no multiple of `accumulation` = {self.accumulation}")
+        if self.activation_bytes is not None and self.activation_checkpointing:
+            raise ValueError(
+                f"`activation_checkpointing` computes every layer again, `activation_budget` = "
+                f"{self.activation_budget} as few as possible; give one of them"
+            )
         return self
+
+    @property
+    def activation_share(self) -> float:
+        """The share of compiled layers' activations that is kept."""
+        return 1.0 if isinstance(self.activation_budget, str) else self.activation_budget
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """The most that a portion may keep for its backward pass; None: no size was given."""
+        return size_in_bytes(self.activation_budget) if isinstance(self.activation_budget, str) else None
 
 
 class CheckpointConfig(Section):
@@ -349,9 +382,6 @@ class LoggingConfig(Section):
     """Samples of the evaluation data shown in the report with the model's answers."""
 
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
 class FeaturesConfig(Section):
     """What frozen encoders make of images and sounds, kept on the disk for later epochs and other runs."""
 
@@ -359,14 +389,15 @@ class FeaturesConfig(Section):
     """Keep it. An item that was encoded before is not even decoded again. Encoders must not be trained themselves."""
     folder: Path | None = None
     """Where, for all runs that share it. Default: `feature_cache` beside the run's folder."""
-    limit: Annotated[str, Field(pattern=rf"^\d+(\.\d+)? ?({'|'.join(_UNITS)})$")] = "50 GB"
+    ahead: bool = True
+    """With `loop.accumulation`, let frozen encoders run once for several portions of a step that have few items."""
+    limit: Size = "50 GB"
     """The most that all files in the folder may take together: `500 MB`, `50 GB`, `1.5 TB`."""
 
     @property
     def limit_bytes(self) -> int:
         """The limit in bytes."""
-        digits = self.limit.rstrip("BkMGT ")
-        return int(float(digits) * _UNITS[self.limit[len(digits) :].strip()])
+        return size_in_bytes(self.limit)
 
 
 class ModuleParallelConfig(Section):
@@ -474,6 +505,11 @@ class RunConfig(Section):
     """What is computed in. auto: bf16 on a GPU that has it, else fp32."""
     compile: Literal["auto", "layers", "off"] = "auto"
     """layers: every layer is compiled; auto: on a GPU, where it can be; off: nothing is."""
+    fp8: Literal["off", "rowwise", "tensorwise"] = "off"
+    """Multiply in 8 bits in the large linear layers of what is trained (GPUs from Ada and Hopper on). rowwise: a scale
+    for each row, closer to bf16; tensorwise: one for each matrix, quicker."""
+    attention: Literal["auto", "flex", "sdpa", "cudnn", "varlen"] = "auto"
+    """Which kernels attend on a GPU. auto: the quickest that respect the mask."""
     model: ModelConfig
     """What is trained."""
     data: DataConfig
@@ -490,6 +526,38 @@ class RunConfig(Section):
     @classmethod
     def _said_as_a_switch(cls, value: Any) -> Any:
         return {True: "layers", False: "off"}[value] if isinstance(value, bool) else value  # YAML's `off` is false
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _fp8_is_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML's `off` is false
+
+    @model_validator(mode="after")
+    def _fp8_is_possible(self) -> RunConfig:
+        if self.fp8 == "off":
+            return self
+        said: dict[str, str | None] = {"precision": self.precision}
+        said |= {f"parallel.modules.{name}.precision": one.precision for name, one in self.parallel.modules.items()}
+        for key, precision in said.items():
+            if precision not in ("auto", "bf16", None):
+                raise ValueError(
+                    f"`fp8` = {self.fp8} with `{key}` = {precision}: what is not multiplied in fp8 is computed in bf16 "
+                    "then. Use bf16 or auto, or set `fp8` to off"
+                )
+        plan = self.parallel.plan()
+        cut = sorted(name for name, module in plan.modules.items() if module.tp > 1)
+        if cut:
+            raise ValueError(
+                f"`fp8` = {self.fp8} with tp > 1 for {', '.join(cut)}: matrices that are cut over ranks are not "
+                "multiplied in fp8. Use data parallelism (fsdp2) or stages instead of tp, or set `fp8` to off"
+            )
+        if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
+            raise ValueError(
+                f"`fp8` = {self.fp8} with `parallel.schedule` = {plan.schedule}: it takes apart the gradients of "
+                "inputs and of weights, which layers in fp8 compute together. Use 1f1b or interleaved, or set `fp8` to "
+                "off"
+            )
+        return self
 
     @model_validator(mode="after")
     def _modules_are_there(self) -> RunConfig:
@@ -517,6 +585,23 @@ class RunConfig(Section):
                 f"`loop.activation_checkpointing` with `parallel.schedule` = {schedule}: activations would be computed "
                 "again for the gradients of inputs, and once more for those of each matrix, which zero_bubble takes "
                 "apart; use 1f1b or interleaved"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _activations_can_be_counted(self) -> RunConfig:
+        if self.loop.activation_bytes is None:
+            return self
+        plan, said = self.parallel.plan(), f"`loop.activation_budget` = {self.loop.activation_budget}"
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+            raise ValueError(
+                f"{said}: what stages of a pipeline and parts of layers (tp, cp) keep is not estimated yet. Set "
+                "`parallel.modules.<name>.activation_checkpointing`, which computes every layer of a module again"
+            )
+        if again := sorted(name for name, module in plan.modules.items() if module.activation_checkpointing):
+            raise ValueError(
+                f"{said} chooses which layers are computed again, and `parallel.modules.{again[0]}."
+                "activation_checkpointing` says all of them; give one of them"
             )
         return self
 

@@ -108,7 +108,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     kinds = []
     for data, copies in _data_plans(plan, world, ranks_per_node):
         found, _ = activations(data.param_dtype != precision)
-        most = None if found is None else found.most(config.recomputes)
+        most = None if found is None else found.most(config.recomputes, loop.activation_bytes)
         memory, refused = _memory(model, config, data, world, copies)
         label = "one process" if world == 1 else _label(data.kind, copies)
         kinds.append(KindEstimate(data, label, memory, refused, most, loop.accumulation > 1))

@@ -283,6 +283,7 @@ class Throughput:
             "samples_per_second": rate(self._samples),
             "items_per_second": {name: rate(count) for name, count in self._items.items()},
             "seconds": seconds,
+            "step_time": elapsed / self.steps if self.steps else 0.0,
             "data_wait": self._waited / self.steps if self.steps else 0.0,
         }
         if self._flops:

@@ -18,6 +18,7 @@ _REMEMBERED = 60  # moments, a second or more apart, from which the time that is
 _GAP = "  "
 _BAR = (8, 40)  # the narrowest and the widest
 _ITEMS = {"vision": "images"}
+_NOTEWORTHY = 0.02  # the share of a step that is waited for data
 _FLOPS = (("PFLOP/s", 5), ("TFLOP/s", 4), ("GFLOP/s", 3))
 
 
@@ -95,6 +96,9 @@ class Progress:
             yield f"lr {rate:.3g}"
         if (rate := _number(record.get("tokens_per_second"))) is not None:
             yield f"{_rate(rate)} tokens/s"
+        if (lasts := _number(record.get("step_time"))) is not None:
+            waits = (_number(record.get("data_wait")) or 0.0) / lasts if lasts else 0.0
+            yield f"{_lasting(lasts)}/step" + (f" ({waits:.0%} for data)" if waits >= _NOTEWORTHY else "")
         if (share := _number(record.get("mfu"))) is not None:
             yield f"{share:.1%} MFU"
         if (rate := _number(record.get("flops_per_second"))) is not None:
@@ -179,6 +183,10 @@ def _number(value: object) -> float | None:
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}"
+
+
+def _lasting(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
 def _flops(rate: float) -> str:

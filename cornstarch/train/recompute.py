@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from cornstarch.compute.recomputing import recompute_layer
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
@@ -35,8 +34,7 @@ def recompute_activations(model: nn.Module) -> None:
             "nn.ModuleList) whose activations could be computed again."
         )
     for layer in layers:
-        # On the instance and not by a wrapper module: the names of parameters stay.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        recompute_layer(layer)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

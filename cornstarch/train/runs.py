@@ -74,13 +74,13 @@ class RunFolder:
 
     # ------------------------------------------------------------------ files
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, content: str | bytes) -> None:
         """Write a file, at once or not at all."""
         path = self / name
         temporary = path.with_name(f"{path.name}.tmp")
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(temporary, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

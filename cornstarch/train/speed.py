@@ -1,18 +1,17 @@
-"""What a run does to compute quickly on its device: compiled layers, a loss without all logits, the best kernels."""
+"""What a run does to compute quickly on its device: compiled layers, a loss without all logits, products in 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cornstarch.compat import compile_counts, has_triton, set_activation_budget
+from cornstarch.compat import has_triton, set_activation_budget
 from cornstarch.compute.compiling import compile_layers
+from cornstarch.compute.fp8 import LEAST, Scaling, multiply_in_fp8, why_not
 from cornstarch.compute.head import fuse_head_with_loss
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -21,14 +20,7 @@ from cornstarch.parallel.units import wrapping_units
 from cornstarch.plan.plan import Plan
 
 CompileMode = Literal["auto", "layers", "off"]
-
-# cuDNN's kernels are the quickest on the GPUs that have them; what they cannot do, the next takes.
-_QUICKEST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+Fp8Mode = Scaling | Literal["off"]
 
 
 @dataclass
@@ -39,11 +31,12 @@ class Speed:
     """By part: layers that are compiled."""
     fused_loss: bool = False
     """Whether the loss is computed without all logits."""
+    fp8: dict[str, int] = field(default_factory=dict)
+    """By part: linear layers that multiply in 8 bits."""
     notes: list[str] = field(default_factory=list)
     """Why something is not done."""
     tell: Callable[[str], None] = field(default=lambda words: None, repr=False)
     """Hears of each of them once, when it is found out."""
-    _before: dict[str, int] = field(default_factory=compile_counts, repr=False)
 
     def note(self, words: str) -> None:
         """Write down why something is not done; the same only once."""
@@ -51,12 +44,8 @@ class Speed:
             self.notes.append(words)
             self.tell(words)
 
-    def compilations(self) -> dict[str, int]:
-        """Return how many graphs were compiled since, and how often a layer fell back to Python."""
-        return {name: count - self._before.get(name, 0) for name, count in compile_counts().items()}
 
-
-def parts_of(model: nn.Module) -> dict[str, nn.Module]:
+def _parts_with_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return what has layers of its own, by name."""
     if isinstance(model, MultimodalModel):
         encoders = {name: encoder.module for name, encoder in model.encoders.items()}
@@ -77,6 +66,20 @@ def not_compiled(plan: Plan, ranks: int) -> dict[str, str]:
     return found
 
 
+def compiles(compile: CompileMode, device: torch.device) -> bool:
+    """Say whether layers are compiled on a device."""
+    return compile == "layers" or (compile == "auto" and device.type == "cuda" and has_triton())
+
+
+def check_fp8(fp8: Fp8Mode, device: torch.device) -> None:
+    """Refuse products in 8 bits on a device that has none."""
+    if fp8 != "off" and (reason := why_not(device)) is not None:
+        raise ConfigError(
+            f"fp8 = {fp8}\n  fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
+            f"{reason}.\n  Use fp8: off; on a GPU with precision: bf16."
+        )
+
+
 def speed_up(
     model: nn.Module,
     device: torch.device,
@@ -84,6 +87,7 @@ def speed_up(
     activation_budget: float = 1.0,
     whole: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda words: None,
+    fp8: Fp8Mode = "off",
 ) -> Speed:
     """Make a model compute quickly, in place; names and values of parameters stay.
 
@@ -95,17 +99,21 @@ def speed_up(
             is computed again, what is cheapest first.
         whole: Parts whose layers are not to be compiled, with the reason.
         tell: Told why something is not done, now or when it is tried.
+        fp8: Large linear layers where something is trained multiply in 8 bits, scaled by rows or by matrices.
     """
+    check_fp8(fp8, device)
     speed = Speed(tell=tell)
     whole = whole or {}
     can = has_triton() if device.type == "cuda" else True
     if compile == "layers" and not can:
         raise ConfigError("compile = layers\n  Triton, which makes kernels for GPUs, is not there. Use compile: off.")
-    parts = parts_of(model)
+    parts = _parts_with_layers(model)
     for part in parts.values():
         why = fuse_head_with_loss(unwrap(part))
         speed.fused_loss = speed.fused_loss or why is None
-    if compile == "off" or (compile == "auto" and not (device.type == "cuda" and can)):
+    if fp8 != "off":  # before layers are compiled: what is scaled becomes part of their kernels
+        _multiply_in_fp8(parts, fp8, speed, [name for name in parts if name in whole or not compiles(compile, device)])
+    if not compiles(compile, device):
         return speed
     set_activation_budget(activation_budget)
     for name, part in parts.items():
@@ -120,11 +128,19 @@ def speed_up(
     return speed
 
 
-@contextmanager
-def quickest_kernels() -> Iterator[None]:
-    """Let attention without a special mask take the quickest kernel of the device, within this block."""
-    with sdpa_kernel(_QUICKEST, set_priority=True):
-        yield
+def _multiply_in_fp8(parts: Mapping[str, nn.Module], fp8: Scaling, speed: Speed, plain: Collection[str]) -> None:
+    """Let parts multiply in 8 bits, and tell what comes of it; `plain`: those that will not be compiled."""
+    found = {name: multiply_in_fp8(wrapping_units(unwrap(part)), fp8) for name, part in parts.items()}
+    speed.fp8 = {name: count for name, count in found.items() if count}
+    if not speed.fp8:
+        speed.note(
+            f"nothing is computed in fp8: no linear layer inside trained layers has {LEAST} or more inputs and "
+            "outputs, both multiples of 16"
+        )
+    for name, count in speed.fp8.items():
+        speed.tell(f"{name}: {count} linear layers multiply in fp8 ({fp8})")
+        if name in plain:
+            speed.note(f"{name} is not compiled: in fp8 it is likely to be slower than in bf16")
 
 
-__all__ = ["CompileMode", "Speed", "not_compiled", "quickest_kernels", "speed_up"]
+__all__ = ["CompileMode", "Fp8Mode", "Speed", "check_fp8", "not_compiled", "speed_up"]

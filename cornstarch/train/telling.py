@@ -21,6 +21,7 @@ from cornstarch.parallel import processes
 from cornstarch.plan.cluster import peak_flops
 from cornstarch.report import write_report
 from cornstarch.train.answers import collect_answers
+from cornstarch.train.clock import StepClock
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.sample import BrokenSample
 from cornstarch.train.loggers import Logger, flatten, open_loggers
@@ -54,8 +55,10 @@ class Teller:
         self._metrics: MetricsFile | None = None
         self._loggers: list[Logger] = []
         self._throughput = Throughput()
+        self._clock = StepClock(None)
         self._skipped = 0
         self._summary: dict[str, Any] = {}
+        self._shown_at_end: Table | None = None
         self.last_evaluation: dict[str, Any] | None = None
         self.last_evaluation_step: int | None = None
 
@@ -63,6 +66,7 @@ class Teller:
 
     def begun(self, trainer: Trainer, resumed_from: int | None) -> None:
         """Open what is written to, and show what is trained on what."""
+        self._clock = trainer.clock
         if self._speaks:
             self._open(trainer)
         self._summary = self._described(trainer)
@@ -76,7 +80,7 @@ class Teller:
         several = f" in {trainer.ranks} processes ({self._config.parallel.data.kind})" if trainer.ranks > 1 else ""
         self._console.print(
             f"{self._config.folder}: {trainer.total_steps:,} steps of {self._config.loop.batch_size} samples on "
-            f"{trainer.placement.device} in {trainer.placement.precision}{several}",
+            f"{trainer.placement.device} in {_precision(trainer)}{several}",
             markup=False,
             highlight=False,
         )
@@ -120,7 +124,7 @@ class Teller:
             "step": trainer.position.step,
             "total_steps": trainer.total_steps,
             "device": _device_name(trainer.placement.device),
-            "precision": trainer.placement.precision,
+            "precision": _precision(trainer),
             "versions": versions(),
             "task": trainer.task.name,
             "command": self._command,
@@ -135,6 +139,7 @@ class Teller:
             "skipped": {"broken": 0, "too_long": 0},
             "answers": [],
             "features": None if trainer.features is None else trainer.features.told(),
+            "recomputation": None if trainer.recomputation is None else trainer.recomputation.told(),
         }
 
     # ------------------------------------------------------------------ while it runs
@@ -155,6 +160,7 @@ class Teller:
         """Leave a block out of the speed."""
         with self._throughput.paused():
             yield
+        self._clock.rests()
 
     @property
     def seconds(self) -> float:
@@ -198,10 +204,14 @@ class Teller:
         steps = self._throughput.steps
         line = self._throughput.line()
         own = [] if trainer.features is None else [trainer.features.hits, trainer.features.misses]
-        waits = [line["data_wait"], trainer.feed.waited() / steps]
-        loss, data_wait, copy_wait, *counts = processes.sum_over_ranks([line["loss"], *waits, *own])
+        timed = self._clock.read()
+        if timed is not None and timed.steps:  # all of them: the loss of the last was waited for
+            line["step_time"], line["data_wait"] = timed.seconds / timed.steps, timed.waited / timed.steps
+        waits = [line["step_time"], line["data_wait"], trainer.feed.waited() / steps]
+        loss, step_time, data_wait, copy_wait, *counts = processes.sum_over_ranks([line["loss"], *waits, *own])
         line["loss"] = loss / trainer.replica.alike
-        line["data_wait"], line["copy_wait"] = data_wait / trainer.ranks, copy_wait / trainer.ranks
+        means = {"step_time": step_time, "data_wait": data_wait, "copy_wait": copy_wait}
+        line |= {name: total / trainer.ranks for name, total in means.items()}
         record = {
             "kind": "train",
             "step": result.step,
@@ -280,6 +290,10 @@ class Teller:
         self._event(position.step, "stopped", f"stopped and saved at step {position.step}; the same command goes on")
         self.ended("stopped", position)
 
+    def show_at_end(self, table: Table | None) -> None:
+        """Show a table when the run ends, after all else."""
+        self._shown_at_end = table
+
     def asked(self, trainer: Trainer) -> None:
         """Ask the finished model about some samples, and count what its parts compute."""
         if trainer.features is not None:
@@ -336,6 +350,8 @@ class Teller:
         except ConfigError as error:  # a full disk, say: the model is saved, which is what counts
             self.note(f"The report could not be written: {error}")
             return None
+        if self._shown_at_end is not None:
+            self._console.print(self._shown_at_end, soft_wrap=False)
         self.note(f"report: {report}")
         return report
 
@@ -403,6 +419,12 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
     }
+
+
+def _precision(trainer: Trainer) -> str:
+    """Return what the run computes in, in words."""
+    in_fp8 = f" and fp8 ({trainer.config.fp8})" if trainer.speed.fp8 else ""
+    return f"{trainer.placement.precision}{in_fp8}"
 
 
 def _device_name(device: torch.device) -> str:

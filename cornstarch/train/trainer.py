@@ -26,7 +26,10 @@ from cornstarch.parallel.data import gradients_kept_here, whole_model
 from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout, check_executable
+from cornstarch.train.attribution import CLIPPING, COUNTING, DATA, LOSS, OPTIMIZER, TELLING
+from cornstarch.train.budget import fit_activations
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
+from cornstarch.train.clock import StepClock
 from cornstarch.train.config import RunConfig
 from cornstarch.train.counting import Counter
 from cornstarch.train.data.collate import ChatCollator, CollatedBatch
@@ -37,15 +40,17 @@ from cornstarch.train.data.order import EpochOrder
 from cornstarch.train.data.sample import SampleError
 from cornstarch.train.evaluation import Evaluation, Evaluator, source_names
 from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
+from cornstarch.train.features.ahead import encoded_ahead
 from cornstarch.train.features.keeping import kept_features
 from cornstarch.train.flops import RunFlops
 from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer, scale_rates
 from cornstarch.train.parts import Part
 from cornstarch.train.precision import choose_placement
+from cornstarch.train.profiling import StepProfiler, as_range, ranged, ranged_over
 from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
 from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder, check_trace
 from cornstarch.train.source import load_config
-from cornstarch.train.speed import not_compiled, speed_up
+from cornstarch.train.speed import check_fp8, not_compiled, speed_up
 from cornstarch.train.spreading import Spreading
 from cornstarch.train.start_check import verify_plan
 from cornstarch.train.state import capture, restore, seed_all
@@ -76,6 +81,7 @@ class Trainer:
         command: What the user typed, for the report.
         device: This process's own, of several.
         trace: Write a trace of some steps of a pipeline, for chrome://tracing and Perfetto.
+        profile: Let `fit` profile some steps: a trace of what is computed when, and where the time goes.
     """
 
     def __init__(
@@ -90,9 +96,10 @@ class Trainer:
         command: str | None = None,
         device: torch.device | None = None,
         trace: bool = False,
+        profile: bool = False,
     ) -> None:
         self.config = config
-        self._device, self._trace = device, trace
+        self._device, self._trace, self._profiled = device, trace, profile
         self.rank, self.ranks = processes.rank(), processes.size()
         world = current_world()
         if world.size != self.ranks and self.ranks == 1:
@@ -186,7 +193,10 @@ class Trainer:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         seed_all(self.config.seed)
-        self.placement = choose_placement(str(self._device or self.config.device), self.config.precision)
+        self.placement = choose_placement(
+            str(self._device or self.config.device), self.config.precision, self.config.attention
+        )
+        check_fp8(self.config.fp8, self.placement.device)
         self._open_data()
         self._make_model()
         self._make_optimizer()
@@ -195,6 +205,7 @@ class Trainer:
         )
         self.watch = LossWatch(self.config, self.placement)
         self.feed = Feed(self.placement)
+        self.clock = StepClock.of(self.placement.device)
         if self.rank == 0:
             self.folder.store_config(self.config)
         if checkpoint is not None:
@@ -202,6 +213,10 @@ class Trainer:
         self._recorder: TimelineRecorder | None = None
         if self.pipeline is not None:
             self._recorder = TimelineRecorder(self.pipeline, self.folder, self.position.step, self._trace)
+        self._profiler: StepProfiler | None = None
+        if self._profiled:
+            self._profiler = StepProfiler(self, self._teller.pause, self._teller.note)
+            self._held.callback(self._profiler.close)
         self._teller.begun(self, resumed_from=None if checkpoint is None else checkpoint.step)
         self._ready = True
 
@@ -210,13 +225,18 @@ class Trainer:
         self.setup()
         if self.position.step >= self.total_steps:
             return
-        for batch in self._counter.ahead(iter(self._loader()), lambda: self.total_steps - self.position.step):
+        for batch in self._counter.ahead(ranged_over(DATA, self._loader()), self._steps_at_once):
             self._teller.skipped(batch.skipped)
-            if self.pipeline is None:  # each stage takes what it needs itself
+            if self.pipeline is None and self.ahead is None:  # each stage takes what it needs itself
                 self.feed.begin(batch)
             yield batch
             if self.position.step >= self.total_steps:
                 return
+
+    def _steps_at_once(self) -> int:
+        """Return for how many steps, at most, batches are drawn: a step that is profiled draws its own."""
+        is_profiled = self._profiler is not None and not self._profiler.is_done
+        return 1 if is_profiled else self.total_steps - self.position.step
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do one step of the optimizer: forward and backward of every portion, then the weights.
@@ -225,6 +245,7 @@ class Trainer:
         portions and dealt out to processes. All processes must call it. If none of them has a token to train on,
         because whatever there was is broken, nothing changes and the step does not count.
         """
+        self.clock.begins()
         # On their way, at the latest, while the first portion is computed.
         totals_of_all = self._counter.totals(batch)
         rate = self.rates.set(self.position.step)
@@ -244,6 +265,7 @@ class Trainer:
                 self._recorder.begins()
             self.pipeline.train([portion.inputs for portion in batch.portions], scaled)
         else:
+            batch = batch if self.ahead is None else self.ahead(batch)
             for number in range(len(batch.portions)):
                 with gradients_kept_here(self.task.wrapped, number + 1 < len(batch.portions)):
                     loss = scaled(number, self._loss(self.feed.inputs(batch, number)))
@@ -261,12 +283,13 @@ class Trainer:
         position.step += 1
         position.tokens += totals.tokens
         position.samples += totals.samples
+        self.clock.ends(batch.waited)
         return StepResult(position.step, loss, rate, norm, totals, batch.waited)
 
     def _loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of a portion."""
         moved = self.placement.moved(inputs)
-        with self.placement.computing():
+        with ranged(LOSS), self.placement.computing():
             return self.task.loss(moved)
 
     def _loss_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -359,6 +382,9 @@ class Trainer:
         if self.ranks > 1:
             survey_own_module(self.model, self._layout.plan, self.some_batch)
         spreading.take(self.task)
+        self.recomputation = fit_activations(
+            self.model, self.config, self.placement, self.sources, self.replica.count, self._teller.note
+        )
         self.flops = RunFlops(self.task, self.config, self._teller.note)  # of the whole model, before it is cut
         self.features = self._held.enter_context(kept_features(self.task, self.config, self.placement))
         if self.ranks > 1:
@@ -371,10 +397,14 @@ class Trainer:
             self.model,
             self.placement.device,
             self.config.compile,
-            self.config.loop.activation_budget,
+            self.config.loop.activation_share,
             not_compiled(self._layout.plan, self.ranks),
             self._teller.note,
+            self.config.fp8,
         )
+        if spreading.pipeline is None and isinstance(self.model, MultimodalModel):
+            for encoder in self.model.encoders.values():
+                encoder.settle()
         if self.speed.compiled and isinstance(self.task.collator, ChatCollator):
             self.task.collator.expect_compiled()
         self.pipeline: Pipeline | None = spreading.pipeline
@@ -383,6 +413,7 @@ class Trainer:
         self.all_parts: list[Part] = spreading.all_parts
         """Those of the whole model, to be told of; `parts` are what this process has of them."""
         self._memory = spreading.memory
+        self.ahead = encoded_ahead(self.task, self.config, self.placement)
 
     def _built_task(self) -> Task:
         evaluation = JoinedSources(list(self.evaluation_sources.values()))
@@ -394,7 +425,8 @@ class Trainer:
     def _make_optimizer(self) -> None:
         config = self.config
         modalities = list(self.task.modalities())
-        self._counter = Counter(modalities, self.replica.size, lambda: self.stopping.asked, self.flops.total)
+        flops = as_range(COUNTING, self.flops.total)
+        self._counter = Counter(modalities, self.replica.size, lambda: self.stopping.asked, flops)
         self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
         self._clipped = list(self._trained_parameters.values())
         self.owned = None
@@ -486,13 +518,16 @@ class Trainer:
 
     def _trained(self) -> Status:
         config, position = self.config, self.position
-        for batch in self.batches():
+        for batch in self.batches() if self._profiler is None else self._profiler.over(self.batches()):
             if self.stopping.asked and self.ranks == 1:  # the batch is left for the next start
                 return "stopped"
             result = self.step(batch)
             if not result.totals.trained_tokens:
                 continue
-            self._teller.stepped(result, self)
+            with ranged(TELLING):
+                self._teller.stepped(result, self)
+            if self._profiler is not None:
+                self._profiler.stepped(result.step)
             if self._recorder is not None:
                 is_logged = self._teller.is_logged(result.step, self.total_steps)
                 self._recorder.stepped(result.step, len(batch.portions), is_logged)
@@ -513,30 +548,35 @@ class Trainer:
 
     def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         """Clip the gradients, change the weights, and return the gradients' norm."""
-        norm = divisor = None
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.config.optimizer.clip is not None:
-            if self._divides:
-                norm, divisor = clipping_divisor(self._clipped, self.config.optimizer.clip)
-            else:
-                norm = self._clip(self.config.optimizer.clip)
+        norm, divisor = self._norm_and_divisor()
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
         self._memory.look(self)
-        if divisor is not None:
-            step_dividing(self.optimizer, divisor)
-        elif self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        if self.owned is not None:
-            self.owned.share()
-        self._forget_gradients()
-        if self.averages is not None:
-            self.averages.update()
+        with ranged(OPTIMIZER):
+            if divisor is not None:
+                step_dividing(self.optimizer, divisor)
+            elif self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            if self.owned is not None:
+                self.owned.share()
+            self._forget_gradients()
+            if self.averages is not None:
+                self.averages.update()
         return norm
+
+    def _norm_and_divisor(self) -> tuple[Tensor | None, Tensor | None]:
+        """Clip gradients and return their norm; or return also what the optimizer is to divide them by."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.config.optimizer.clip is None:
+            return None, None
+        with ranged(CLIPPING):
+            if self._divides:
+                return clipping_divisor(self._clipped, self.config.optimizer.clip)
+            return self._clip(self.config.optimizer.clip), None
 
     def _clip(self, most: float) -> Tensor:
         if self.pipeline is None:
@@ -551,6 +591,8 @@ class Trainer:
         """Evaluate, remember what is best, and return what decides it."""
         if not self.evaluation_sources:
             return None
+        if self._profiler is not None:
+            self._profiler.interrupt()
         self.watch.check()
         with self._teller.pause():
             evaluation = self.evaluate()
@@ -587,6 +629,8 @@ class Trainer:
         return is_best or (every is not None and step % every == 0)
 
     def _told_save(self, metric: float | None) -> None:
+        if self._profiler is not None:
+            self._profiler.interrupt()
         with self._teller.pause():
             self._tell_saved(wait=True)
             self._being_saved = (self.save(metric), self.position.step)
@@ -609,6 +653,8 @@ class Trainer:
     def _closed(self, status: Status) -> RunResult:
         if self._recorder is not None:
             self._recorder.finish()
+        if self._profiler is not None:
+            self._teller.show_at_end(self._profiler.finish())
         if status == "stopped":
             if self._saved_at != self.position.step:
                 self._told_save(None)

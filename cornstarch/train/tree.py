@@ -124,7 +124,8 @@ _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
-_SURE: dict[Path, tuple[str, ...]] = {("compile",): ("off",)}  # where a switch can mean only one thing
+# Where a switch can mean only one thing.
+_SURE: dict[Path, tuple[str, ...]] = {("compile",): ("off",), ("fp8",): ("off",)}
 
 
 def scalar(text: str, path: Path = ()) -> str | int | float | bool | None:

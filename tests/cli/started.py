@@ -1,11 +1,7 @@
-"""Commands in processes of their own, with signals and limits, that do not wait for torch each time.
-
-They are forked from a process that has imported everything already and computed nothing yet.
-"""
+"""Commands in processes of their own, with signals and limits, that do not wait for torch each time."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -18,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["cornstarch.cli.train", "cornstarch.train.trainer", "cornstarch.report.page"])
+from tests import forked
+
 _PATIENCE = 120  # seconds, on a machine with other things to do
 
 
@@ -83,8 +79,7 @@ def start(
     number = sum(1 for _ in folder.glob("output-*.txt"))
     output = folder / f"output-{number}.txt"
     output.touch()
-    given = (list(arguments), str(folder), str(output), largest_file, dict(environment or {}))
-    process = _CONTEXT.Process(target=_run, args=given)
+    process = forked.process(_run, list(arguments), str(folder), str(output), largest_file, dict(environment or {}))
     process.start()
     return Started(process, output)
 

@@ -135,7 +135,7 @@ def test_an_interrupted_command_ends_with_130_and_no_traceback(tmp_path: Path) -
                 assert started.poll() is None
         started.send_signal(signal.SIGINT)
         os.close(writer)  # a signal between opening and reading is seen when there is nothing left to read
-        _, error = started.communicate(timeout=60)
+        _, error = started.communicate(timeout=150)
     finally:
         started.kill()
     assert started.returncode == 130

@@ -31,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert ran.returncode == 0, ran.stderr
     assert "6 steps of 4 samples on cpu in fp32 in 2 processes (fsdp1)" in ran.stdout

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.small_runs import Command, write_config
+from tests.cli.started import together
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGES = (
     "model.language_model.config.num_hidden_layers=2",
     "parallel.modules.vision.stages=1",
@@ -25,15 +22,8 @@ STAGES = (
 
 def test_two_processes_write_one_trace(tmp_path: Path) -> None:
     write_config(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-m", "cornstarch", "train", "run.yaml", *STAGES, "--nproc", "2", "--trace"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ended = together("train", "run.yaml", *STAGES, "--trace", folder=tmp_path)
+    assert [code for code, _ in ended] == [0, 0], ended
     trace = json.loads((tmp_path / "run/trace.json").read_text())
     done = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] != "transfer wait"]
     for step in (3, 4, 5, 6):

@@ -83,14 +83,14 @@ def test_every_token_lands_once_in_a_row_with_room(lengths: list[int], room: int
 @pytest.mark.parametrize("longest", [1, 20, 1000])
 def test_ten_thousand_samples_are_packed_in_no_time(longest: int) -> None:
     lengths = torch.randint(1, longest + 1, (10_000,), generator=zoo.generator(0)).tolist()
-    start = time.perf_counter()
+    start = time.process_time()
     rows = first_fit_decreasing(lengths, 1024)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(rows) <= 11 / 9 * sum(lengths) / 1024 + 2
     samples = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in lengths]
-    start = time.perf_counter()
+    start = time.process_time()
     batch = pack(samples, 1024)
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
     assert int(batch["attention_mask"].sum()) == sum(lengths)
 
 

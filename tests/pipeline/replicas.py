@@ -33,6 +33,7 @@ def fail(rank: int, microbatch: int) -> tuple[str, float]:
 
     words = "nothing"
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    dist.barrier()  # how long it takes until all know is counted from when all are at work
     try:
         pipeline.train([batch, batch], finish)
     except RuntimeError as error:

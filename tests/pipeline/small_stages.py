@@ -208,6 +208,7 @@ def fail(graph: StageGraph, place: int, microbatch: int, where: str, policy: str
         return output["hidden"].sum()
 
     words = "nothing"
+    dist.barrier()  # how long it takes until all know is counted from when all are at work
     try:
         for _ in range(2):  # the first step may be over for some
             runtime.train(microbatches(count, ["model"], False, False), finish)

@@ -92,7 +92,7 @@ def test_a_pipe_says_what_is_wrong(workers: Pool) -> None:
 
 
 def test_a_layer_that_fails_stops_every_process(workers: Pool) -> None:
-    for first, second in workers.run(2, doors.failing_pipe, seconds=30.0):
+    for first, second in workers.run(2, doors.failing_pipe):
         assert first == "rank 1, stage 1 (model 1), microbatch 2: ValueError: a bad number"
         assert second == f"The pipeline has stopped: {first}"
 

@@ -81,7 +81,7 @@ def test_a_failure_stops_every_process_although_the_one_that_failed_lives_on(
 ) -> None:
     began = time.time()
     graph = StageGraph.chain(places)
-    told = workers.run(places, small_stages.fail, graph, place, 2, where, policy, 8, seconds=60.0)
+    told = workers.run(places, small_stages.fail, graph, place, 2, where, policy, 8)
     expected = f"rank {place}, stage {place} (model {place}), microbatch 2: ValueError: a bad number"
     assert [words for words, _ in told] == [expected] * places
     failed = told[place][1]  # the first to know

@@ -160,7 +160,7 @@ def test_a_frozen_model_is_saved_whole_and_other_folders_are_refused(tmp_path: P
 )
 def test_all_processes_hear_what_is_wrong(what: str, llm: dict[str, Any], said: str, workers: Pool) -> None:
     ranks = 3 if llm else 2
-    found = workers.run(ranks, refused, Case(ranks, llm=llm), what, seconds=60.0)
+    found = workers.run(ranks, refused, Case(ranks, llm=llm), what)
     workers.close()  # lines between processes were cut
     for text in found:
         assert re.search(said, text), text

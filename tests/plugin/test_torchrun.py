@@ -20,7 +20,7 @@ def test_torchrun_starts_a_boosted_script(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "tests" / "plugin" / "torchrun_script.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = alone(Case())
     found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from cornstarch.train.witness import whole_parameters
 from tests import zoo
 from tests.models import local_processors
 from tests.parallel.tensor.loading_work import MemoryPeak, counted_reads, differences
+from tests.parity.pool import Pool
 from tests.train.tiny import merged, trainer_of, write_data
 
 
@@ -85,6 +88,29 @@ def trained(described: dict[str, Any], output: str, by_slice: bool = True) -> di
         "reasons": whole_reasons(trainer.model, trainer._layout),
         "traits": getattr(trainer.model, "traits", None),
     }
+
+
+class Alone:
+    """Runs, and what one process makes of each; it is asked once, however many tests compare with it."""
+
+    def __init__(self, workers: Pool, folder: Path, store: Callable[[Path, str], None]) -> None:
+        self._workers, self._folder, self._store = workers, folder, store
+        self._outcomes: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, language_model: str, **sections: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the description of a run, and what it comes to."""
+        folder = self._folder / language_model
+        if not folder.exists():
+            folder.mkdir()
+            self._store(folder, language_model)
+        run = described(folder, language_model, **sections)
+        key = json.dumps(run, sort_keys=True)
+        if key not in self._outcomes:
+            self._workers.close()  # torch remembers meshes of groups that have ended
+            output = str(folder / f"alone {len(self._outcomes)}")
+            (self._outcomes[key],) = self._workers.run(1, trained, run, output)
+            self._workers.close()
+        return run, self._outcomes[key]
 
 
 def farthest(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:

@@ -527,7 +527,7 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
     chance = random.Random(0)
     store = CheckpointStore(tmp_path, keep=2)
     told, during = 0, 0
-    for _ in range(30):
+    for number in range(30):
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -537,15 +537,16 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
                 save(store, step, size=300_000)
                 os.write(write, f"{step}\n".encode())
         os.close(write)
-        time.sleep(chance.uniform(0.05, 0.35))
+        said = os.read(read, 100) if number % 2 else b""  # every second one has saved, however busy the machine is
+        time.sleep(chance.uniform(0.0, 0.2))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        with open(read) as lines:
-            told = max([told, *(int(line) for line in lines)])
+        with open(read, "rb") as rest:
+            told = max([told, *map(int, (said + rest.read()).split())])
         during += any(".tmp." in name for name in names(tmp_path))
         found = store.latest()
         assert store.problems == []
         assert (0 if found is None else step_in(found)) in (told, told + 1)
         told = found.step if found is not None else 0
-    assert told > 30  # it had time to save
-    assert during > 10  # and the kills met it at work
+    assert told >= 15  # it had time to save
+    assert during >= 5  # and the kills met it at work

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ import torch
 
 from cornstarch.errors import ConfigError
 from cornstarch.train.checkpoint import CheckpointStore, files
+from tests import forked
 
 
 class Gate:
@@ -137,8 +137,7 @@ def _save_and_end(folder: Path) -> None:
 
 
 def test_a_process_that_ends_waits(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_save_and_end, args=(tmp_path,))
+    process = forked.process(_save_and_end, tmp_path)
     process.start()
     process.join(60)
     assert process.exitcode == 0

@@ -65,7 +65,7 @@ def batch_of(*values: float) -> StepBatch:
     portions = []
     for value in values:
         ids = torch.full((4, 4096), int(value))
-        inputs: dict[str, Any] = {"input_ids": ids, "nested": {"x": torch.full((64, 1024, 1024), value)}}
+        inputs: dict[str, Any] = {"input_ids": ids, "nested": {"x": torch.full((64, 1024, 1024), float(value))}}
         inputs["facts"] = BatchFacts.of(inputs, {"vision": int(value)})
         portions.append(CollatedBatch(inputs, ["a"], 1, 1, {}))
     return StepBatch(portions, 0, 0, [])

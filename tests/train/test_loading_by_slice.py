@@ -13,7 +13,7 @@ from tests import zoo
 from tests.parallel.conftest import workers
 from tests.parallel.tensor.loading_work import LARGE
 from tests.parity.pool import Pool
-from tests.train.loading_runs import built, described, farthest, made_ready, refused, store_parts, trained
+from tests.train.loading_runs import Alone, built, described, farthest, made_ready, refused, store_parts, trained
 
 __all__ = ["workers"]
 
@@ -42,12 +42,16 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def in_one_process(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Return what one process does."""
+    return Alone(workers, tmp_path_factory.mktemp("alone"), store_parts)
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_process(workers: Pool, name: str, tmp_path: Path) -> None:
+def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name: str, tmp_path: Path) -> None:
     ranks, parallel, sections = RUNS[name]
-    store_parts(tmp_path)
-    run = described(tmp_path, **sections)
-    (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
+    run, alone = in_one_process("llama", **sections)
     workers.close()  # torch remembers meshes of groups that have ended
     for found in workers.run(ranks, trained, {**run, "parallel": parallel}, str(tmp_path / "several")):
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -13,6 +13,7 @@ from tests import zoo
 from tests.parallel.conftest import workers
 from tests.parity.pool import Pool
 from tests.train.loading_runs import (
+    Alone,
     described,
     farthest,
     held_by_stage,
@@ -74,13 +75,17 @@ def store(folder: Path, language_model: str) -> None:
     model.save_pretrained(folder / language_model, max_shard_size="40KB")
 
 
+@pytest.fixture(scope="module")
+def in_one_process(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Return what one process does."""
+    return Alone(workers, tmp_path_factory.mktemp("alone"), store)
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_process(workers: Pool, name: str, tmp_path: Path) -> None:
+def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name: str, tmp_path: Path) -> None:
     ranks, language_model, parallel, sections = RUNS[name]
-    store(tmp_path, language_model)
-    run = described(tmp_path, language_model, **{**ACCUMULATED, **sections})
-    (alone,) = workers.run(1, trained, run, str(tmp_path / "alone"))
-    workers.close()
+    run, alone = in_one_process(language_model, **{**ACCUMULATED, **sections})
+    workers.close()  # torch remembers meshes of groups that have ended
     found = workers.run(ranks, trained, {**run, "parallel": parallel}, str(tmp_path / "several"))
     workers.close()
     assert found[-1]["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -113,11 +113,11 @@ def test_rewind_leaves_the_file_alone_if_nothing_is_dropped(tmp_path: Path) -> N
 def test_many_lines(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     record = {"kind": "train", "loss": 1.25, "items_per_second": {"vision": 3.5}, "tokens": 12345, "time": 1.7e9}
-    start = time.perf_counter()
+    start = time.process_time()
     write(path, *({**record, "step": step} for step in range(100_000)))
-    middle = time.perf_counter()
+    middle = time.process_time()
     assert len(read_metrics(path)) == 100_000
-    assert middle - start < 20 and time.perf_counter() - middle < 10
+    assert middle - start < 20 and time.process_time() - middle < 10
     with MetricsFile(path) as file:
         file.rewind(10)
     assert len(read_metrics(path)) == 11
@@ -193,6 +193,7 @@ def test_throughput_by_hand() -> None:
         "samples_per_second": 1.5,
         "items_per_second": {"vision": 1.25, "audio": 0.5},
         "seconds": 34.0,
+        "step_time": 2.0,
         "data_wait": 0.25,  # per step
     }
     clock.now += 1
@@ -231,10 +232,10 @@ def test_an_exception_ends_a_pause() -> None:
 
 def test_counting_is_cheap() -> None:
     speed = Throughput()
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(10_000):
         speed.add(8, 1000, 500, 1.5, {"vision": 8, "audio": 1})
-    assert (time.perf_counter() - start) / 10_000 < 20e-6
+    assert (time.process_time() - start) / 10_000 < 20e-6
 
 
 def test_metrics_need_no_torch() -> None:

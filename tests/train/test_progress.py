@@ -186,10 +186,10 @@ def test_the_time_left_follows_the_last_minute() -> None:
 def test_a_step_costs_nothing(mode: Any) -> None:
     _, console = terminal(80)
     with Progress(mode, 10_000, 0, console) as progress:
-        start = time.perf_counter()
+        start = time.process_time()
         for step in range(10_000):
             progress.step(step)
-        assert (time.perf_counter() - start) / 10_000 < 30e-6
+        assert (time.process_time() - start) / 10_000 < 30e-6
 
 
 def test_the_cursor_comes_back_when_the_run_fails() -> None:

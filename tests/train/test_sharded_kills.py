@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,10 +14,9 @@ import pytest
 
 from cornstarch.errors import ConfigError
 from cornstarch.train.checkpoint import CheckpointStore
+from tests import forked
 from tests.train import numbered
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.train.numbered"])  # torch is imported once
 _PATIENCE = 60.0
 
 
@@ -60,7 +58,7 @@ def _killed(folder: Path, round_: int, chance: random.Random, wait: bool) -> tup
     first = max(before, 0 if found is None else found.step) + 1
     meeting = folder.with_name(f"{folder.name}.meeting-{round_}")
     two: list[ForkServerProcess] = [
-        _CONTEXT.Process(target=_save_without_end, args=(rank, folder, meeting, told, first, wait)) for rank in (0, 1)
+        forked.process(_save_without_end, rank, folder, meeting, told, first, wait) for rank in (0, 1)
     ]
     for process in two:
         process.start()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +76,42 @@ def hash_of(folder: Path) -> str:
         return state_hash(tensors)
 
 
+def run(row: str, layout: str, steps: int, folder: Path) -> list[list[float]]:
+    """Train to a step in a layout, from the checkpoint that is there; return the losses of each process."""
+    pool().close()  # torch remembers meshes of an earlier job
+    ranks, parallel = LAYOUTS[layout]
+    return pool().run(ranks, saved, row, parallel, steps, str(folder.parent / "tokenizer"), str(folder))
+
+
+Begun = Callable[[str, str, int], tuple[Path, list[list[float]]]]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    """Return a function that trains to a step from the start, once for each layout; it returns the folder and losses.
+
+    The folder is everybody's: whoever goes on from it needs a copy.
+    """
+    home = tmp_path_factory.mktemp("begun")
+    local_processors.tokenizer().save_pretrained(home / "tokenizer")
+
+    @cache
+    def begin(row: str, layout: str, steps: int) -> tuple[Path, list[list[float]]]:
+        folder = home / f"{row}, {layout}, {steps}"
+        return folder, run(row, layout, steps, folder)
+
+    return begin
+
+
 @pytest.mark.parametrize(("row", "saving", "loading"), PAIRS)
-def test_any_layout_loads_any_other(row: str, saving: str, loading: str, tmp_path: Path) -> None:
-    tokenizer = str(tmp_path / "tokenizer")
-    local_processors.tokenizer().save_pretrained(tokenizer)
-    first, second, whole = (str(tmp_path / name) for name in ("first", "second", "whole"))
-
-    def run(layout: str, steps: int, folder: str) -> list[list[float]]:
-        pool().close()  # torch remembers meshes of an earlier job
-        ranks, parallel = LAYOUTS[layout]
-        return pool().run(ranks, saved, row, parallel, steps, tokenizer, folder)
-
-    run(saving, 2, first)
-    before = hash_of(Path(first))
+def test_any_layout_loads_any_other(row: str, saving: str, loading: str, begun: Begun, tmp_path: Path) -> None:
+    first, _ = begun(row, saving, 2)
+    second = tmp_path / "second"
     shutil.copytree(first, second)
-    run(loading, 2, second)  # loads, and saves what it has loaded
-    assert hash_of(Path(second)) == before
-    found = run(loading, STEPS, second)
-    (expected,) = run("one process", STEPS, whole)
+    shutil.copytree(first.parent / "tokenizer", tmp_path / "tokenizer")
+    run(row, loading, 2, second)  # loads, and saves what it has loaded
+    assert hash_of(second) == hash_of(first)
+    found = run(row, loading, STEPS, second)
+    _, (expected,) = begun(row, "one process", STEPS)
     cut = sum(loss[-1] for loss in found) / (2 if "tp" in loading else 1)
     assert cut == pytest.approx(expected[-1], rel=1e-4)

@@ -151,9 +151,9 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
 def test_a_million_rows_are_not_parsed_at_opening(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "a word"}\n' * 999_999 + "no json")
-    start = time.perf_counter()
+    start = time.process_time()
     rows = JsonLines(path)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(rows) == 1_000_000 and rows[999_998] == {"text": "a word"} and rows.name(999_999) == "d.jsonl:1000000"
 
 

@@ -1,0 +1,35 @@
+"""Processes of their own that do not wait for torch each time: they are forked from one that has imported it.
+
+Python keeps one such server for a process, and what it imports is settled when it starts. So there is one place that
+says so, for the pool of workers, for commands, and for processes that are killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from contextlib import chdir
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+_ROOT = Path(__file__).resolve().parents[1]
+_VARIABLES = dict(os.environ)  # as they are before any test changes them
+
+
+def context() -> ForkServerContext:
+    """Return the context whose processes are forked; its server is started if need be."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["tests.imported"])
+    # The server looks for modules where it starts, and keeps its variables, whichever test happens to be the first.
+    with chdir(_ROOT), mock.patch.dict(os.environ, _VARIABLES, clear=True):
+        forkserver.ensure_running()
+    return found
+
+
+def process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
+    """Return a process that calls a function; it is not started yet."""
+    return context().Process(target=target, args=arguments, daemon=daemon)

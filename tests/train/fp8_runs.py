@@ -1,0 +1,44 @@
+"""Small runs in fp8 on a CPU, which can multiply in 8 bits slowly, in one process or several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from cornstarch.compute.fp8 import Fp8Linear
+from cornstarch.parallel import processes
+from tests.train.tiny import tiny_config, trainer_of
+
+NO_DROPOUT = (
+    "model.encoders.vision.config.attention_dropout=0",
+    "model.language_model.config.attention_dropout=0",
+)
+
+
+@contextmanager
+def small_on_cpu() -> Iterator[None]:
+    """Let a CPU and small layers pass, within this block."""
+    can = mock.patch("cornstarch.train.speed.why_not", lambda device: None)
+    with can, mock.patch("cornstarch.compute.fp8.LEAST", 16):
+        yield
+
+
+def trained(folder: str, output: str, *overrides: str) -> dict[str, Any]:
+    """Train in bf16; return the losses of the steps over all processes, what was in 8 bits, and what was told."""
+    config = tiny_config(Path(folder), f"output={output}", "precision=bf16", *NO_DROPOUT, *overrides)
+    with small_on_cpu():
+        trainer = trainer_of(config, allow_changes=True)
+        trainer.setup()
+        losses = [float(trainer.step(batch).loss) for batch in trainer.batches()]
+        trainer.save()
+    gathered = processes.gather_data(losses if trainer.replica.leads else [0.0] * len(losses))
+    return {
+        "losses": [sum(step) for step in zip(*gathered, strict=True)],
+        "layers": sum(isinstance(module, Fp8Linear) for module in trainer.model.modules()),
+        "told": trainer.speed.fp8,
+        "notes": trainer.speed.notes,
+        "parameters": {name: str(p.dtype) for part in trainer.parts for name, p in part.parameters.items()},
+    }
