@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import flex_attention
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cp_balance import WAYS, row
+from h200_attention import timed
 
 from cornstarch.attention import MaskSpec
 from cornstarch.compat import compiled
@@ -31,7 +32,6 @@ from cornstarch.plan.tokens import block_size, distribute, mask_work
 
 RANKS = 8
 HEADS, GROUPS, WIDTH = 16, 8, 128
-ROUNDS = 5
 
 attend = compiled(flex_attention)
 
@@ -43,17 +43,12 @@ def share_time(spec: MaskSpec, queries: Tensor, states: tuple[Tensor, Tensor, Te
     query = states[0][:, :, queries].contiguous().requires_grad_()
     key, value = (one.detach().requires_grad_() for one in states[1:])
     given = torch.randn_like(query)
-    times = []
-    for number in range(ROUNDS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+
+    def run() -> None:
         output = attend(query, key, value, block_mask=mask, enable_gqa=True)
         torch.autograd.grad(output, (query, key, value), given)
-        end.record()
-        end.synchronize()
-        if number >= 2:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+
+    return timed(run)[0]
 
 
 def measure(tokens: int, share: float, packed: bool) -> dict[str, Any]:
@@ -81,7 +76,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {RANKS} ranks\n")
-    print(f"| tokens | images | row | {' | '.join(WAYS)} | makespan_min, mean ms |")
+    print(f"| tokens | images | row | {' | '.join(WAYS)} | makespan_min, ms: mean, each rank |")
     print("|---" * (len(WAYS) + 4) + "|")
     results = []
     for tokens in given.tokens:
@@ -91,7 +86,8 @@ def main() -> None:
                 figures = " | ".join(f"{one[way]['largest_over_mean']:.3f}" for way in WAYS)
                 kind = "packed" if packed else "one document"
                 mean = statistics.mean(one["makespan_min"]["times"])
-                print(f"| {tokens:,} | {share:.0%} | {kind} | {figures} | {mean:.2f} |", flush=True)
+                times = ", ".join(f"{time:.2f}" for time in one["makespan_min"]["times"])
+                print(f"| {tokens:,} | {share:.0%} | {kind} | {figures} | {mean:.2f}: {times} |", flush=True)
                 results.append(one)
     if given.json:
         given.json.write_text(json.dumps(results, indent=1))

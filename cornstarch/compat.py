@@ -10,7 +10,9 @@ import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -190,6 +192,9 @@ def backward_of_weights(weights: Sequence[torch.nn.Parameter], left: Any) -> Non
     stage_backward_weight(iter(weights), left)
 
 
+_in_order: ContextVar[bool] = ContextVar("cornstarch_positions_in_order", default=False)
+
+
 @contextmanager
 def positions_in_order() -> Iterator[None]:
     """Run a block in which transformers does not look for documents in the positions of tokens: there are none.
@@ -197,23 +202,20 @@ def positions_in_order() -> Iterator[None]:
     transformers 5.17 to 5.22 look whenever they are given neither a mask nor a cache, and wait for a GPU to do so. Goes
     when they can be told.
     """
+    _ask_before_looking()
+    token = _in_order.set(True)
+    try:
+        yield
+    finally:
+        _in_order.reset(token)
+
+
+@cache
+def _ask_before_looking() -> None:
     from transformers import masking_utils
 
-    with _looking:
-        original = masking_utils.find_packed_sequence_indices
-        own = threading.get_ident()
-
-        def find(position_ids: Tensor) -> Tensor | None:
-            return None if threading.get_ident() == own else original(position_ids)
-
-        masking_utils.find_packed_sequence_indices = find
-        try:
-            yield
-        finally:
-            masking_utils.find_packed_sequence_indices = original
-
-
-_looking = threading.RLock()
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None if _in_order.get() else look(position_ids)
 
 
 def default_store() -> torch.distributed.Store:

@@ -57,7 +57,7 @@ class Cudnn:
             sums = torch.empty(rows, heads, longest, dtype=torch.float32, device=query.device)
             plan = _forward_plan(_shapes(query, key), rows, longest, scale, ahead, True)
             _run(plan, None, [query, key, value, output, sums], ahead)
-            return output, sums.transpose(1, 2).reshape(-1, heads)
+            return output, sums.transpose(1, 2).reshape(-1, heads).contiguous()  # of one row it is a view
         sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         plan = _forward_plan(_shapes(query, key), pieces.shape[1] - 1, longest, scale, ahead, False)
         _run(plan, pieces, [query, key, value, output, sums], ahead)
@@ -78,6 +78,7 @@ class Cudnn:
         ahead: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
+        gradient, output, sums = gradient.contiguous(), output.contiguous(), sums.contiguous()
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         make = torch.zeros_like if ahead else torch.empty_like  # not all tokens are in a piece that looks ahead
         found = make(query), make(key), make(value)

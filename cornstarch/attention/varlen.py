@@ -170,7 +170,8 @@ def _attend(
     if spans is None:
         return output, sums
     more, more_sums = kernel(query, key, value, spans, rows, longest_span, scale, True)
-    return _on_device(_join, query)(output, sums, more, more_sums)
+    joined, both = _on_device(_join, query)(output, sums, more, more_sums)
+    return joined.contiguous(), both.contiguous()
 
 
 @_attend.register_fake
@@ -192,7 +193,7 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
-    kernel, states = _kernel(query), (gradient.contiguous(), query, key, value, output, sums)
+    kernel, states = _kernel(query), (gradient, query, key, value, output, sums)
     found = kernel.backward(*states, documents, rows, longest, scale, False)
     if spans is None:
         return found

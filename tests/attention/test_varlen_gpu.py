@@ -38,7 +38,12 @@ def whole(tokens: int, spans: bool) -> MaskSpec:
     return MaskSpec(documents, marks).to("cuda")
 
 
-@pytest.mark.parametrize("make", [packed, whole])
+def one_row(tokens: int, spans: bool) -> MaskSpec:
+    both = whole(tokens, spans)
+    return MaskSpec(both.documents[:1], both.spans[:1])
+
+
+@pytest.mark.parametrize("make", [packed, whole, one_row])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize(("tokens", "width"), [(256, 64), (1000, 128)])
 @pytest.mark.parametrize("spans", [True, False])
@@ -46,9 +51,10 @@ def test_kernels_equal_a_dense_mask(make: Any, heads: tuple[int, int], tokens: i
     spec = make(tokens, spans)
     real = spec.documents > 0
     torch.manual_seed(0)
-    shapes = [(2, heads[0], tokens, width), (2, heads[1], tokens, width), (2, heads[1], tokens, width)]
+    rows = len(real)
+    shapes = [(rows, count, tokens, width) for count in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
-    weight = torch.randn(2, tokens, heads[0], width, device="cuda") * real[..., None, None]
+    weight = torch.randn(rows, tokens, heads[0], width, device="cuda") * real[..., None, None]
     exact = [one.detach().double().requires_grad_() for one in inputs]
     query, key, value = exact[0], *(one.repeat_interleave(heads[0] // heads[1], 1) for one in exact[1:])
     scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
