@@ -215,7 +215,7 @@ def told(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
             ratio = f"{right['milliseconds'] / one['milliseconds']:.2f}"
             largest, step, mean = apart(one["losses"], right["losses"])
             difference, last = f"{largest * 100:.2f} % (step {step})", f"{mean * 100:.2f} %"
-        rate = "" if tiny else f"{work(case, case.rows * case.tokens) / one['milliseconds'] / 1e9:.0f}"
+        rate = "" if tiny else f"{work(case)[0] / one['milliseconds'] / 1e9:.0f}"
         lines.append(
             f"| {one['way']} | {one['layers']} | {one['milliseconds']:.1f} | {ratio} | {rate} | {one['gib']:.1f} | "
             f"{difference} | {last} | {one['warm_seconds']:.0f} |"

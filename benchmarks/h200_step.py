@@ -6,10 +6,9 @@ The reference: SigLIP-so400m frozen, an MLP projector, Qwen3-1.7B trained, bf16,
 of 4,096 tokens with 2 images of 729 tokens each, random weights. Every way gets the same weights and the same batches,
 runs in a process of its own, and all run in turn. Losses of 50 steps are compared.
 
-What counts as work (the same for every way): 2 per multiplied pair of numbers; frozen parts forward only, trained parts
-three times that; attention by the pairs that see each other; the head on every token, although Cornstarch computes it
-only where there is a label: a second column says what share of the peak it does if that is left out. Recomputed layers
-count once.
+What counts as work, the same for every way, is what `cornstarch.compute.flops` counts: frozen parts forward only,
+attention by the pairs that see each other, recomputed layers once; and the head on every token, although Cornstarch
+computes it only where there is a label: a second column says what share of the peak it does if that is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,10 +125,9 @@ def parts(case: Case, device: torch.device) -> tuple[Any, Any, nn.Module]:
     return language, vision, projector
 
 
-def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
-    """Return the batches, on the CPU in pinned memory."""
+def batches(case: Case) -> Iterator[dict[str, Tensor]]:
+    """Yield the batches, on the CPU."""
     made = torch.Generator().manual_seed(2)
-    found = []
     for _ in range(BATCHES):
         ids = torch.randint(0, 150_000, (case.rows, case.tokens), generator=made)
         for place in image_places(case):
@@ -143,8 +141,7 @@ def batches(case: Case, device: torch.device) -> list[dict[str, Tensor]]:
             batch["documents"] = documents.expand(case.rows, -1).contiguous()
             starts = torch.arange(0, case.tokens, length)
             batch["labels"][:, starts] = -100
-        found.append({name: one.pin_memory() for name, one in batch.items()})
-    return found
+        yield batch
 
 
 def image_places(case: Case) -> list[int]:
@@ -156,26 +153,19 @@ def image_places(case: Case) -> list[int]:
 # ---------------------------------------------------------------------------------------------------- what is counted
 
 
-def work(case: Case, head_rows: float) -> float:
-    """Return the floating-point operations of a step; `head_rows`: of how many tokens the head is needed."""
-    c = sizes(case)
-    hidden, width = c["hidden_size"], c["head_dim"] * c["num_attention_heads"]
-    keys = c["head_dim"] * c["num_key_value_heads"]
-    layer = hidden * width * 2 + hidden * keys * 2 + 3 * hidden * c["intermediate_size"]
-    tokens = case.rows * case.tokens
-    length = case.tokens // case.documents
-    pairs = case.rows * case.documents * length * (length + 1) / 2
-    forward_layers = 2 * tokens * layer * c["num_hidden_layers"]
-    attention = 4 * pairs * width * c["num_hidden_layers"]
-    head = 2 * head_rows * hidden * 151_936
-    images = case.rows * case.images
-    encoder_layer = 4 * 1152 * 1152 + 2 * 1152 * 4304
-    patches = images * IMAGE_TOKENS
-    encoder = 27 * (2 * patches * encoder_layer + 4 * images * IMAGE_TOKENS**2 * 1152) + 2 * patches * 588 * 1152
-    projector = 2 * patches * (1152 * hidden + hidden * hidden)
-    # Of a frozen language model the weights' gradients are not needed; attention has no weights.
-    times = 2 if case.trained == "lora" else 3
-    return times * (forward_layers + head) + 3 * attention + encoder + (3 * projector - 2 * patches * 1152 * hidden)
+def work(case: Case) -> tuple[float, float]:
+    """Return the floating-point operations of a step: with the head on every token, and where there are labels.
+
+    Cornstarch's own counter, on a model without weights.
+    """
+    from cornstarch import ModalEncoderModule, MultimodalModel
+    from cornstarch.compute.flops import FlopCounter
+
+    language, vision, projector = parts(replace(case, checkpointing=False), torch.device("meta"))
+    model = MultimodalModel(encoders={"vision": ModalEncoderModule(vision, projector)}, language_model=language)
+    model.set_modality_token_ids({"vision": IMAGE_TOKEN})
+    found = FlopCounter(model).step(next(batches(case)))
+    return found.total + found.untrained_head, found.total
 
 
 # ---------------------------------------------------------------------------------------------------- the ways
@@ -249,8 +239,8 @@ def measure(case: Case, way: str, profile: bool = False) -> dict[str, Any]:
     else:
         loss_of = (compiled_loss if way == "compiled" else plain_loss)(language, vision, projector)
     prepared: list[dict[str, Any]] = []
-    for batch in batches(case, device):
-        one: dict[str, Any] = dict(batch)
+    for batch in batches(case):
+        one: dict[str, Any] = {name: value.pin_memory() for name, value in batch.items()}
         if way == "ours":
             one["facts"] = BatchFacts.of(one, {"vision": IMAGE_TOKEN})
             one["trained"] = int((F.pad(batch["labels"], (0, 1), value=-100)[:, 1:] != -100).sum())
@@ -332,8 +322,7 @@ def in_process(case: Case, way: str, profile: bool) -> dict[str, Any]:
 def told(case: Case, results: list[dict[str, Any]]) -> str:
     """Return a table in Markdown."""
     good = {one["way"]: one for one in results if "error" not in one}
-    trained = case.rows * (case.tokens - case.images * IMAGE_TOKENS)
-    full, needed = work(case, case.rows * case.tokens), work(case, trained)
+    full, needed = work(case)
     lines = [
         f"### {case.name}: {case.rows} x {case.tokens} tokens, {case.images} images a row, {case.size}, {case.trained}"
         + (", recomputed layers" if case.checkpointing else "")
