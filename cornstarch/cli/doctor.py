@@ -12,9 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cornstarch.launch.measuring import Machine
 
 # As in pyproject.toml, which an installed package does not carry along.
 SUPPORTED = {"torch": ((2, 11), (2, 16)), "transformers": ((5, 17), (6,))}
@@ -49,8 +54,33 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
-def doctor() -> None:
+def doctor(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure how quickly it computes, exchanges and writes, instead.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="--measure: write a YAML file that --cluster takes."),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", help="--measure: processes. Default: one for each GPU; without GPUs 2."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="--measure: with little, in seconds; less exact.")] = False,
+) -> None:
     """Check this machine: versions, broken packages, process groups, GPUs, shared memory, disk, ports."""
+    if measure:
+        _measure(output, nproc, quick)
+        return
+    from cornstarch.errors import ConfigError
+
+    options = {"--output": output is not None, "--nproc": nproc is not None, "--quick": quick}
+    if given := [name for name, is_given in options.items() if is_given]:
+        raise ConfigError(f"{given[0]} says how to measure. Add --measure.")
+    _check()
+
+
+def _check() -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -64,6 +94,47 @@ def doctor() -> None:
     if failed:
         print(f"failed: {', '.join(failed)}")
         raise typer.Exit(1)
+
+
+def _measure(output: Path | None, nproc: int | None, quick: bool) -> None:
+    from rich.console import Console
+
+    from cornstarch.errors import ConfigError
+    from cornstarch.launch.measuring import measure
+    from cornstarch.plan.cluster import write_cluster
+    from cornstarch.plan.cluster_file import as_yaml
+
+    folder = output.absolute().parent if output is not None else Path.cwd()
+    if output is not None and (output.is_dir() or not os.access(folder, os.W_OK)):
+        raise ConfigError(f"--output {output}: expected the path of a file in a folder that can be written.")
+    machine = measure(folder, nproc, quick)
+    Console(markup=False, highlight=False).print(_measured_table(machine))
+    if output is None:
+        print(as_yaml(machine.cluster), end="")
+        return
+    write_cluster(output, machine.cluster)
+    print(f"Written: {output}. What is between nodes was not measured; put in what yours have.")
+
+
+def _measured_table(machine: Machine) -> Table:
+    """Return what was measured, and for each exchange how far the fitted line is from the times."""
+    from rich.table import Table
+
+    from cornstarch.plan.links import fit_error
+    from cornstarch.plan.quantities import written
+
+    cluster = machine.cluster
+    table = Table("what", "measured", title=f"{cluster.per_node} × {cluster.device.name}")
+    for dtype, rate in cluster.device.rates:
+        table.add_row(f"matrices in {dtype}", written(rate, "FLOP/s"))
+    table.add_row("memory", written(cluster.device.bandwidth or 0.0, "B/s"))
+    for kind, link in cluster.inside.collectives:
+        error = fit_error([one for one in machine.timings if one.kind == kind], link)
+        line = f"{written(link.latency, 's')} + {written(link.bandwidth, 'B/s')}, within {error:.0%}"
+        table.add_row(kind.replace("_", "-"), line)
+    for name, speed in (("disk, writing", cluster.disk), ("disk, reading", cluster.disk_read)):
+        table.add_row(name, written(speed or 0.0, "B/s"))
+    return table
 
 
 def examine() -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from cornstarch.errors import ConfigError
 # inside its functions: all of them are imported for `cornstarch --help`.
 COMMANDS = (
     "train", "init", "validate", "data", "generate", "export", "report", "checkpoint", "layout", "estimate", "verify",
-    "schema", "doctor",
+    "explain", "schema", "doctor",
 )  # fmt: skip
 
 WRONG_INPUT = 2

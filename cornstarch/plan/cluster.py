@@ -1,101 +1,143 @@
-"""What the machines are: devices, their memory and how much they multiply; no torch."""
+"""What the machines are: nodes, their devices, and what joins them; no torch.
+
+Cluster.parse("2x8xH100")        # 2 nodes of 8 GPUs, from the catalogue
+Cluster.parse("cluster.yaml")    # as described, or as `cornstarch doctor --measure` found it
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from pathlib import Path
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.devices import DEVICES, DTYPES, KEPT_FREE, Device, device, peak_flops, this_cpu
+from cornstarch.plan.links import BETWEEN_NODES, LINKS, Link
 
-KEPT_FREE = 0.05
-"""The share of a device's memory that is not planned with: the driver, libraries, gaps between tensors."""
+__all__ = [
+    "DEVICES", "DTYPES", "KEPT_FREE", "Cluster", "Device", "Link", "device", "peak_flops", "read_cluster", "this_cpu",
+    "write_cluster",
+]  # fmt: skip
+
+MOST_IN_A_NODE = 16
+"""More GPUs than this in a node are taken for a mistake in a name; a file may say otherwise."""
+
+_NAME = re.compile(r"(?:(\d{1,6})\s*[x×*]\s*)?(?:(\d{1,6})\s*[x×*]\s*)?(\S.*)", re.IGNORECASE)
+_FILE = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Device:
-    """What one rank computes on."""
+class Cluster:
+    """Equal nodes of equal devices. Ranks are numbered node by node."""
 
-    name: str
-    memory: int
-    """Bytes, as programs find them: a little less than what is sold, for the driver and error correction."""
-    has_bf16: bool = True
-    """Whether it computes in bfloat16 by itself."""
-    flops: float | None = None
-    """Operations per second at best, of dense matrices in half precision added up in float32; None: unknown."""
+    nodes: int
+    per_node: int
+    """Devices, and so ranks, in each node."""
+    device: Device
+    inside: Link
+    """What joins the devices of a node."""
+    between: Link
+    """What joins a device to those of other nodes."""
+    disk: float | None = None
+    """Bytes a second that a node writes; None: unknown."""
+    name: str = ""
+    disk_read: float | None = None
+    """Bytes a second that a node reads; None: unknown."""
+    measured: bool = False
+    """Whether the figures are what programs reach, and not what makers promise at best."""
+
+    def __post_init__(self) -> None:
+        for what, count in (("nodes", self.nodes), ("per_node", self.per_node)):
+            if count < 1:
+                raise ConfigError(f"{what} = {count}: a cluster has at least 1.")
+
+    @staticmethod
+    def parse(text: str) -> Cluster:
+        """Return the cluster that a name (`8xH200`, `2x8xH100`, `2xcpu`) or the path of a YAML file stands for."""
+        text = text.strip()
+        if text.lower().endswith(_FILE) or os.path.isfile(text):
+            return read_cluster(text)
+        found = _NAME.fullmatch(text)
+        if found is None:
+            raise ConfigError(
+                f"cluster {text!r}: expected a name such as 8xH200 (one node of 8), 2x8xH100 (two nodes) or 2xcpu, or "
+                "the path of a YAML file."
+            )
+        first, second, name = found.groups()
+        nodes, per_node = (int(first), int(second)) if second else (1, int(first or 1))
+        if not (nodes and per_node):
+            raise ConfigError(f"cluster {text!r}: 0 {'devices in a node' if nodes else 'nodes'}; expected at least 1.")
+        try:
+            one = device(name)
+        except ConfigError as error:
+            raise ConfigError(f"cluster {text!r}: {error}") from None
+        if one.name == "cpu":
+            one = this_cpu(per_node)
+        elif per_node > MOST_IN_A_NODE:
+            split = f"{per_node // 8}x8x{name}" if per_node % 8 == 0 and not second else f"2x8x{name}"
+            raise ConfigError(
+                f"cluster {text!r}: {per_node} GPUs in one node. The first of two numbers counts nodes: "
+                f"write {split}, or describe such a node in a YAML file."
+            )
+        return Cluster(nodes, per_node, one, joined(one), LINKS[BETWEEN_NODES], name=text)
 
     @property
-    def usable(self) -> int:
-        """Bytes to plan with."""
-        return int(self.memory * (1 - KEPT_FREE))
+    def devices(self) -> int:
+        """How many devices, and so ranks, there are."""
+        return self.nodes * self.per_node
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """Return the slowest link that a group of ranks crosses.
+
+        Two ranks of different nodes cross what is between nodes; two of one node what is inside. One rank alone crosses
+        nothing, and is given what is inside.
+        """
+        different = set(ranks)
+        lowest, highest = min(different, default=0), max(different, default=0)
+        if lowest < 0 or highest >= self.devices:
+            outside = lowest if lowest < 0 else highest
+            raise ConfigError(f"rank {outside}: {self.name or 'the cluster'} has ranks 0 to {self.devices - 1}.")
+        if lowest // self.per_node == highest // self.per_node:
+            return self.inside
+        if len({rank // self.per_node for rank in different}) == len(different):  # no two of them in one node
+            return self.between
+        return min(self.between, self.inside, key=lambda link: link.bandwidth)
+
+    def describe(self) -> str:
+        """Return what it is on one line."""
+        from cornstarch.plan.quantities import written
+
+        nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.per_node} × {self.device.name}"
+        words = [nodes, f"{self.device.memory / 2**30:.1f} GiB each"]
+        links = [("inside a node", self.inside)] * (self.per_node > 1) + [("between nodes", self.between)] * (
+            self.nodes > 1
+        )
+        return ", ".join([*words, *(f"{written(_rounded(link.bandwidth), 'B/s')} {where}" for where, link in links)])
 
 
-# Gibibytes as torch reports them (`total_memory`), rounded down.
-_GIBIBYTES = {
-    "B200": 178.0, "H200": 139.8, "H100": 79.1, "A100-80": 79.1, "A100-40": 39.4, "L40S": 44.4, "L4": 22.0, "A40": 44.4,
-    "A10": 22.0, "RTX-A6000": 47.4, "RTX-5090": 31.3, "RTX-4090": 23.5, "RTX-3090": 23.5, "V100-32": 31.7,
-    "V100-16": 15.7, "T4": 14.5, "MI300X": 191.0,
-}  # fmt: skip
-_WITHOUT_BF16 = ("V100-32", "V100-16", "T4")
-# Tera-operations per second from the makers' data sheets, without sparsity.
-_TERA = {
-    "B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100-80": 312.0, "A100-40": 312.0, "L40S": 362.0, "L4": 121.0,
-    "A40": 149.7, "A10": 125.0, "RTX-A6000": 154.8, "RTX-5090": 209.5, "RTX-4090": 165.2, "RTX-3090": 71.0,
-    "V100-32": 125.0, "V100-16": 125.0, "T4": 65.0, "MI300X": 1307.4,
-}  # fmt: skip
-# Cards of the same name with less power, by what else their names say.
-_SLOWER = {("H100", "pcie"): 756.0, ("H100", "nvl"): 835.0}
-
-DEVICES = {
-    name: Device(name, int(size * 2**30), name not in _WITHOUT_BF16, _TERA[name] * 1e12)
-    for name, size in _GIBIBYTES.items()
-}
-"""The catalogue."""
+def joined(one: Device) -> Link:
+    """Return what joins several of a device in a node, by the catalogue; PCIe 4 where that is not known."""
+    return LINKS[one.link or "PCIe 4"]
 
 
-def device(name: str) -> Device:
-    """Return a device of the catalogue, however its name is written; `cpu` is this machine's memory."""
-    wanted = _plain(name)
-    if wanted == "cpu":
-        return this_cpu()
-    known = {_plain(one): found for one, found in DEVICES.items()}
-    without_size = _plain(re.sub(r"\d+\s*gi?b\b", "", name.lower()))
-    for plain in (wanted, f"rtx{wanted}", without_size):  # `4090` is an RTX-4090, `H100 80GB` an H100
-        if plain in known:
-            return known[plain]
-    several = [found.name for plain, found in known.items() if wanted and plain.startswith(wanted)]
-    close = several or [known[plain].name for plain in get_close_matches(wanted, list(known), n=1, cutoff=0.5)]
-    advice = f"Did you mean {' or '.join(close)}?" if close else f"Known are {', '.join([*DEVICES, 'cpu'])}."
-    raise ConfigError(f"There is no GPU {name!r} in the catalogue. {advice}")
+def read_cluster(path: str | Path) -> Cluster:
+    """Return the cluster that a YAML file describes; every mistake in it is told, with its line."""
+    from cornstarch.plan.cluster_file import read
+
+    return read(Path(path))
 
 
-def peak_flops(name: str, precision: str) -> float | None:
-    """Return what a device multiplies at best, in operations per second; None if that is not known.
+def write_cluster(path: str | Path, cluster: Cluster) -> None:
+    """Write a YAML file that `read_cluster` reads as the same cluster."""
+    from cornstarch.plan.cluster_file import as_yaml
 
-    Args:
-        name: The device, as its driver calls it.
-        precision: bf16 or fp16. How fast float32 goes depends on what a program allows (TF32), so it is not told.
-    """
-    lowered = name.lower()
-    plain = re.sub(r"\bnvl\b", "", lowered)
     try:
-        found = device(plain)
-    except ConfigError:
-        return None
-    if precision not in ("bf16", "fp16") or (precision == "bf16" and not found.has_bf16):
-        return None
-    slower = (tera * 1e12 for (one, word), tera in _SLOWER.items() if one == found.name and word in lowered)
-    return next(slower, found.flops)
+        Path(path).write_text(as_yaml(cluster), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def this_cpu() -> Device:
-    """Return this machine's memory as a device."""
-    import psutil
-
-    return Device("cpu", int(psutil.virtual_memory().total), has_bf16=False)
-
-
-def _plain(name: str) -> str:
-    """Return a name without what people write in several ways: `NVIDIA A100 80GB` is `a10080`."""
-    lowered = re.sub(r"nvidia|geforce|amd|instinct|tesla|sxm\d?|pcie|hbm\d?e?|(?<=\d)\s*gi?b\b", "", name.lower())
-    return re.sub(r"[^a-z0-9]", "", lowered)
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from statistics import median
 
 from cornstarch.report import figures
+from cornstarch.report.document import masthead
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.reading import Curve, Evaluation, Run
 from cornstarch.report.values import mapping, text
 
 # What a status looks like: a class and a sign, for those who do not see its colour.
 _SIGNS = {"finished": ("good", "✓"), "running": ("busy", "▸"), "stopped": ("warn", "■"), "failed": ("bad", "✗")}
-_LOGO = Markup(
-    '<svg class="logo" viewBox="0 0 32 32" aria-hidden="true"><rect width="32" height="32" rx="8"/>'
-    '<path d="M16 5c4 3 6 7 6 12s-2 8-6 10c-4-2-6-5-6-10s2-9 6-12z"/>'
-    '<path class="vein" d="M16 9v17M11 15h10M11 20h10"/></svg>'
-)
 
 
 def header(run: Run) -> Markup:
@@ -30,12 +26,7 @@ def header(run: Run) -> Markup:
     command = text(run.summary.get("command"))
     return element(
         "header",
-        element(
-            "div",
-            element("p", _LOGO, "Cornstarch run report", class_="brand"),
-            element("button", "Dark", type="button", id="theme", hidden=True, aria_label="Switch to dark colours"),
-            class_="top",
-        ),
+        masthead("Cornstarch run report"),
         element(
             "div",
             element("h1", run.name[:200]),

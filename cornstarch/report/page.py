@@ -8,28 +8,15 @@ from cornstarch import __version__
 from cornstarch.report import figures, sections
 from cornstarch.report.charts import COLOURS, Chart, Line, draw
 from cornstarch.report.curves import LONG, smooth
+from cornstarch.report.document import head
 from cornstarch.report.gantt import pipeline
 from cornstarch.report.looks import looks
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.overview import cards, header, notes
 from cornstarch.report.reading import Curve, Run
 from cornstarch.report.script import SCRIPT
-from cornstarch.report.style import STYLE
 from cornstarch.report.times import times
 
-# Nothing is loaded from anywhere, even if a text of the run should slip through as HTML.
-_POLICY = (
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; media-src data:; "
-    "base-uri 'none'; form-action 'none'"
-)
-_ICON = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgBAMAAACBVGfHAAAAMFBMVEUFc2/S04USeG4QgXhbmXeTtH0Od24A//"
-    "+zxIEOdm785ooAAAAOdm7n3IcAbmwwhXEvniEdAAAAEHRSTlMV/+T///+vAf/+/wCS////N9sS7AAAAQlJREFUeNpl0iFIQ1EUxvHfu5sMwW"
-    "IwWh0YbLMsuCAYLBMRLMLAZFuwmQxGYdUgDKwKggzDHJi1iIhgFsRoGG5zEw1P9y76lXPPn+8ezrnnJm1rs3WpBgtD+dHGoV8VnortxPaiTM"
-    "c34eoxym3dJpMNUD1PSS9cp4fdpRqYCmnsd+5fwHtyBPYben2QB6vTTHbKEMAZ7MnADtxWx2CiCknmGFZgdJ5dacBUVOMaPmtjMIimCf4oQO"
-    "GfowK5Zgbq0M0cE3eQzzodvsFXVGMFSlGn63AQOVp1cuUUpG/8TC/dVa71Cg8vhdM5KIQK+JjZXAXdcNFMyU8oh+X5eLSTUnIZLZtiO/n7Hb"
-    "4BHhFD/lOhdf8AAAAASUVORK5CYII="
-)
 _MOST_MARKS = 20
 _MOST_EVALUATIONS = 200
 _SECTIONS = (
@@ -77,19 +64,10 @@ def render(run: Run) -> str:
         element("footer", f"Written by Cornstarch {__version__} from {run.folder.name}", class_="page"),
         element("script", Markup(SCRIPT)),
     )
-    return "<!doctype html>\n" + element("html", _head(run), body, lang="en") + "\n"
-
-
-def _head(run: Run) -> Markup:
-    return element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{run.name[:200]} · {run.status[:40]} · Cornstarch"),
-        element("link", rel="icon", href=_ICON),
-        element("style", Markup(STYLE)),
+    return (
+        "<!doctype html>\n"
+        + element("html", head(f"{run.name[:200]} · {run.status[:40]} · Cornstarch"), body, lang="en")
+        + "\n"
     )
 
 

@@ -1,0 +1,110 @@
+"""An explanation on a terminal, step by step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cornstarch.explain.story import Box, Formula, Row, Step, Story, Tone, sent_words
+
+_STYLES: dict[Tone, str] = {
+    "c1": "green", "c2": "dark_orange", "c3": "medium_purple", "c4": "magenta", "c5": "yellow", "c6": "dodger_blue1",
+    "n": "dim", "f": "dodger_blue1", "b": "green", "i": "medium_purple", "w": "yellow",
+}  # fmt: skip
+_ACTIONS = re.compile(r"\b([FBIW])\d+(?:@\d+)?-*")
+
+
+def show(story: Story, console: Console, only: int | None = None) -> None:
+    """Print all steps, or one of them, and what they come to.
+
+    only: the number of the step, from 1.
+    """
+    console.print(Text(story.title, style="bold"))
+    console.print(Text(story.lead))
+    if story.legend:
+        console.print(Text("  ").join(Text(f"■ {meaning}", style=_STYLES[tone]) for tone, meaning in story.legend))
+    for number, step in enumerate(story.steps, 1):
+        if only in (None, number):
+            _show_step(number, len(story.steps), step, console)
+    console.print()
+    console.print(_formulas(story.formulas))
+    for remark in story.remarks:
+        console.print(Text(remark, style="dim"))
+
+
+def _show_step(number: int, steps: int, step: Step, console: Console) -> None:
+    console.print()
+    console.print(Text.assemble((f"{number}/{steps} ", "dim"), (step.title, "bold")))
+    console.print(Text(step.says))
+    if step.text:
+        for line in folded(step.text, console.width).splitlines():
+            console.print(_coloured(line), no_wrap=True, crop=False)
+    else:
+        console.print(_table(step))
+    if said := sent_words(step.sent):
+        console.print(Text(said, style="dim"))
+
+
+def folded(text: str, width: int) -> str:
+    """Return the text of a timeline in blocks no wider than the terminal; names stand before each of them."""
+    lines = text.splitlines()
+    first = re.match(r"^(.*?\d+)  ", lines[0])
+    if first is None or max(map(len, lines)) <= width:
+        return text
+    name = max(len(found[1]) for line in lines if (found := re.match(r"^(.*?\d+)(?=  )", line))) + 2
+    column = max((len(found[0].rstrip("-")) for found in _ACTIONS.finditer(text)), default=1) + 1
+    room = max(1, (width - name) // column) * column
+    blocks = [
+        "\n".join((line[:name] + line[at : at + room]).rstrip() for line in lines)
+        for at in range(name, max(map(len, lines)), room)
+    ]
+    return "\n\n".join(blocks)
+
+
+def _coloured(line: str) -> Text:
+    text = Text(line)
+    for found in _ACTIONS.finditer(line):
+        tone: Tone = {"F": "f", "B": "b", "I": "i", "W": "w"}[found[1]]  # type: ignore[assignment]
+        text.stylize(_STYLES[tone], *found.span())
+    return text
+
+
+def _table(step: Step) -> Table:
+    """Return the boxes as a table: a column for each head, or for each box of a row where there are none."""
+    table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+    heads = step.head or tuple(replace(cell, text="") for cell in step.rows[0].boxes)
+    table.add_column("", no_wrap=True)
+    for head in heads:
+        table.add_column(head.text, overflow="fold")
+    table.add_column("", no_wrap=True)
+    for row in step.rows:
+        table.add_row(row.name, *(_cell(row, head) for head in heads), Text(row.beside, style="dim"))
+    return table
+
+
+def _cell(row: Row, head: Box) -> Text:
+    """Return what a row has under a head."""
+    inside = [cell for cell in row.boxes if head.start <= cell.start < head.end]
+    wide = max((len(cell.text) for cell in inside), default=0) if len(inside) > 1 else 0
+    return Text(" ").join(
+        Text(
+            f"{cell.text or '·':{wide}}",
+            style=(_STYLES[cell.tone] if cell.text else "dim") + (" bold" if cell.fresh else ""),
+        )
+        for cell in inside
+    )
+
+
+def _formulas(formulas: Sequence[Formula]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("", "formula", "with numbers", "is", "counted step by step"):
+        table.add_column(name, overflow="fold")
+    for one in formulas:
+        table.add_row(one.name, one.symbols, one.numbers, one.result, one.counted)
+    return table
