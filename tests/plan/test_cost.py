@@ -1,0 +1,138 @@
+"""Costs scaled to a rank, passes with what they exchange, and cuts into stages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from cornstarch.errors import ConfigError
+from cornstarch.plan.cluster import Device, Link
+from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost, scaled
+from cornstarch.plan.partition import best_cut
+from cornstarch.plan.passes import Links, Way, passes
+from tests.plan.runs import layer
+
+DEVICE = Device("toy", 2**30)
+FREE = Links(*[Link(1e30, 0.0)] * 3)
+
+
+def test_tp_spreads_matrices_and_cp_tokens() -> None:
+    one = layer(kv_bytes=80, whole_bytes=8)
+    cut = scaled(one, tp=2, cp=2, samples=4)
+    assert (cut.forward, cut.input_gradient) == (1.0, 1.0)
+    assert (cut.parameters, cut.parameter_bytes) == (50, 100)
+    assert cut.activation_bytes == (8 + 32 / 2) * 2
+    assert scaled(one, tp=2, sequence=True).activation_bytes == 20
+    assert (cut.output_bytes, cut.kv_bytes) == (20, 160)
+
+
+def test_tables_of_words_are_cut_only_if_told_so() -> None:
+    table = layer(tp_cuts="vocabulary")
+    assert scaled(table, tp=4).parameters == 100
+    assert scaled(table, tp=4).forward == 1.0
+    assert scaled(table, tp=4, vocabulary=True).parameters == 25
+
+
+def test_no_pass_is_faster_than_its_weights_are_read() -> None:
+    slow = replace(DEVICE, bandwidth=100.0)  # 200 bytes take 2 s
+    assert scaled(layer(), device=slow).forward == 2.0
+    assert scaled(layer(), device=slow, samples=8).forward == 8.0
+
+
+def test_frozen_layers_have_only_the_passes_that_gradients_need() -> None:
+    """Frozen, trained, frozen: no backward; weights alone; gradients of inputs alone."""
+    layers = (layer("a", False), layer("b", True), layer("c", False))
+    cost = RunCost((ModuleCost("model", layers),))
+    found = passes(cost, Way("model", 1, 1, 1.0, FREE), DEVICE)
+    assert found.forward.tolist() == [1, 1, 1]
+    assert found.inputs.tolist() == [0, 0, 1]
+    assert found.weights.tolist() == [0, 1, 0]
+    assert found.kept.tolist() == [0, 40, 40]
+
+
+def test_a_trained_encoder_makes_gradients_pass_through_a_frozen_language_model() -> None:
+    frozen = ModuleCost("language_model", (layer("l", False),))
+    for trained, expected in ((True, 1.0), (False, 0.0)):
+        cost = RunCost((ModuleCost("vision", (layer("v", trained),)), frozen))
+        assert passes(cost, Way("language_model", 1, 1, 1.0, FREE), DEVICE).inputs.tolist() == [expected]
+
+
+def test_tp_sums_and_checkpointing_by_hand() -> None:
+    """Sums of 1,000 bytes over 2 ranks at 1,000 bytes/s take 1 s each: 2 forward, 2 again, 2 backward."""
+    one = layer(sums=2, output_bytes=1000)
+    cost = RunCost((ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (one,))))
+    links = Links(Link(1000.0, 0.0), Link(1e30, 0.0), Link(1e30, 0.0))
+    found = passes(cost, Way("language_model", 2, 1, 1.0, links, checkpointing=True), DEVICE)
+    assert found.forward.tolist() == [0.5 + 2]
+    assert found.inputs.tolist() == [0.5 + 2 + 0.5 + 2]
+    assert found.weights.tolist() == [0.5]
+    assert (found.tensor.tolist(), found.again.tolist()) == ([6.0], [0.5])
+    assert (found.kept.tolist(), found.working.tolist()) == ([5.0], [15.0])
+
+
+def test_zero3_waits_for_what_computing_does_not_hide() -> None:
+    """200 bytes from 2 ranks at 50 bytes/s take 2 s; forward takes 1 s, backward 2 s."""
+    cost = RunCost((ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (layer("l"),))))
+    links = Links(Link(1e30, 0.0), Link(1e30, 0.0), Link(50.0, 0.0))
+    found = passes(cost, Way("language_model", 1, 1, 1.0, links, gathered_over=2), DEVICE)
+    assert (found.forward.tolist(), found.gather.tolist()) == ([2.0], [1.0])
+    assert found.total.tolist() == [4.0]
+
+
+def test_zero2_gathers_for_the_forward_pass_only() -> None:
+    """As above, but at 20 bytes/s: 5 s, which neither pass hides."""
+    cost = RunCost((ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (layer("l"),))))
+    links = Links(Link(1e30, 0.0), Link(1e30, 0.0), Link(20.0, 0.0))
+    totals = []
+    for again in (True, False):
+        way = Way("language_model", 1, 1, 1.0, links, gathered_over=2, gathered_again=again)
+        totals += passes(cost, way, DEVICE).total.tolist()
+    assert totals == [5.0 + 5.0, 5.0 + 2.0]
+
+
+def test_cuts_are_those_of_brute_force() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        times = [draw.choice([0.5, 1, 2, 5]) for _ in range(draw.randint(2, 9))]
+        stages, before = draw.randint(1, len(times)), draw.choice([0.0, 0.0, 3.0])
+
+        def slowest(starts: tuple[int, ...], times: list[float] = times, before: float = before) -> float:
+            ends = (*starts[1:], len(times))
+            sums = [sum(times[a:b]) for a, b in zip(starts, ends, strict=True)]
+            return max(sums[0] + before, *sums[1:], 0.0)
+
+        every = [(0, *rest) for rest in combinations(range(1, len(times)), stages - 1)]
+        found = best_cut(times, stages, before)
+        assert len(found) == stages
+        assert slowest(found) == pytest.approx(min(map(slowest, every)))
+
+
+def test_frozen_layers_are_packed_more_densely() -> None:
+    """Six frozen layers of 1 s, two trained ones of 3 s: the first stage has all frozen ones."""
+    assert best_cut([1, 1, 1, 1, 1, 1, 3, 3], 2) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: layer(forward=-1.0),
+        lambda: layer(activation_bytes_recomputed=41),
+        lambda: ModuleCost("model", ()),
+        lambda: RunCost(()),
+        lambda: RunCost((ModuleCost("model", (layer(),)),), batch=0),
+        lambda: RunCost((ModuleCost("vision", (layer(),), ("audio",)), ModuleCost("language_model", (layer(),)))),
+    ],
+)
+def test_mistakes_are_told(make: object) -> None:
+    with pytest.raises(ConfigError):
+        make()  # type: ignore[operator]
+
+
+def test_adapters_train_some_of_the_parameters() -> None:
+    one = layer(trained_parameters=10)
+    assert (one.changing, layer(trained=False).changing, layer().changing) == (10, 0, 100)
+    assert scaled(one, tp=2).changing == 5
+    assert isinstance(one, LayerCost)

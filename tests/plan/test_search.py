@@ -1,0 +1,147 @@
+"""The search against brute force, its limits, and what it says about those that lost."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+
+from cornstarch.plan.assembly import Costs
+from cornstarch.plan.cost import RunCost
+from cornstarch.plan.layout import unexecutable
+from cornstarch.plan.predict import predict
+from cornstarch.plan.search import search
+from cornstarch.plan.space import Space, choices
+from tests.plan.runs import cluster, module, random_run
+
+INSTANCES = 200
+SMALL = Space(kinds=("ddp", "zero3"))
+
+
+def test_equals_brute_force() -> None:
+    """Every choice through the same prediction, on random runs; several have no answer."""
+    draw = random.Random(8)
+    impossible, winners = 0, set()
+    for number in range(INSTANCES):
+        cost, machines = random_run(draw)
+        costs = Costs(cost, machines)
+        every = (predict(choice, costs, machines) for choice in choices(cost, machines, SMALL))
+        least = min((one.step for one in every if one.fits), default=None)
+        found = search(cost, machines, SMALL, runners_up=0, polish=False)
+        if least is None:
+            assert found.best is None, number
+            impossible += 1
+            continue
+        assert found.best is not None, number
+        assert found.best.step == pytest.approx(least, rel=0.01), number
+        assert found.best.fits
+        winner = found.best.choice
+        winners |= {winner.ranks, winner.kind, winner.schedule, winner.modules[-1][1].tp, winner.microbatches > 1}
+    assert {"shared", "first_stage", "own", "ddp", "zero3", 2, True} <= winners
+    assert 0 < impossible < INSTANCES / 2
+
+
+def test_everything_to_choose_from_can_be_run() -> None:
+    draw = random.Random(3)
+    space = Space(schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"))
+    for _ in range(6):
+        cost, machines = random_run(draw)
+        every = list(choices(cost, machines, space))
+        assert len(set(every)) == len(every)
+        for choice in draw.sample(every, min(40, len(every))):
+            assert unexecutable(choice.plan) == [], choice.describe()
+            assert choice.world <= machines.devices
+
+
+def test_a_faster_link_never_makes_the_best_step_slower() -> None:
+    draw = random.Random(5)
+    for _ in range(25):
+        cost, machines = random_run(draw)
+        slow = search(cost, machines, SMALL, runners_up=0, polish=False).best
+        for which in ("inside", "between"):
+            link = getattr(machines, which)
+            faster = replace(machines, **{which: replace(link, bandwidth=4 * link.bandwidth, latency=0.0)})
+            fast = search(cost, faster, SMALL, runners_up=0, polish=False).best
+            assert (slow is None) == (fast is None)
+            if slow is not None and fast is not None:
+                assert fast.step <= slow.step * 1.01
+
+
+def test_memory_is_a_hard_limit() -> None:
+    """Less and less memory: plans that fit, ever slower, until none does."""
+    cost = RunCost((module("model", 4, parameters=10**6, parameter_bytes=2 * 10**6, activation_bytes=10**6),), batch=8)
+    steps = []
+    for memory in (200e6, 40e6, 20e6, 14e6, 5e6):
+        found = search(cost, cluster(1, 4, memory=int(memory)))
+        if found.best is None:
+            steps.append(float("inf"))
+            continue
+        assert found.best.peak <= found.best.limit == cluster(1, 4, memory=int(memory)).device.usable
+        assert all(one.prediction.fits for one in found.runners_up)
+        steps.append(found.best.step)
+    assert steps == sorted(steps)
+    assert steps[0] < steps[-1] == float("inf")
+
+
+def test_impossible_requests_get_the_smallest_cluster() -> None:
+    cost = RunCost((module("model", 8, parameters=10**6, parameter_bytes=2 * 10**6),), batch=64, state_bytes=12)
+    found = search(cost, cluster(1, 2, memory=30 * 10**6))
+    assert found.best is None
+    assert found.smallest is not None
+    assert found.smallest.devices > 2
+    assert found.smallest.name in found.message
+    assert search(cost, found.smallest).best is not None
+    fewer = replace(found.smallest, nodes=found.smallest.nodes - 1)
+    assert search(cost, fewer).best is None
+
+
+def test_tp_that_crosses_nodes_is_said_to() -> None:
+    model = module("model", 2, sums=2, output_bytes=10**8, tp_sizes=(1, 2, 4))
+    cost = RunCost((model,), batch=1)  # one sample: replicas and microbatches do not help
+    found = search(cost, cluster(2, 2, inside=1e12, between=1e8), Space(schedules=("1f1b",)), polish=False)
+    assert found.best is not None
+    assert found.best.choice.modules[-1][1].tp == 2
+    reasons = [one.reason for one in found.runners_up]
+    assert any("tp = 4 of model crosses nodes: its all-reduce takes" in reason for reason in reasons), reasons
+
+
+def test_runners_up_differ_in_kind_and_are_slower() -> None:
+    frozen = module("vision", 4, trained=False, tp_sizes=(1, 2))
+    cost = RunCost((frozen, module("language_model", 8, tp_sizes=(1, 2))), batch=16)
+    found = search(cost, cluster(1, 8))
+    assert found.best is not None
+    assert len(found.runners_up) >= 2
+    assert all(one.prediction.step >= found.best.step * (1 - 0.01) for one in found.runners_up)
+    assert len({one.prediction.choice.describe() for one in found.runners_up}) == len(found.runners_up)
+    assert all(one.reason.startswith(("+", "as fast")) for one in found.runners_up)
+    assert "s a step" in found.message
+
+
+def test_polishing_only_improves() -> None:
+    draw = random.Random(9)
+    for _ in range(10):
+        cost, machines = random_run(draw)
+        plain, finer = (search(cost, machines, SMALL, runners_up=0, polish=polish).best for polish in (False, True))
+        if plain is not None and finer is not None:
+            assert finer.step <= plain.step
+            assert finer.fits
+            assert unexecutable(finer.choice.plan) == []
+
+
+def test_a_batch_of_odd_size_leaves_devices_idle_rather_than_failing() -> None:
+    found = search(RunCost((module("model", 1, tp_sizes=(1,)),), batch=3), cluster(1, 4))
+    assert found.best is not None
+    assert found.best.choice.dp == 3
+
+
+def test_many_devices_are_quick() -> None:
+    """1,024 devices and 80 layers behind an encoder; in time that a slow and busy machine has, too."""
+    start = time.process_time()
+    sizes = {"parameters": 10**6, "parameter_bytes": 2 * 10**6, "output_bytes": 10**6, "sums": 2}
+    vision = module("vision", 24, trained=False, seconds=1e-3, **sizes)
+    cost = RunCost((vision, module("language_model", 80, seconds=4e-3, cp_sizes=(1, 2, 4), **sizes)), batch=1024)
+    found = search(cost, cluster(128, 8, memory=10**9, inside=4e11, between=5e10, latency=1e-5))
+    assert found.best is not None
+    assert time.process_time() - start < 30
