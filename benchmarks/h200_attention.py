@@ -147,7 +147,7 @@ def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
         return compiled_flex(query, key, value, block_mask=blocks, enable_gqa=True).transpose(1, 2)
 
     found: dict[str, Callable[..., Tensor]] = {}
-    if attends_in_pieces(spec.documents.device):
+    if attends_in_pieces(spec.documents.device, WIDTH):
         pieces = pieces_of(spec, spec.counts, spec.block_mask)
         found["ours"] = lambda query, key, value: attend_in_pieces(query, key, value, pieces, WIDTH**-0.5)
     else:
@@ -210,7 +210,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-    print(f"in pieces: {attends_in_pieces(torch.device('cuda'))}\n")
+    print(f"in pieces: {attends_in_pieces(torch.device('cuda'), WIDTH)}\n")
     print(
         "| tokens | mask | causal ms | ours ms | ours, per pair / causal | flex ms | per pair | dense | CPU ms | off |"
     )

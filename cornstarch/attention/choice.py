@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cornstarch.attention.cudnn import has_cudnn
+from cornstarch.attention.cudnn import has_cudnn, has_kernels
 from cornstarch.errors import ConfigError
 
 Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
@@ -74,12 +74,14 @@ def check_way(way: Way, device: torch.device, half: bool) -> None:
         raise ConfigError(f"attention = {way}\n  These kernels compute in bf16 or fp16. Set precision, or use auto.")
 
 
-def attends_in_pieces(device: torch.device) -> bool:
-    """Whether causal masks with documents and spans are to be cut into pieces of rows."""
+def attends_in_pieces(device: torch.device, width: int | None) -> bool:
+    """Whether causal masks with documents and spans are to be cut into pieces of rows, for heads of a width."""
     way = _current.get()
-    if way in ("flex", "sdpa") or device.type != "cuda" or not has_cudnn():
+    if way in ("flex", "sdpa") or device.type != "cuda" or not has_cudnn() or width is None:
         return False
-    return way != "auto" or torch.cuda.get_device_capability(device) >= _HOPPER
+    if way == "auto" and torch.cuda.get_device_capability(device) < _HOPPER:
+        return False
+    return has_kernels(width, device)
 
 
 def wants_dense() -> bool:

@@ -35,6 +35,19 @@ def _package() -> Any:
     return importlib.import_module("cudnn")
 
 
+@cache
+def has_kernels(width: int, device: torch.device) -> bool:
+    """Whether there are kernels for heads of a width on a device: plans are made for small pieces, and not run."""
+    shapes = (device, torch.bfloat16, 256, 2, 1, width)
+    try:
+        for make in (_forward_plan, _backward_plan):
+            for ahead, whole in ((False, True), (False, False), (True, False)):
+                make(shapes, 2, 128, 1.0, ahead, whole)
+    except Exception:  # of many kinds, by version of cuDNN and of its package
+        return False
+    return True
+
+
 class Cudnn:
     """Attention in pieces of rows; see `cornstarch.attention.varlen.Kernel`."""
 

@@ -147,7 +147,7 @@ def make_mask(
     asked: Any = mask_function
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
-        in_pieces = asked is causal_mask_function and attends_in_pieces(spec.documents.device)
+        in_pieces = asked is causal_mask_function and attends_in_pieces(spec.documents.device, _width(config))
         if in_pieces and spec.counts.in_pieces:
             return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern))
         return spec.block_mask(pattern)
@@ -166,6 +166,15 @@ def within_document(mask_function: Visibility, attention_mask: Tensor) -> Visibi
         return mask_function(row, head, query + left_padding[row], key + left_padding[row])
 
     return pattern
+
+
+def _width(config: Any) -> int | None:
+    """Return how wide a model's heads are, if its config says it."""
+    heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    width = getattr(config, "head_dim", None)
+    if width is None and isinstance(heads, int) and isinstance(size, int) and heads > 0:
+        width = size // heads
+    return width if isinstance(width, int) else None
 
 
 def _rows(spec: MaskSpec, batch_size: int) -> MaskSpec:
@@ -251,7 +260,7 @@ def attend_by_kernel(
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} changes its attention scores by {name!r}.")
     if isinstance(attention_mask, Pieces):
-        if dropout == 0 and softcap is None and s_aux is None and can_attend(query):
+        if dropout == 0 and softcap is None and s_aux is None and can_attend(query, value):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return attend_in_pieces(query, key, value, attention_mask, scale), None
         attention_mask = attention_mask.block_mask

@@ -241,9 +241,11 @@ def _on_device(function: Callable[..., Any], tensor: Tensor) -> Callable[..., An
     return _fused(function) if tensor.is_cuda else function
 
 
-def can_attend(query: Tensor) -> bool:
+def can_attend(query: Tensor, value: Tensor) -> bool:
     """Whether the kernels take such heads: [B, H, S, D]."""
     width = query.shape[-1]
+    if width != value.shape[-1]:
+        return False
     return not query.is_cuda or (query.dtype in _HALF and width <= _WIDEST and width % 8 == 0)
 
 

@@ -161,4 +161,4 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_pieces_without_a_gpu() -> None:
     with attend_with("varlen"):
-        assert not attends_in_pieces(torch.device("cpu"))
+        assert not attends_in_pieces(torch.device("cpu"), 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from cornstarch.attention import MaskSpec, use_mask
 from cornstarch.attention.choice import attend_with
-from cornstarch.attention.cudnn import has_cudnn
+from cornstarch.attention.cudnn import has_cudnn, has_kernels
 from cornstarch.attention.interface import make_mask
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
@@ -91,7 +92,13 @@ def test_which_kernels_are_chosen() -> None:
 
     spec = packed(256)
     mask = (spec.documents > 0).long()
-    asked: dict[str, Any] = {"mask_function": causal_mask_function, "attention_mask": mask, "device": "cuda"}
+    config = SimpleNamespace(hidden_size=256, num_attention_heads=4)
+    asked: dict[str, Any] = {
+        "mask_function": causal_mask_function,
+        "attention_mask": mask,
+        "device": "cuda",
+        "config": config,
+    }
     with use_mask(spec):
         for way, expected in (("flex", "BlockMask"), ("varlen", "Pieces"), ("sdpa", "Tensor")):
             with attend_with(way):  # type: ignore[arg-type]
@@ -106,6 +113,20 @@ def test_which_kernels_are_chosen() -> None:
 
             found = make_mask(2, 256, 256, **{**asked, "mask_function": window})
             assert type(found).__name__ == "BlockMask", "pieces know no windows"
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 32, 48, 80, 96, 112])
+def test_heads_of_other_widths_attend_or_are_left_to_others(width: int) -> None:
+    if not has_kernels(width, torch.device("cuda", 0)):
+        pytest.skip("cuDNN has no kernels for them")
+    spec = packed(300)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 300, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    real = spec.documents > 0
+    found = attend_in_pieces(query, key, value, pieces(spec), 0.3)
+    scores = (query.double() @ key.double().transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
+    reference = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    assert_close(found[real], reference[real], 2e-2, "output")
 
 
 def test_a_mask_that_is_known_is_not_waited_for() -> None:
