@@ -127,14 +127,16 @@ class VocabularyHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return logits."""
         weight, bias = local_use(self.weight), local_use(self.bias)
-        if not (self.training and torch.is_grad_enabled()):
+        input = copy_in(input, self.group)
+        # A frozen model is not in train mode, and gradients flow through it all the same.
+        if not (torch.is_grad_enabled() and (self.training or input.requires_grad)):
             return self.joined(nn.functional.linear(input, weight, bias))
 
         def logits(hidden: Tensor) -> Tensor:
             return self.joined(nn.functional.linear(hidden, weight, bias))
 
         words = SharedWords(self.group, own_words(self.words, self.group)[0])
-        return LazyLogits(copy_in(input, self.group), weight, bias, logits, words)  # type: ignore[return-value]
+        return LazyLogits(input, weight, bias, logits, words)  # type: ignore[return-value]
 
     def joined(self, logits: Tensor) -> Tensor:
         """Return the logits of all words, from those that each rank has."""
