@@ -126,18 +126,23 @@ def test_an_interrupted_command_ends_with_130_and_no_traceback(tmp_path: Path) -
     command = [sys.executable, "-m", "cornstarch", "validate", "run.yaml"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     started = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    writer, error = None, None
     try:
-        writer = None
         while writer is None:  # opens once the command has opened the other end
             try:
                 writer = os.open(tmp_path / "run.yaml", os.O_WRONLY | os.O_NONBLOCK)
             except OSError:
                 assert started.poll() is None
-        started.send_signal(signal.SIGINT)
-        os.close(writer)  # a signal between opening and reading is seen when there is nothing left to read
-        _, error = started.communicate(timeout=150)
+        while error is None:
+            started.send_signal(signal.SIGINT)
+            try:
+                _, error = started.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                continue  # it came between opening and reading, and reading waits
     finally:
         started.kill()
+        if writer is not None:
+            os.close(writer)
     assert started.returncode == 130
     assert "Traceback" not in error
 
