@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cornstarch.attention.pieces import Cut
+
 _PLANS = 256  # kept; some kilobytes each
 _own = threading.local()
 
@@ -51,29 +53,17 @@ def has_kernels(width: int, device: torch.device) -> bool:
 class Cudnn:
     """Attention in pieces of rows; see `cornstarch.attention.varlen.Kernel`."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pieces: Tensor | None,
-        rows: int,
-        longest: int,
-        scale: float,
-        ahead: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
         """Attend."""
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        output = torch.empty_like(query)
-        if pieces is None:
-            heads = query.shape[1]
-            sums = torch.empty(rows, heads, longest, dtype=torch.float32, device=query.device)
-            plan = _forward_plan(_shapes(query, key), rows, longest, scale, ahead, True)
-            _run(plan, None, [query, key, value, output, sums], ahead)
-            return output, sums.transpose(1, 2).reshape(-1, heads).contiguous()  # of one row it is a view
-        sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        plan = _forward_plan(_shapes(query, key), pieces.shape[1] - 1, longest, scale, ahead, False)
-        _run(plan, pieces, [query, key, value, output, sums], ahead)
+        output, heads = torch.empty_like(query), query.shape[1]
+        if cut.pieces is None:
+            sums = torch.empty(cut.rows, heads, cut.longest, dtype=torch.float32, device=query.device)
+        else:
+            sums = torch.full((len(query), heads), -torch.inf, dtype=torch.float32, device=query.device)
+        _run(_forward_plan(*_asked(query, key, cut)), cut, [query, key, value, output, sums])
+        if cut.pieces is None:  # head after head; of one row the transposed is a view
+            sums = sums.transpose(1, 2).reshape(-1, heads).contiguous()
         return output, sums
 
     def backward(
@@ -84,38 +74,36 @@ class Cudnn:
         value: Tensor,
         output: Tensor,
         sums: Tensor,
-        pieces: Tensor | None,
-        rows: int,
-        longest: int,
-        scale: float,
-        ahead: bool,
+        cut: Cut,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
         gradient, output, sums = gradient.contiguous(), output.contiguous(), sums.contiguous()
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        make = torch.zeros_like if ahead else torch.empty_like  # not all tokens are in a piece that looks ahead
+        make = torch.zeros_like if cut.ahead else torch.empty_like  # not all tokens are in a piece that looks ahead
         found = make(query), make(key), make(value)
-        count = rows if pieces is None else pieces.shape[1] - 1
-        if pieces is None:
-            sums = sums.unflatten(0, (rows, longest)).transpose(1, 2).contiguous()
-        plan = _backward_plan(_shapes(query, key), count, longest, scale, ahead, pieces is None)
-        _run(plan, pieces, [query, key, value, output, sums, gradient, *found], ahead)
+        if cut.pieces is None:
+            sums = sums.unflatten(0, (cut.rows, cut.longest)).transpose(1, 2).contiguous()
+        _run(_backward_plan(*_asked(query, key, cut)), cut, [query, key, value, output, sums, gradient, *found])
         return found
 
 
-def _shapes(query: Tensor, key: Tensor) -> tuple[Any, ...]:
-    return query.device, query.dtype, query.shape[0], query.shape[1], key.shape[1], query.shape[2]
+def _asked(query: Tensor, key: Tensor, cut: Cut) -> tuple[Any, ...]:
+    """Return what a plan is made for."""
+    shapes = query.device, query.dtype, query.shape[0], query.shape[1], key.shape[1], query.shape[2]
+    count = cut.rows if cut.pieces is None else cut.pieces.shape[1] - 1
+    return shapes, count, cut.longest, cut.scale, cut.ahead, cut.pieces is None
 
 
-def _run(plan: tuple[Any, int], pieces: Tensor | None, states: list[Tensor], ahead: bool) -> None:
+def _run(plan: tuple[Any, int], cut: Cut, states: list[Tensor]) -> None:
     """Carry out a plan on tensors in the order in which its tensors are numbered."""
     graph, space = plan
     device, given = states[0].device, list(states)
-    if pieces is not None:
-        offsets = pieces[0] * _strides(tuple(one.stride(0) for one in states), device)
-        if ahead:
-            offsets = offsets + _further(tuple(one.stride(0) for one in states), device)
-        given += [*offsets.unbind(0), pieces[1, :-1].to(torch.int32)]
+    if cut.pieces is not None:
+        strides = tuple(one.stride(0) for one in states)
+        offsets = cut.pieces[0] * _strides(strides, device)
+        if cut.ahead:
+            offsets = offsets + _further(strides, device)
+        given += [*offsets.unbind(0), cut.pieces[1, :-1].to(torch.int32)]
     room = torch.empty(max(space, 1), dtype=torch.uint8, device=device)
     graph.execute(dict(enumerate(given, start=1)), room, handle=_handle(device))
 

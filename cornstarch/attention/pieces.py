@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,22 @@ class Pieces:
     def block_mask(self) -> BlockMask:
         """The same for FlexAttention."""
         return self.otherwise()
+
+
+class Cut(NamedTuple):
+    """What a kernel is asked for: in each piece a token sees those up to itself.
+
+    Or, `ahead`, those behind itself, in a piece that goes on for one token more than it is long.
+    """
+
+    pieces: Tensor | None
+    """As in `Pieces`; None: the rows."""
+    rows: int
+    longest: int
+    """Tokens of the longest piece, or more."""
+    scale: float
+    """Of the scores."""
+    ahead: bool
 
 
 def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]) -> Pieces:

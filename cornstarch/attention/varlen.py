@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention.cudnn import Cudnn
-from cornstarch.attention.pieces import Pieces
+from cornstarch.attention.pieces import Cut, Pieces
 from cornstarch.compat import compiled
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -24,23 +24,9 @@ _WIDEST = 128  # heads, for cuDNN on all GPUs
 
 
 class Kernel(Protocol):
-    """Attention in pieces, and its gradients from an output and sums that may be of more than these pieces.
+    """Attention in pieces, and its gradients from an output and sums that may be of more than these pieces."""
 
-    Pieces: see `Pieces`; None: the rows. In each a token sees those up to itself; or, `ahead`, those behind itself, in
-    a piece that goes on for one token more than it is long.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pieces: Tensor | None,
-        rows: int,
-        longest: int,
-        scale: float,
-        ahead: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
         """Return the output [T, H, D] and the logarithms of the softmax's sums, float32 [T, H].
 
         Where a token is in no piece the sum is minus infinity, and the output whatever was in memory.
@@ -54,11 +40,7 @@ class Kernel(Protocol):
         value: Tensor,
         output: Tensor,
         sums: Tensor,
-        pieces: Tensor | None,
-        rows: int,
-        longest: int,
-        scale: float,
-        ahead: bool,
+        cut: Cut,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of query, key and value; zero where a token is in no piece."""
 
@@ -66,23 +48,13 @@ class Kernel(Protocol):
 class OneByOne:
     """Piece after piece in plain torch: on the CPU, and what others are compared with."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pieces: Tensor | None,
-        rows: int,
-        longest: int,
-        scale: float,
-        ahead: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
         """Attend."""
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
         groups = query.shape[1] // key.shape[1]
-        for asking, asked in _places(pieces, rows, len(query), ahead):
-            scores = _scores(query[asking], key[asked], scale, ahead)
+        for asking, asked in _places(cut, len(query)):
+            scores = _scores(query[asking], key[asked], cut)
             sums[asking] = scores.logsumexp(-1).transpose(0, 1)
             seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _wide(value[asked], groups))
             output[asking] = seen.to(query.dtype)
@@ -96,21 +68,17 @@ class OneByOne:
         value: Tensor,
         output: Tensor,
         sums: Tensor,
-        pieces: Tensor | None,
-        rows: int,
-        longest: int,
-        scale: float,
-        ahead: bool,
+        cut: Cut,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
         found = [torch.zeros(one.shape, device=one.device) for one in (query, key, value)]
         groups = query.shape[1] // key.shape[1]
-        for asking, asked in _places(pieces, rows, len(query), ahead):
-            weights = (_scores(query[asking], key[asked], scale, ahead) - sums[asking].transpose(0, 1)[..., None]).exp()
+        for asking, asked in _places(cut, len(query)):
+            weights = (_scores(query[asking], key[asked], cut) - sums[asking].transpose(0, 1)[..., None]).exp()
             given = gradient[asking].float()
             of_weights = torch.einsum("qhd,khd->hqk", given, _wide(value[asked], groups))
             of_sums = (given * output[asking].float()).sum(-1).transpose(0, 1)[..., None]
-            of_scores = weights * (of_weights - of_sums) * scale
+            of_scores = weights * (of_weights - of_sums) * cut.scale
             found[0][asking] += torch.einsum("hqk,khd->qhd", of_scores, _wide(key[asked], groups))
             found[1][asked] += _narrow(torch.einsum("hqk,qhd->khd", of_scores, query[asking].float()), groups)
             found[2][asked] += _narrow(torch.einsum("hqk,qhd->khd", weights, given), groups)
@@ -118,13 +86,13 @@ class OneByOne:
         return of_query, of_key, of_value
 
 
-def _places(pieces: Tensor | None, rows: int, tokens: int, ahead: bool) -> list[tuple[slice, slice]]:
+def _places(cut: Cut, tokens: int) -> list[tuple[slice, slice]]:
     """Return, for every piece, the tokens that ask and the tokens that are asked."""
-    if pieces is None:
-        begins, lengths = list(range(0, tokens, tokens // rows)), [tokens // rows] * rows
+    if cut.pieces is None:
+        begins, lengths = list(range(0, tokens, tokens // cut.rows)), [tokens // cut.rows] * cut.rows
     else:
-        begins, lengths = pieces.tolist()
-    further = 1 if ahead else 0
+        begins, lengths = cut.pieces.tolist()
+    further = 1 if cut.ahead else 0
     return [
         (slice(begin, begin + length), slice(begin + further, begin + further + length))
         for begin, length in zip(begins, lengths, strict=True)
@@ -140,11 +108,11 @@ def _narrow(states: Tensor, groups: int) -> Tensor:
     return states.unflatten(1, (-1, groups)).sum(2)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, ahead: bool) -> Tensor:
+def _scores(query: Tensor, key: Tensor, cut: Cut) -> Tensor:
     """Return the scores of a piece, float32 [H, asking, asked]."""
-    scores = torch.einsum("qhd,khd->hqk", query.float(), _wide(key, query.shape[1] // key.shape[1])) * scale
+    scores = torch.einsum("qhd,khd->hqk", query.float(), _wide(key, query.shape[1] // key.shape[1])) * cut.scale
     every = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-    return scores.masked_fill(every.tril(-1) if ahead else every.triu(1), -torch.inf)
+    return scores.masked_fill(every.tril(-1) if cut.ahead else every.triu(1), -torch.inf)
 
 
 def _kernel(tensor: Tensor) -> Kernel:
@@ -166,10 +134,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
     kernel = _kernel(query)
-    output, sums = kernel(query, key, value, documents, rows, longest, scale, False)
+    output, sums = kernel(query, key, value, Cut(documents, rows, longest, scale, ahead=False))
     if spans is None:
         return output, sums
-    more, more_sums = kernel(query, key, value, spans, rows, longest_span, scale, True)
+    more, more_sums = kernel(query, key, value, Cut(spans, rows, longest_span, scale, ahead=True))
     joined, both = _on_device(_join, query)(output, sums, more, more_sums)
     return joined.contiguous(), both.contiguous()
 
@@ -194,10 +162,11 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
     kernel, states = _kernel(query), (gradient, query, key, value, output, sums)
-    found = kernel.backward(*states, documents, rows, longest, scale, False)
+    found = kernel.backward(*states, Cut(documents, rows, longest, scale, ahead=False))
     if spans is None:
         return found
-    return _on_device(_add, query)(found, kernel.backward(*states, spans, rows, longest_span, scale, True))
+    more = kernel.backward(*states, Cut(spans, rows, longest_span, scale, ahead=True))
+    return _on_device(_add, query)(found, more)
 
 
 @_attend_backward.register_fake

@@ -79,12 +79,9 @@ def test_schedulers_and_variants() -> None:
             optimizer.step()
             schedule.step()
     one, other = parameters(torch.float32), parameters(torch.float32)
-    variants = [
-        kind(given, lr=0.1, fused=True, amsgrad=True) for kind, given in ((torch.optim.AdamW, one), (QuickAdamW, other))
-    ]
-    for given, optimizer in ((one, variants[0]), (other, variants[1])):  # type: ignore[assignment]
-        give(given, 1)
-        optimizer.step()
+    for kind, these in ((torch.optim.AdamW, one), (QuickAdamW, other)):
+        give(these, 1)
+        kind(these, lr=0.1, fused=True, amsgrad=True).step()
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     assert quick(torch.optim.AdamW) is QuickAdamW and quick(torch.optim.SGD) is torch.optim.SGD
