@@ -8,18 +8,18 @@ the others still keep theirs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cornstarch.compute.recomputing import recompute_layer
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import copied_with
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.train.activations import LayerCall, counted, keep_as_fused_loss
 from cornstarch.train.compiled_layers import compiled_bytes
@@ -211,12 +211,12 @@ def _compiled_shares(found: LayerActivations, calls: Sequence[LayerCall], placem
 
 def without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device; of its weights nothing is copied."""
-    memo: dict[int, Any] = {}  # deepcopy takes what it finds here for copies that were made already
-    for tensor in (*model.parameters(), *model.buffers()):
+
+    def instead(tensor: Tensor) -> Tensor:
         bare = torch.empty_like(tensor.detach(), device="meta")
-        is_weight = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_weight else bare
-    return copy.deepcopy(model, memo)
+        return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+
+    return copied_with(model, instead)
 
 
 def items_of(model: nn.Module, train: SampleSource) -> int:

@@ -43,6 +43,17 @@ def with_padding(spec: MaskSpec, row: int, begin: int) -> MaskSpec:
     return MaskSpec(documents, spec.spans)
 
 
+def written_out(spec: MaskSpec, inputs: list[Tensor], weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return attention with a dense mask in float64, and its inputs with the gradients of the weighted sum."""
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    groups = exact[0].shape[1] // exact[1].shape[1]
+    query, key, value = exact[0], *(one.repeat_interleave(groups, 1) for one in exact[1:])
+    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
+    reference = (scores.softmax(-1) @ value).transpose(1, 2)
+    (reference * weight).sum().backward()
+    return reference, exact
+
+
 SPECS = {
     "one document": marked([[24], [24]]),
     "documents": marked([[5, 12, 7], [1, 22, 1]]),
@@ -65,11 +76,7 @@ def test_pieces_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(rows, n, tokens, 8, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
     weight = torch.randn(rows, tokens, heads[0], 8) * (spec.documents > 0)[..., None, None]  # padding is not trained on
-    exact = [one.detach().double().requires_grad_() for one in inputs]
-    query, key, value = exact[0], *(one.repeat_interleave(heads[0] // heads[1], 1) for one in exact[1:])
-    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
-    reference = (scores.softmax(-1) @ value).transpose(1, 2)
-    (reference * weight).sum().backward()
+    reference, exact = written_out(spec, inputs, weight)
 
     found = attend_in_pieces(*inputs, pieces(spec), 0.3)
     (found * weight).sum().backward()

@@ -16,6 +16,7 @@ from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
 from cornstarch.compat import compiled
 from tests.attention.test_flex_gpu import assert_close, packed
+from tests.attention.test_pieces import written_out
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,11 +57,7 @@ def test_kernels_equal_a_dense_mask(make: Any, heads: tuple[int, int], tokens: i
     shapes = [(rows, count, tokens, width) for count in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     weight = torch.randn(rows, tokens, heads[0], width, device="cuda") * real[..., None, None]
-    exact = [one.detach().double().requires_grad_() for one in inputs]
-    query, key, value = exact[0], *(one.repeat_interleave(heads[0] // heads[1], 1) for one in exact[1:])
-    scores = (query @ key.transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
-    reference = (scores.softmax(-1) @ value).transpose(1, 2)
-    (reference * weight).sum().backward()
+    reference, exact = written_out(spec, inputs, weight)
 
     found = attend_in_pieces(*inputs, pieces(spec), 0.3)
     (found * weight).sum().backward()

@@ -99,11 +99,19 @@ def _call_on(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 def weightless(module: Module) -> Module:
     """Return a copy of a module whose weights are shapes; integer buffers keep their values, on the CPU."""
-    memo: dict[int, Any] = {}  # deepcopy takes what it finds here for copies that were made already
-    for tensor in (*module.parameters(), *module.buffers()):
+
+    def instead(tensor: Tensor) -> Tensor:
         kept = not is_float(tensor) and not tensor.is_meta
-        memo[id(tensor)] = tensor.detach().cpu().clone() if kept else Shape.of(tensor.shape, tensor.dtype)
-    return copy.deepcopy(module, memo).eval()
+        return tensor.detach().cpu().clone() if kept else Shape.of(tensor.shape, tensor.dtype)
+
+    return copied_with(module, instead).eval()
+
+
+def copied_with(module: Module, instead: Callable[[Tensor], Tensor]) -> Module:
+    """Return a copy of a module that has something else in the place of each parameter and buffer: none is copied."""
+    # deepcopy takes what it finds here for copies that were made already
+    memo: dict[int, Any] = {id(one): instead(one) for one in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, memo)
 
 
 def _refuse_unknown_writes(func: Any, args: tuple[Any, ...]) -> None:
