@@ -22,7 +22,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 AboveZero = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-Size = Annotated[str, Field(pattern=rf"^\d+(\.\d+)? ?({'|'.join(_UNITS)})$")]
+Size = Annotated[str, Field(pattern=rf"^\d+(\.\d+)? ?({'|'.join(_UNITS)})$", examples=["20 GB"])]
 """`500 MB`, `20 GB`, `1.5 TB`."""
 
 

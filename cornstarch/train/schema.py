@@ -141,6 +141,8 @@ def _describe_one(schema: Schema) -> str:
         case "boolean":
             return "true or false"
         case "string":
+            if "examples" in schema:
+                return f"a text such as `{schema['examples'][0]}`"
             return f"a text that matches {schema['pattern']}" if "pattern" in schema else "a text"
         case "array":
             return _describe_list(schema)

@@ -180,6 +180,7 @@ PLACED = [
     ("seed:", "seed = \n  Expected a whole number"),
     ("name: 2024", 'Put a text in quotes: "2024".'),
     ("name: a b", "Expected a text that matches"),
+    ("loop: {activation_budget: 20 gigabytes}", "or a text such as `20 GB`"),
     ("precision: fp8", "Expected `fp32`, `bf16`, `fp16` or `auto`."),
     ("schedule: {name: cosin}", "Did you mean `cosine`?"),
     ("schedule:", "Expected a section with the keys name, warmup, final."),
