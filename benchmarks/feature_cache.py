@@ -65,7 +65,7 @@ class Sizes:
 
 
 LARGE = Sizes(
-    samples=48,
+    samples=80,
     batch=4,
     photo=(1280, 960),
     tokens=972,
@@ -255,7 +255,8 @@ def main() -> None:
     parser.add_argument(
         "--sizes", choices=["large", "small"], default="large" if torch.cuda.is_available() else "small"
     )
-    parser.add_argument("--workers", type=int, default=8 if torch.cuda.is_available() else 0)
+    # Workers look items up some batches ahead, twice as many as they are: that must be far fewer than an epoch has.
+    parser.add_argument("--workers", type=int, default=4 if torch.cuda.is_available() else 0)
     parser.add_argument("--output", type=Path, help="a JSON file")
     given = parser.parse_args()
     sizes = LARGE if given.sizes == "large" else SMALL

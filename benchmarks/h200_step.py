@@ -206,10 +206,13 @@ def our_loss(
     from cornstarch import ModalEncoderModule, MultimodalModel
     from cornstarch.attention.choice import attend_with
     from cornstarch.compute.head import trained_rows_at_most
+    from cornstarch.train.recompute import recompute_activations
     from cornstarch.train.speed import speed_up
 
     model = MultimodalModel(encoders={"vision": ModalEncoderModule(vision, projector)}, language_model=language)
     model.set_modality_token_ids({"vision": IMAGE_TOKEN})
+    if case.checkpointing:
+        recompute_activations(model)
     print(speed_up(model, torch.device("cuda"), activation_budget=case.budget), file=sys.stderr)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:

@@ -48,7 +48,9 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Add a number to tensors of one device, in place, in one kernel; for the reason that `multiply_all` gives."""
-    torch._foreach_add_(list(tensors), number)
+    # A tensor by itself would be read by the CPU, which waits for it; a list of it is not.
+    numbers = [number] * len(tensors) if isinstance(number, Tensor) else number
+    torch._foreach_add_(list(tensors), numbers)
 
 
 def buffer_options(sent: bool) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -26,7 +26,7 @@ _QUICKEST = [
     SDPBackend.MATH,
 ]
 
-_current: ContextVar[Way] = ContextVar("cornstarch_attention", default="auto")
+_current: ContextVar[Way | None] = ContextVar("cornstarch_attention", default=None)
 
 
 @contextmanager
@@ -50,6 +50,15 @@ def attend_with(way: Way) -> Iterator[None]:
                 yield
     finally:
         _current.reset(token)
+
+
+def attending_again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what torch's `checkpoint` runs a forward pass in, and the same pass when it is computed again.
+
+    Backward passes are outside of `attend_with`: other kernels would be taken there, which keep other tensors.
+    """
+    way = _current.get()
+    return nullcontext(), nullcontext() if way is None else attend_with(way)
 
 
 def check_way(way: Way, device: torch.device, half: bool) -> None:
@@ -79,7 +88,7 @@ def attends_in_pieces(device: torch.device, width: int | None) -> bool:
     way = _current.get()
     if way in ("flex", "sdpa") or device.type != "cuda" or not has_cudnn() or width is None:
         return False
-    if way == "auto" and torch.cuda.get_device_capability(device) < _HOPPER:
+    if way in ("auto", None) and torch.cuda.get_device_capability(device) < _HOPPER:
         return False
     return has_kernels(width, device)
 

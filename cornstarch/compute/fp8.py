@@ -84,7 +84,7 @@ class Fp8Linear(nn.Linear):
         if not input.numel():  # nothing has no scale
             bias = None if self.bias is None else self.bias.to(input.dtype)
             return F.linear(input, self.weight.to(input.dtype), bias)
-        output: Tensor = _Product.apply(input.reshape(-1, self.in_features), self.weight, self.scaling)
+        output = _product(input.reshape(-1, self.in_features), self.weight, self.scaling)
         output = output.reshape(*input.shape[:-1], self.out_features)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
@@ -159,6 +159,17 @@ class _Product(torch.autograd.Function):
             product = _multiplied(_lines(gradient.t(), wide, scaling), _lines(rows.t(), fine, scaling), exactly=True)
             of_weight = product.to(weight.dtype)
         return of_rows, of_weight, None
+
+
+@torch.compiler.allow_in_graph
+def _product(rows: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    """Return rows times a weight.
+
+    When torch 2.11 compiles an autograd function itself it takes its output for a constant, because a product in 8 bits
+    has no gradient of its own; left in the graph as one call, it is traced with its backward pass.
+    """
+    product: Tensor = _Product.apply(rows, weight, scaling)
+    return product
 
 
 __all__ = ["LEAST", "Fp8Linear", "Scaling", "multiply_in_fp8", "why_not"]

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cornstarch.attention.choice import attending_again
+
 # What a layer would write to a second time. A step of training has no use for it.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -36,7 +38,7 @@ class RecomputedForward:
         kwargs |= {name: None for name in _CACHES if name in kwargs}
         if kwargs.get("use_cache"):
             kwargs["use_cache"] = False
-        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=attending_again, **kwargs)
 
 
 def recompute_layer(layer: nn.Module) -> None:

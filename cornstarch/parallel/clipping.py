@@ -36,7 +36,7 @@ def clip_gradients(
     if isinstance(wrapped, FullyShardedDataParallel):
         return wrapped.clip_grad_norm_(most)
     if holders is None and not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, most)
+        return torch.nn.utils.clip_grad_norm_(parameters, most).to(_device(parameters))
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     here = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     with torch.no_grad():
@@ -55,6 +55,7 @@ def clipping_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[T
     An optimizer that divides gradients while it reads them saves a pass over all of them.
     """
     norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    norm = norm.to(_device(parameters))  # of no gradient at all it is on the CPU
     return norm, torch.clamp((norm + 1e-6) / most, min=1.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cornstarch.attention.choice import attending_again
 from cornstarch.pipeline.sequential import Function
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout
@@ -69,13 +70,16 @@ def _change_in_place(layers: Sequence[nn.Module]) -> bool:
 
 def _recomputed(layers: Sequence[nn.Module], input: Any) -> Any:
     """Return what layers make of an input; only the input is kept for the backward pass."""
-    return checkpoint(
-        _called, layers, input, use_reentrant=False, context_fn=lambda: (nullcontext(), _second_time(layers))
-    )
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = attending_again()
+        return first, _second_time(layers, again)
+
+    return checkpoint(_called, layers, input, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
-def _second_time(layers: Sequence[nn.Module]) -> Iterator[None]:
+def _second_time(layers: Sequence[nn.Module], attending: AbstractContextManager[Any]) -> Iterator[None]:
     """Let batch norms that see the same values again not count them again."""
     # They keep the same tensors as the first time, as checkpointing demands: only how much they learn is nothing.
     counting = [(norm, norm.momentum, norm.num_batches_tracked) for norm in _norms(layers)]
@@ -83,7 +87,8 @@ def _second_time(layers: Sequence[nn.Module]) -> Iterator[None]:
     for norm, _, _ in counting:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
-        yield
+        with attending:
+            yield
     finally:
         _recomputing.reset(token)
         for norm, momentum, count in counting:

@@ -29,6 +29,9 @@ BLOCK = 128
 _BLOCKS_PER_RANK = 8  # fewer leave too little choice
 _BALANCED = 1.05  # largest share over mean share that is as good as even
 _SWAPS = 64
+PARTIAL = 5.5 * BLOCK * BLOCK
+"""What a tile of 128 × 128 pairs costs more if only some are visible than if all are, in pairs: FlexAttention looks up
+who sees whom (measured on an H200)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +99,7 @@ def mask_work(
     block: int = BLOCK,
     linear: float = 0.0,
     windows: Sequence[int | None] = (None,),
+    partial: float = 0.0,
 ) -> Work:
     """Return the work of each block under a mask of documents and bidirectional spans.
 
@@ -105,17 +109,28 @@ def mask_work(
         block: Tokens of a block.
         linear: What linear layers do for a token, in pairs of attention: parameters of a layer over twice its width.
         windows: The window of each kind of layer (a chunk counts as one); the mean over them is taken.
+        partial: What a tile of 128 keys costs more where a block's queries see only some of it, in pairs.
     """
     documents = np.atleast_2d(documents)
     rows, tokens = documents.shape
-    seen = np.zeros(tokens)
+    seen, starts = np.zeros(tokens), np.arange(0, tokens, block)
+    tiles = np.zeros(len(starts))
     for row in range(rows):
         before, behind = _visible(documents[row], None if spans is None else np.atleast_2d(spans)[row])
         for window in windows:
             reach = before if window is None else np.minimum(before, window)
             seen += (reach + behind) / len(windows)
-    starts = np.arange(0, tokens, block)
-    return Work(np.add.reduceat(seen + linear * rows, starts), block, tokens)
+            tiles += _partial_tiles(reach, behind, starts) / len(windows) if partial else 0.0
+    return Work(np.add.reduceat(seen + linear * rows, starts) + partial * tiles, block, tokens)
+
+
+def _partial_tiles(before: Integers, behind: Integers, starts: Integers) -> Integers:
+    """Return for each block of queries how many tiles of 128 keys it sees, but not with every query and every key."""
+    place = np.arange(len(before))
+    first, last = place - before + 1, place + behind
+    touched = np.maximum.reduceat(last, starts) // BLOCK - np.minimum.reduceat(first, starts) // BLOCK + 1
+    begin, end = -(-np.maximum.reduceat(first, starts) // BLOCK), (np.minimum.reduceat(last, starts) + 1) // BLOCK
+    return touched - np.maximum(end - begin, 0)
 
 
 def _visible(documents: NDArray[np.integer], spans: NDArray[np.integer] | None) -> tuple[Integers, Integers]:

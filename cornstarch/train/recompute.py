@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from cornstarch.attention.choice import attending_again
 from cornstarch.compute.recomputing import recompute_layer
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
@@ -25,7 +26,8 @@ def recompute_activations(model: nn.Module) -> None:
     """Switch it on: by the model's own means if it has them, else for each layer of its lists of layers."""
     plain = unwrap(model)
     if isinstance(model, MultimodalModel) or getattr(plain, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        options = {"use_reentrant": False, "context_fn": attending_again}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
         return
     layers = list(_layers(model))
     if not layers:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.choice import attend_with, attends_in_pieces, check_way
+from cornstarch.attention.choice import attend_with, attends_in_pieces, check_way, wants_dense
 from cornstarch.attention.mask import Counts, count_documents
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
 from cornstarch.compat import compile_counts, compiled
+from cornstarch.compute.recomputing import recompute_layer
 from cornstarch.errors import ConfigError
 
 
@@ -169,3 +170,22 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_no_pieces_without_a_gpu() -> None:
     with attend_with("varlen"):
         assert not attends_in_pieces(torch.device("cpu"), 64)
+
+
+def test_what_is_computed_again_attends_as_before() -> None:
+    seen = []
+
+    class Layer(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append((wants_dense(), torch.backends.cuda.mem_efficient_sdp_enabled()))
+            return super().forward(input)
+
+    layer = Layer(2, 2)
+    recompute_layer(layer)
+    for way in ("sdpa", "cudnn", "auto"):
+        seen.clear()
+        with attend_with(way):  # type: ignore[arg-type]
+            loss = layer(torch.ones(1, 2)).sum()
+        loss.backward()
+        assert seen == [(way == "sdpa", way != "cudnn")] * 2
+    assert not wants_dense() and torch.backends.cuda.mem_efficient_sdp_enabled()

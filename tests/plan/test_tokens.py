@@ -57,6 +57,21 @@ def test_work_is_what_tokens_see(batch: tuple[NDArray[np.int64], NDArray[np.int6
     )
 
 
+def test_tiles_that_are_seen_in_part_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornstarch.plan.tokens.BLOCK", 4)  # tiles of 4 x 4 pairs
+    documents = np.array([[1] * 14 + [2] * 9 + [3] * 3 + [0] * 2])
+    spans = np.full_like(documents, -1)
+    spans[0, 5:11] = 0
+    place = np.arange(28)
+    same = (documents[0, :, None] == documents[0]) & (documents[0] > 0)
+    both = (spans[0, :, None] == spans[0]) & (spans[0] >= 0)
+    sees = (same & ((place[:, None] >= place) | both)) | np.eye(28, dtype=bool)
+    tiles = sees.reshape(7, 4, 7, 4).transpose(0, 2, 1, 3).reshape(7, 7, 16)
+    expected = (tiles.any(-1) & ~tiles.all(-1)).sum(1)
+    plain, counted = (mask_work(documents, spans, block=4, partial=one).blocks for one in (0.0, 1000.0))
+    np.testing.assert_allclose(counted - plain, 1000.0 * expected)
+
+
 @settings(deadline=None, max_examples=60)
 @given(rows(), st.integers(1, 6))
 def test_windows_are_counted_too(batch: tuple[NDArray[np.int64], NDArray[np.int64]], window: int) -> None:

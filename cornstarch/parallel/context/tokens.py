@@ -33,7 +33,7 @@ from cornstarch.parallel.context.batch import Cuttable, cut_inputs, read_batch, 
 from cornstarch.parallel.context.checks import check_positions, check_tokens, layer_count, verify_model
 from cornstarch.parallel.context.modes import GatherAttention, HeadsAttention
 from cornstarch.parallel.context.ring import RingAttention
-from cornstarch.plan.tokens import Distribute, Distribution, How, block_size, distribute, mask_work
+from cornstarch.plan.tokens import PARTIAL, Distribute, Distribution, How, block_size, distribute, mask_work
 
 Mode = Literal["ring_attn", "gather", "all_to_all"]
 _METHODS: dict[str, Callable[[dist.ProcessGroup], Method]] = {
@@ -229,6 +229,7 @@ class _Cutter:
             block=block_size(tokens, self.ranks),
             linear=self._linear,
             windows=self._windows,
+            partial=PARTIAL if documents.is_cuda else 0.0,
         )
         return distribute(work, self.ranks, self.how) if isinstance(self.how, str) else self.how(work, self.ranks)
 
