@@ -118,10 +118,11 @@ def trace(
         sections: Modules inside it whose products are told apart, by name.
     """
     try:
-        with checkpointing() as checkpoints:
-            found = _watched(module, call, roots, sections, is_backward=False)
-        # Only then the backward pass computes anything that is not known by now.
-        return _watched(module, call, roots, sections, is_backward=True) if checkpoints else found
+        with torch.random.fork_rng(devices=[]):  # a layer that is left out by chance must not change the run's chance
+            with checkpointing() as checkpoints:
+                found = _watched(module, call, roots, sections, is_backward=False)
+            # Only then the backward pass computes anything that is not known by now.
+            return _watched(module, call, roots, sections, is_backward=True) if checkpoints else found
     except Exception as error:  # whatever a model's code does with numbers that are not there
         said = str(error).splitlines()[0] if str(error) else ""
         raise UnsupportedModelError(

@@ -364,6 +364,22 @@ def test_what_cannot_be_counted_says_why() -> None:
         flops_of_step(Odd(), {"x": torch.ones(2, 4)})
 
 
+def test_counting_leaves_chance_alone() -> None:
+    class LeftOut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand([])  # as encoders draw that leave out a layer now and then
+            return self.layer(x)
+
+    model = LeftOut()
+    before = torch.random.get_rng_state()
+    flops_of_step(model, {"x": torch.ones(2, 4)})
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 # ------------------------------------------------------------------------------------------------ cost, and by hand
 
 
