@@ -1,25 +1,35 @@
-"""Plans of the nine models: how many stages, which layers each has, where it stands, and in which order it works."""
+"""Plans of the nine models: how many stages, which layers each has, where it stands, and in which order it works.
+
+Ours are those that the product's own search finds (`cornstarch.plan.search`), on devices whose links cost nothing and
+whose memory is never full: how many stages each module has, where its layers are cut, where encoders stand, in how many
+parts the language model stands on its places, and the schedule. tp and cp are those of the published evaluation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from itertools import pairwise, product
+from functools import cached_property
+from itertools import pairwise
 
-from nine_models import DEVICES, ENCODER_DEVICES, LANGUAGE_DEVICES, MICROBATCHES, Cost, Model
+from nine_models import DEVICES, ENCODER_DEVICES, FIXED, LANGUAGE, LANGUAGE_DEVICES, MICROBATCHES, Cost, Model, run_cost
 from virtual_devices import Job
 
-from cornstarch.errors import ConfigError
-from cornstarch.pipeline.balance import best_starts
+from cornstarch.plan.cluster import Cluster, Device, Link
+from cornstarch.plan.plan import Ranks
+from cornstarch.plan.predict import Prediction
+from cornstarch.plan.search import search
 from cornstarch.plan.simulate import Timeline, simulate
+from cornstarch.plan.space import Space
 from cornstarch.schedule.graph import StageGraph, StageNode
 from cornstarch.schedule.policies import make_schedule
 
-LANGUAGE = "language_model"
 USUAL = "1f1b"
-VIRTUAL = (1, 2, 3, 4)  # parts of the language model at each of its places
-REFINED = 3  # plans whose cuts are looked at more closely
+VIRTUAL = (2, 3, 4)  # parts of the language model at each of its places, with interleaving
+FREE_LINK = Link(1e30, 0.0)
+DEVICES_ALONE = Cluster(1, DEVICES, Device("device", 2**60), FREE_LINK, FREE_LINK, name=f"{DEVICES} devices")
+APART: tuple[Ranks, ...] = ("own",)
+ANYWHERE: tuple[Ranks, ...] = ("own", "colocated", "first_stage")
 # Stages of the language model in the published evaluation of colocated encoders, without regard to what is frozen.
 PUBLISHED = {
     "VLM-S": 5,
@@ -91,41 +101,59 @@ class Plan:
         """What a step takes."""
         return self.timeline.step
 
-    @cached_property
-    def merit(self) -> tuple[float, float]:
-        """What is to be small: the time of a step, then how unevenly the work is spread."""
-        return self.simulated, sum(busy**2 for busy in self.timeline.busy)
 
-    @cached_property
-    def least(self) -> float:
-        """A time that a step takes at least: the work of the busiest place."""
-        work = [0.0] * (1 + max(place for part in self.parts for place in part.places))
-        for part in self.parts:
-            for place, run in zip(part.places, part.runs, strict=True):
-                work[place] += sum(map(sum, run))
-        return MICROBATCHES * max(work)
+# ---------------------------------------------------------------------------------------------------- our plans
 
 
-# ---------------------------------------------------------------------------------------------------- cutting
+def found(
+    model: Model, ranks: tuple[Ranks, ...] = ANYWHERE, schedules: tuple[str, ...] = (USUAL, "interleaved")
+) -> Plan:
+    """Return the plan that the product's search finds, with encoders where they may stand."""
+    space = Space(ranks, ("ddp",), schedules, VIRTUAL, checkpointing=(True,), microbatches=(MICROBATCHES,))
+    best = search(run_cost(model, 1e12, FIXED), DEVICES_ALONE, space, runners_up=0).best
+    assert best is not None, model.name
+    plan = carried_out(model, best)
+    assert abs(plan.simulated / best.step - 1) < 1e-6, (model.name, plan.words, plan.simulated, best.step)
+    return plan
 
 
-def balanced(layers: Sequence[Cost], stages: int) -> Runs:
-    """Return layers in runs that cost about the same."""
-    starts = best_starts([sum(one) for one in layers], range(1, len(layers)), stages, "The model")
+def carried_out(model: Model, best: Prediction) -> Plan:
+    """Return a predicted plan with the layers of its stages, as virtual devices carry it out."""
+    choice, parts, words = best.choice, [], []
+    *encoders, (_, last) = choice.modules
+    place = 0
+    for name, plan in () if choice.inside else encoders:
+        runs = _cut(_spread(model, name, plan.cp), best.starts[name])
+        parts.append(own(name, runs, place))
+        words.append(f"{name} {plan.stages}")
+        place += 0 if choice.ranks == "colocated" else plan.stages
+    place += encoders[0][1].stages if choice.ranks == "colocated" else 0
+    runs = _cut(model.pieces(LANGUAGE), best.starts[LANGUAGE])
+    many = named(runs, last.stages)
+    if choice.inside:
+        runs = ((encoders_inside(model), *runs[0]), *runs[1:])
+        text = f"inside the first of {many}"
+    else:
+        text = f"{f'together {encoders[0][1].stages}' if choice.ranks == 'colocated' else ' + '.join(words)} → {many}"
+    return Plan(text, (*parts, language(runs, place, last.stages, choice.inside)), choice.replica, choice.schedule)
+
+
+def _cut(layers: Sequence[Cost], starts: Sequence[int]) -> Runs:
     return tuple(tuple(layers[a:b]) for a, b in pairwise([*starts, len(layers)]))
 
 
-def even(layers: Sequence[Cost], stages: int) -> Runs:
-    """Return layers in runs of as many, the first ones one more; what follows the layers goes with the last."""
-    each, more = divmod(len(layers), stages)
-    ends = [each * (index + 1) + min(index + 1, more) for index in range(stages)]
-    return tuple(tuple(layers[a:b]) for a, b in pairwise([0, *ends]))
+def _spread(model: Model, name: str, cp: int) -> list[Cost]:
+    """Return the layers of an encoder on the devices of a stage, whose cp shares the tiles."""
+    tiles = model.encoders[name].tiles
+    share = -(-tiles // cp) / tiles
+    return [(share * a, share * b, share * c) for a, b, c in model.pieces(name)]
 
 
-@cache
-def cut(model: Model, module: str, stages: int) -> Runs:
-    """Return the layers of each stage of a module, cut by what they cost."""
-    return balanced(model.pieces(module), stages)
+def encoders_inside(model: Model) -> Cost:
+    """Return what all encoders cost on the devices of a stage of the language model."""
+    layers = [one for name in model.encoders for one in _spread(model, name, LANGUAGE_DEVICES // ENCODER_DEVICES)]
+    forward, inputs, weights = (sum(one) for one in zip(*layers, strict=True))
+    return forward, inputs, weights
 
 
 def own(module: str, runs: Runs, place: int) -> Part:
@@ -150,115 +178,24 @@ def named(runs: Runs, count: int) -> str:
     return str(count) if len(runs) == count else f"{count} × {len(runs) // count}"
 
 
+# ---------------------------------------------------------------------------------------------------- the others
+
+
 def sizes() -> Iterator[tuple[int, int]]:
     """Yield stages of the language model and of encoders that use all devices."""
     for count in range(1, DEVICES // LANGUAGE_DEVICES):
         yield count, (DEVICES - count * LANGUAGE_DEVICES) // ENCODER_DEVICES
 
 
-# ---------------------------------------------------------------------------------------------------- our plans
+def even_starts(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the first layer of stages of as many layers each, the first ones one more."""
+    each, more = divmod(layers, stages)
+    return tuple(each * index + min(index, more) for index in range(stages))
 
 
-def apart(model: Model, stages: Mapping[str, int], count: int, virtual: int = 1) -> Plan:
-    """Return a plan with encoders on stages of their own: so many of each."""
-    parts, place = [], 0
-    for name, size in stages.items():
-        parts.append(own(name, cut(model, name, size), place))
-        place += size
-    runs = cut(model, LANGUAGE, count * virtual)
-    words = " + ".join(f"{name} {size}" for name, size in stages.items())
-    devices = place * ENCODER_DEVICES + count * LANGUAGE_DEVICES
-    return Plan(f"{words} → {named(runs, count)}", (*parts, language(runs, place, count)), devices)
-
-
-def together(model: Model, size: int, count: int, virtual: int = 1) -> Plan:
-    """Return a plan with all encoders on the same stages, but each at its own pace."""
-    parts = [own(name, cut(model, name, size), 0) for name in model.encoders]
-    runs = cut(model, LANGUAGE, count * virtual)
-    devices = size * ENCODER_DEVICES + count * LANGUAGE_DEVICES
-    return Plan(f"together {size} → {named(runs, count)}", (*parts, language(runs, size, count)), devices)
-
-
-def inside(model: Model, virtual: int = 1) -> Plan:
-    """Return a plan with the encoders in the language model's first stage, which has the fewer layers."""
-    count = DEVICES // LANGUAGE_DEVICES
-    runs = balanced([encoders_inside(model), *model.pieces(LANGUAGE)], count * virtual)
-    return Plan(f"inside the first of {named(runs, count)}", (language(runs, 0, count, inside=True),), DEVICES)
-
-
-def encoders_inside(model: Model) -> Cost:
-    """Return what all encoders cost on the devices of a stage of the language model, whose cp shares the tiles."""
-    cp = LANGUAGE_DEVICES // ENCODER_DEVICES
-    total = [0.0, 0.0, 0.0]
-    for name, encoder in model.encoders.items():
-        share = -(-encoder.tiles // cp) / encoder.tiles
-        total = [a + share * sum(b) for a, b in zip(total, zip(*model.pieces(name), strict=True), strict=True)]
-    return total[0], total[1], total[2]
-
-
-def apart_plans(model: Model, virtual: Sequence[int]) -> list[Plan]:
-    """Return the plans that have every encoder on stages of its own."""
-    return [
-        apart(model, dict(zip(model.encoders, split, strict=True)), count, each)
-        for count, size in sizes()
-        for split in product(range(1, size + 1), repeat=len(model.encoders))
-        if sum(split) == size
-        for each in virtual
-    ]
-
-
-def all_plans(model: Model, virtual: Sequence[int]) -> list[Plan]:
-    """Return the plans with encoders anywhere."""
-    several = len(model.encoders) > 1
-    shared = [together(model, size, count, each) for count, size in sizes() for each in virtual] if several else []
-    return [*apart_plans(model, virtual), *shared, *(inside(model, each) for each in virtual)]
-
-
-def fastest(plans: Sequence[Plan], policies: Sequence[str]) -> Plan:
-    """Return the fastest plan in simulation, in the best order, with the cut of its language model refined."""
-    tried: list[Plan] = []
-    for plan in sorted(plans, key=lambda plan: plan.least):
-        if len(tried) >= REFINED and plan.least >= sorted(one.simulated for one in tried)[REFINED - 1]:
-            break  # no other can be among the best
-        tried += _ordered(plan, policies)
-    best = sorted(tried, key=lambda plan: plan.merit)[:REFINED]
-    return min(map(refined, best), key=lambda plan: plan.merit)
-
-
-def _ordered(plan: Plan, policies: Sequence[str]) -> list[Plan]:
-    """Return a plan in the orders that it can be carried out in."""
-    found = []
-    for policy in policies:
-        one = replace(plan, policy=policy)
-        try:
-            _ = one.timeline
-        except ConfigError:  # microbatches that do not divide by its places
-            continue
-        found.append(one)
-    return found
-
-
-def refined(plan: Plan) -> Plan:
-    """Return a plan after moving single layers of the language model as long as that helps."""
-    while True:
-        better = min(_neighbours(plan), key=lambda one: one.merit, default=plan)
-        if better.merit >= plan.merit:
-            return plan
-        plan = better
-
-
-def _neighbours(plan: Plan) -> Iterator[Plan]:
-    """Yield plans in which one layer of the language model is in the stage before, or behind."""
-    *encoders, last = plan.parts
-    for index in range(1, len(last.runs)):
-        before, behind = last.runs[index - 1 : index + 1]
-        for one, other in (((*before, behind[0]), behind[1:]), (before[:-1], (before[-1], *behind))):
-            if one and other:
-                runs = (*last.runs[: index - 1], one, other, *last.runs[index + 1 :])
-                yield replace(plan, parts=(*encoders, replace(last, runs=runs)))
-
-
-# ---------------------------------------------------------------------------------------------------- the others
+def even(layers: Sequence[Cost], stages: int) -> Runs:
+    """Return layers in runs of as many; what follows the layers goes with the last."""
+    return _cut(layers, even_starts(len(layers), stages))
 
 
 def colocated(model: Model, size: int, count: int, frozen_aware: bool = True) -> Plan:

@@ -4,8 +4,9 @@ A layer costs its floating-point operations for one microbatch of one sample: 1,
 1280 × 720 and 30 seconds of audio where the model takes them. The image is cut as the encoder does it: into as many
 whole tiles as fit into it, or, where the encoder takes any size, into patches.
 
-Operations of matrices are spread over tp and cp, all devices are equally busy while they compute, and what processes of
-a stage exchange among themselves costs nothing. Layers are recomputed in the backward pass.
+`Model.pieces` are such operations, spread over the devices of a stage; layers are recomputed in the backward pass.
+`run_cost` is the same as the planner takes it, with parameters and activations: what it then does about tp, cp, bytes
+and links is its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
+
+LANGUAGE = "language_model"
 TEXT = 1024
 ENCODER_DEVICES, LANGUAGE_DEVICES = 2, 4  # of a stage: tp 2; tp 2 × cp 2
 DEVICES = 24
@@ -43,6 +47,14 @@ class Stack:
     """Of a tile; only those of the same tile see one another."""
     handed: int = 0
     """Tokens that the language model gets of all of it."""
+    experts: int = 1
+    """How many times as many feed-forward parameters there are as a token is multiplied with."""
+
+    @property
+    def parameters(self) -> int:
+        """Those of a layer."""
+        feed_forward = (3 if self.gated else 2) * self.hidden * self.inner
+        return round(self.matrices) + (self.experts - 1) * feed_forward
 
     @property
     def matrices(self) -> float:
@@ -79,7 +91,7 @@ GEMMA2_27B = _language("gemma2_27b", 46, 4608, 36864, 32, 16, 256000)
 QWEN2_72B = _language("qwen2_72b", 80, 8192, 29568, 64, 8, 152064)
 PHI3_SMALL = _language("phi3_small", 32, 4096, 14336, 32, 8, 100352)
 INTERNLM2_20B = _language("internlm2_20b", 48, 6144, 16384, 48, 8, 92544)
-MIXTRAL_8X7B = _language("mixtral_8x7b", 32, 4096, 2 * 14336, 32, 8, 32000)  # two of its eight experts read a token
+MIXTRAL_8X7B = replace(_language("mixtral_8x7b", 32, 4096, 2 * 14336, 32, 8, 32000), experts=4)  # two of eight read one
 MISTRAL_7B = _language("mistral_7b", 32, 4096, 14336, 32, 8, 32768)
 QWEN2_14B = _language("qwen2_14b", 48, 5120, 13824, 40, 8, 152064)
 LLAMA_70B = _language("llama_70b", 80, 8192, 28672, 64, 8, 128256)
@@ -98,16 +110,18 @@ QWEN2_AUDIO = _encoder("qwen2_audio", 32, 1280, 5120, 20, 1, 1500, 750)
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A language model and its encoders; projectors are trained, all else is frozen."""
+    """A language model and its encoders. In the nine, projectors are trained, all else is frozen."""
 
     name: str
     language: Stack
     encoders: Mapping[str, Stack]
+    text: int = TEXT
+    """Tokens that are not an encoder's."""
 
     @property
     def tokens(self) -> int:
         """Those of the language model."""
-        return TEXT + sum(encoder.handed for encoder in self.encoders.values())
+        return self.text + sum(encoder.handed for encoder in self.encoders.values())
 
     def pieces(self, module: str, frozen_aware: bool = True, devices: int | None = None) -> list[Cost]:
         """Return what the layers of a module cost, in 10^12 operations of one device; the last ends with its head.
@@ -117,7 +131,7 @@ class Model:
             frozen_aware: Without it, as if everything were trained.
             devices: That share the work of a layer.
         """
-        if module == "language_model":
+        if module == LANGUAGE:
             return self._language_pieces(frozen_aware, devices or LANGUAGE_DEVICES)
         return self._encoder_pieces(self.encoders[module], frozen_aware, devices or ENCODER_DEVICES)
 
@@ -147,6 +161,118 @@ def _cost(operations: tuple[float, float], passes_gradients: bool, trains: bool,
 def _sum(one: Cost, other: Cost) -> Cost:
     forward, inputs, weights = (a + b for a, b in zip(one, other, strict=True))
     return forward, inputs, weights
+
+
+# ---------------------------------------------------------------------------------------------------- for the planner
+
+Sizes = tuple[int, ...]
+FIXED: dict[str, tuple[Sizes, Sizes]] = {"encoder": ((2,), (1, 2)), LANGUAGE: ((2,), (2,))}
+"""tp and cp as in the published evaluation; an encoder has cp 2 only inside the language model's first stage."""
+FREE: dict[str, tuple[Sizes, Sizes]] = {"encoder": ((1, 2, 4), (1, 2, 4)), LANGUAGE: ((1, 2, 4, 8), (1, 2, 4))}
+BYTES = 2  # of a number: bf16
+
+
+def run_cost(
+    model: Model,
+    rate: float,
+    sizes: Mapping[str, tuple[Sizes, Sizes]],
+    trained: bool = False,
+    batch: int = MICROBATCHES,
+) -> RunCost:
+    """Return what a model costs, for the planner.
+
+    Args:
+        model: One of the nine.
+        rate: Operations that a device does in a second.
+        sizes: tp and cp that there are to choose from, of encoders and of the language model.
+        trained: Whether everything is, and not the projectors alone.
+        batch: Samples of a step.
+    """
+    modules = [
+        ModuleCost(
+            name, _encoder_layers(model, name, rate, trained), (LANGUAGE,), *_dividing(encoder, sizes["encoder"])
+        )
+        for name, encoder in model.encoders.items()
+    ]
+    last = ModuleCost(LANGUAGE, _language_layers(model, rate, trained), (), *_dividing(model.language, sizes[LANGUAGE]))
+    cost = RunCost((*modules, last), batch=batch, tokens=model.tokens, state_bytes=12)
+    return replace(cost, flops=sum(_needed(module, cost.trained_before(module.name)) for module in cost.modules) * rate)
+
+
+def _needed(module: ModuleCost, upstream: bool) -> float:
+    """Return the seconds of what a sample needs of a module, nothing twice."""
+    total = 0.0
+    for layer in module.layers:
+        total += layer.forward + (layer.input_gradient if upstream else 0.0) + layer.weight_gradient * layer.trained
+        upstream = upstream or layer.trained
+    return total
+
+
+def _dividing(stack: Stack, sizes: tuple[Sizes, Sizes]) -> tuple[Sizes, Sizes]:
+    """Return the sizes that divide the heads."""
+    tp, cp = sizes
+    return tuple(size for size in tp if stack.heads % size == 0 and stack.kv_heads % size == 0), cp
+
+
+def _layer(stack: Stack, tokens: int, tiles: int, causal: bool, rate: float, trained: bool) -> LayerCost:
+    """Return a layer; what is kept of it are the inputs and outputs of its matrices."""
+    matrices, pairs = (operations / rate for operations in stack.layer(tokens, tiles, causal))
+    every, across = tiles * tokens, stack.head * (2 * stack.heads + 2 * stack.kv_heads)
+    kept = BYTES * every * (4 * stack.hidden + across + (3 if stack.gated else 2) * stack.inner)
+    return LayerCost(
+        stack.name,
+        forward=matrices + pairs,
+        input_gradient=matrices + 2 * pairs,
+        weight_gradient=matrices,
+        parameters=stack.parameters,
+        parameter_bytes=BYTES * stack.parameters,
+        activation_bytes=kept,
+        activation_bytes_recomputed=BYTES * every * stack.hidden,
+        output_bytes=BYTES * every * stack.hidden,
+        trained=trained,
+        kv_bytes=BYTES * every * 2 * stack.kv_heads * stack.head,
+        whole_bytes=BYTES * every * 2 * stack.hidden,
+        items=0.0 if causal else tiles,
+    )
+
+
+def _language_layers(model: Model, rate: float, trained: bool) -> tuple[LayerCost, ...]:
+    """Return the layers; the first has the table of words, which costs no operations, and the last the head."""
+    stack = model.language
+    one = _layer(stack, model.tokens, 1, True, rate, trained)
+    words = stack.hidden * stack.vocabulary
+    head = 2.0 * model.tokens * words / rate
+    first = replace(one, parameters=one.parameters + words, parameter_bytes=one.parameter_bytes + BYTES * words)
+    last = replace(
+        first,
+        forward=one.forward + head,
+        again=one.forward,
+        input_gradient=one.input_gradient + head,
+        weight_gradient=one.weight_gradient + head,
+        activation_bytes=one.activation_bytes + BYTES * model.tokens * stack.vocabulary,
+    )
+    return (first, *[one] * (stack.layers - 2), last)
+
+
+def _encoder_layers(model: Model, name: str, rate: float, trained: bool) -> tuple[LayerCost, ...]:
+    """Return the layers, the last with the projector, which is trained in any case."""
+    stack = model.encoders[name]
+    one = _layer(stack, stack.tokens, stack.tiles, False, rate, trained)
+    matrix = stack.hidden * model.language.hidden
+    projector = 2.0 * stack.handed * matrix / rate
+    last = replace(
+        one,
+        forward=one.forward + projector,
+        again=one.forward,
+        input_gradient=one.input_gradient + projector,
+        weight_gradient=projector + (one.weight_gradient if trained else 0.0),
+        parameters=one.parameters + matrix,
+        parameter_bytes=one.parameter_bytes + BYTES * matrix,
+        output_bytes=BYTES * stack.handed * model.language.hidden,
+        trained=True,
+        trained_parameters=None if trained else matrix,
+    )
+    return (*[one] * (stack.layers - 1), last)
 
 
 MODELS = [

@@ -6,7 +6,7 @@ tells (`cornstarch.plan.predict`); but no simulation ends before `Assembly.least
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,11 @@ from cornstarch.errors import ConfigError
 from cornstarch.plan.choice import Choice, Crossing, crossing
 from cornstarch.plan.communication import send
 from cornstarch.plan.cost import RunCost
-from cornstarch.plan.holding import GATHERED, StepEnd, held, step_end, together
+from cornstarch.plan.holding import GATHERED, held, step_end, together
 from cornstarch.plan.memory import Memory
 from cornstarch.plan.passes import Passes, PassTable, Way
 from cornstarch.plan.plan import DataKind, ModulePlan
+from cornstarch.plan.simulate import StepEnd
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -69,23 +70,25 @@ class Costs:
     def way(self, choice: Choice, name: str, plan: ModulePlan, found: Crossing) -> Way:
         """Return how the layers of a module are computed."""
         samples = self.cost.batch / (choice.dp * choice.microbatches) / self.cost.samples
-        gathered = copies(choice, name, plan) if choice.kind in GATHERED else 1
+        shards = copies(choice, name, plan) // choice.copies(self.cluster.per_node)
+        gathered = shards if choice.kind in GATHERED else 1
         return Way.of(name, plan, samples, found.links[name], gathered, choice.kind != "zero2")
 
-    def held(self, way: Way, first: int, last: int, kind: DataKind, ranks: int, whole: bool) -> Memory:
+    def held(self, way: Way, first: int, last: int, kind: DataKind, ranks: int, whole: bool, copies: int) -> Memory:
         """Return what some layers of a module hold, which does not depend on microbatches; worked out once."""
-        key = (way.module, way.tp, way.vocabulary, first, last, kind, ranks, whole)
+        key = (way.module, way.tp, way.vocabulary, first, last, kind, ranks, whole, copies)
         if key not in self._memory:
             layers = self.passes(way).layers[first:last]
-            self._memory[key] = held(layers, kind, ranks, self.cost.state_bytes, whole)
+            self._memory[key] = held(layers, kind, ranks, self.cost.state_bytes, whole, copies)
         return self._memory[key]
 
-    def step_end(self, way: Way, first: int, last: int, kind: DataKind, ranks: int) -> StepEnd:
+    def step_end(self, way: Way, first: int, last: int, kind: DataKind, ranks: int, copies: int) -> StepEnd:
         """Return what some layers of a module add to a step, which does not depend on microbatches either."""
-        key = (way.module, way.tp, way.vocabulary, way.links.data, first, last, kind, ranks)
+        links = way.links
+        key = (way.module, way.tp, way.vocabulary, links.data, links.copies, first, last, kind, ranks, copies)
         if key not in self._ends:
             layers, device = self.passes(way).layers[first:last], self.cluster.device
-            self._ends[key] = step_end(layers, kind, ranks, self.cost.state_bytes, way.links.data, device)
+            self._ends[key] = step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies)
         return self._ends[key]
 
 
@@ -115,6 +118,13 @@ def check(choice: Choice, cost: RunCost, cluster: Cluster) -> None:
             )
     if choice.world > cluster.devices:
         raise ConfigError(f"The plan takes {choice.world:,} ranks; the cluster has {cluster.devices:,}.")
+    many = choice.copies(cluster.per_node)
+    if choice.dp % many or (choice.kind == "hsdp" and choice.replicate is None and many == choice.dp > 1):
+        raise ConfigError(
+            f"hsdp: {choice.dp:,} replicas of {choice.replica:,} ranks, on nodes of {cluster.per_node}, are not "
+            f"{many:,} copies, each of several. Say how many copies there are, in a number that divides {choice.dp:,}: "
+            "data.replicate."
+        )
 
 
 class Assembly:
@@ -123,7 +133,8 @@ class Assembly:
     def __init__(self, choice: Choice, costs: Costs) -> None:
         check(choice, costs.cost, costs.cluster)
         self.choice, self.costs = choice, costs
-        self.crossing = crossing(choice.spans, choice.dp, costs.cluster)
+        self.model_copies = choice.copies(costs.cluster.per_node)
+        self.crossing = crossing(choice.spans, choice.dp, costs.cluster, self.model_copies)
         self.ways = {name: costs.way(choice, name, plan, self.crossing) for name, plan in choice.modules}
         self.passes: dict[str, Passes] = {name: costs.passes(way) for name, way in self.ways.items()}
         self.plans = dict(choice.modules)
@@ -139,7 +150,7 @@ class Assembly:
         return {
             name: given[name]
             if name in given
-            else self.passes[name].cut(plan.stages * plan.virtual_stages, inside if name == self.last else 0.0)
+            else self.passes[name].cut(plan.stages, plan.virtual_stages, inside if name == self.last else 0.0)
             for name, plan in self.plans.items()
         }
 
@@ -185,43 +196,40 @@ class Assembly:
         return tuple(map(tuple, found))
 
     @cached_property
-    def transfer(self) -> float:
-        """The time of the slowest transfer between two parts on different places; every transfer is taken to be it."""
-        times = [0.0]
+    def transfers(self) -> dict[tuple[str, int], float]:
+        """By part, the time until the part behind it has what it hands on; as long as that of the gradient back."""
+        found = {}
         for name, parts in self.parts.items():
-            layers = self.passes[name].layers
-            if self.plans[name].stages > 1:
-                times += [send(layers[part.last - 1].output_bytes, self.crossing.stages[name]) for part in parts[:-1]]
-            if name != self.last and not self.choice.inside:
-                times.append(send(layers[-1].output_bytes, self.crossing.meeting[name]))
-        return max(times)
+            layers, links, stages = self.passes[name].layers, self.crossing.stages[name], self.plans[name].stages
+            for part in parts[:-1]:
+                size = layers[part.last - 1].output_bytes
+                found[name, part.index] = send(size, links[part.index % stages]) if stages > 1 else 0.0
+            meets = name != self.last and not self.choice.inside
+            found[name, parts[-1].index] = send(layers[-1].output_bytes, self.crossing.meeting[name]) if meets else 0.0
+        return found
 
     @cached_property
     def ends(self) -> tuple[StepEnd, ...]:
-        """What each place adds to a step besides passes."""
+        """What each place adds to a step besides passes: sums that are not hidden, the optimizer, gathering.
+
+        Without a pipeline, sharded kinds sum the gradients of every microbatch.
+        """
+        sharded = self.choice.kind not in ("ddp", "zero1") and not self.choice.is_pipeline
         found = []
         for parts in self.places:
             total = StepEnd()
             for part in parts:
                 ranks, way = self.copies[part.module], self.ways[part.module]
-                total += self.costs.step_end(way, part.first, part.last, self.choice.kind, ranks)
-            found.append(total)
+                kind, many = self.choice.kind, self.model_copies
+                total += self.costs.step_end(way, part.first, part.last, kind, ranks, many)
+            found.append(replace(total, earlier=self.choice.microbatches - 1 if sharded else 0))
         return tuple(found)
 
     @cached_property
     def tails(self) -> tuple[float, ...]:
-        """By place, what comes beside its passes: sums that are not hidden, the optimizer, gathering.
-
-        Without a pipeline, sharded kinds sum the gradients of every microbatch.
-        """
-        sharded = self.choice.kind not in ("ddp", "zero1") and not self.choice.is_pipeline
-        times = self.choice.microbatches - 1 if sharded else 0
-        found = []
-        for end, parts in zip(self.ends, self.places, strict=True):
-            backward = sum(part.backward for part in parts)
-            earlier = times * max(0.0, end.reduced - backward)
-            found.append(earlier + end.exposed(backward) + end.optimizer + end.after)
-        return tuple(found)
+        """By place, what follows its last backward pass."""
+        pairs = zip(self.ends, self.places, strict=True)
+        return tuple(end.tail(sum(part.backward for part in parts)) for end, parts in pairs)
 
     # ---------------------------------------------------------------------------------------- memory
 
@@ -236,6 +244,7 @@ class Assembly:
                 self.choice.kind,
                 self.copies[part.module],
                 whole,
+                self.model_copies,
             )
             for part in self.places[place]
         )
@@ -285,7 +294,7 @@ class Assembly:
 
     def _ways_through(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
         """Return, by part, how long a microbatch takes at least to come to it, and from its end to the step's."""
-        split, lag = self.choice.schedule == "zero_bubble", self.transfer
+        split, lag = self.choice.schedule == "zero_bubble", self.transfers
         heads: dict[tuple[str, int], float] = {}
         after: dict[tuple[str, int], float] = {}
         start = back = 0.0  # at the language model's first part
@@ -294,19 +303,21 @@ class Assembly:
             head, tail = (start, back) if name == self.last else (0.0, 0.0)
             for part in self.parts[name]:
                 heads[name, part.index], after[name, part.index] = head, tail
-                head += part.forward + lag
-                tail = lag + tail + (part.inputs if split else part.backward) if part.wants else 0.0
+                away = lag[name, part.index]
+                head += part.forward + away
+                tail = away + tail + (part.inputs if split else part.backward) if part.wants else 0.0
             if name != self.last and not inside:
                 start, back = max(start, head), max(back, tail)
         if inside:  # part of the first stage
             for name in self.encoders:
                 heads[name, 0], after[name, 0] = 0.0, 0.0
         way_back = after[self.last, self.parts[self.last][-1].index] + self.parts[self.last][-1].inputs
-        onward = sum(part.forward + lag for part in self.parts[self.last]) - lag + way_back
+        onward = sum(part.forward + lag[self.last, part.index] for part in self.parts[self.last]) + way_back
         for name in self.encoders:
-            rest = onward + lag
+            rest = onward
             for part in reversed(self.parts[name]):
+                rest += lag[name, part.index]
                 if not part.wants and not inside:
                     after[name, part.index] = rest
-                rest += part.forward + lag
+                rest += part.forward
         return heads, after

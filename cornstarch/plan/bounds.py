@@ -56,7 +56,7 @@ class Bounds:
             for number in group:
                 tp, cp, _ = shape.sizes[number]
                 parameters, gradients, states = self.states[number]
-                copies = shape.dp * cp
+                copies = shape.dp * cp / (shape.copies if kind == "hsdp" else 1)
                 if kind == "zero1":
                     states /= copies
                 elif kind != "ddp":

@@ -11,7 +11,7 @@ import numpy as np
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.passes import Links
-from cornstarch.plan.placement import Placement, Ranks, Span, nodes_of, place_spans
+from cornstarch.plan.placement import Placement, Ranks, Span, copies_in_nodes, nodes_of, place_spans
 from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan
 from cornstarch.plan.plan import Ranks as Standing
 
@@ -35,18 +35,27 @@ class Choice:
     microbatches: int
     starts: Starts = ()
     """Default: where the slowest stage is as fast as can be."""
+    replicate: int | None = None
+    """hsdp: how many copies there are. Default: as many as make each lie within a node."""
 
     @classmethod
     def of(cls, plan: Plan, dp: int, microbatches: int, starts: Mapping[str, tuple[int, ...]] | None = None) -> Choice:
         """Return a plan as one of the choices. What is said for one module alone about ZeRO is not predicted."""
         ranks = plan.ranks if plan.ranks != "auto" else "shared" if len(plan.sharing) == 1 else "own"
         cuts = tuple((name, tuple(first)) for name, first in (starts or {}).items())
-        return cls(tuple(plan.modules.items()), ranks, plan.data.kind, plan.schedule, dp, microbatches, cuts)
+        modules, data = tuple(plan.modules.items()), plan.data
+        return cls(modules, ranks, data.kind, plan.schedule, dp, microbatches, cuts, data.replicate)
 
     @property
     def plan(self) -> Plan:
         """What `cornstarch train` takes."""
-        return _plan(self.modules, self.kind, self.ranks, self.schedule)
+        return _plan(self.modules, self.kind, self.ranks, self.schedule, self.replicate)
+
+    def copies(self, per_node: int) -> int:
+        """Return how many copies of the model there are with hsdp, on nodes of so many ranks; 1 with other kinds."""
+        if self.kind != "hsdp":
+            return 1
+        return self.replicate or copies_in_nodes(self.replica, self.dp, per_node)
 
     @cached_property
     def sharing(self) -> tuple[tuple[str, ...], ...]:
@@ -109,8 +118,10 @@ class Choice:
 
 
 @lru_cache(maxsize=4096)
-def _plan(modules: tuple[tuple[str, ModulePlan], ...], kind: DataKind, ranks: Standing, schedule: str) -> Plan:
-    return Plan(dict(modules), DataPlan(kind), ranks, schedule)  # type: ignore[arg-type]
+def _plan(
+    modules: tuple[tuple[str, ModulePlan], ...], kind: DataKind, ranks: Standing, schedule: str, replicate: int | None
+) -> Plan:
+    return Plan(dict(modules), DataPlan(kind, replicate), ranks, schedule)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ links
@@ -121,8 +132,8 @@ class Crossing:
     """The links of a choice: of the groups of each module, and of what stages hand on."""
 
     links: Mapping[str, Links]
-    stages: Mapping[str, Link]
-    """Between neighbouring stages of a module."""
+    stages: Mapping[str, tuple[Link, ...]]
+    """By module, from each of its stages to the next, and from the last to the first."""
     meeting: Mapping[str, Link]
     """From an encoder's last stage to the first of the language model."""
 
@@ -133,8 +144,8 @@ def _placement(spans: tuple[Span, ...], dp: int, per_node: int) -> Placement:
 
 
 @lru_cache(maxsize=8192)
-def crossing(spans: tuple[Span, ...], dp: int, cluster: Cluster) -> Crossing:
-    """Return the slowest link that any group of a kind crosses."""
+def crossing(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int = 1) -> Crossing:
+    """Return the slowest link that any group of a kind crosses; copies: those of hsdp."""
     placement = _placement(spans, dp, cluster.per_node)
     replica = sum(span.ranks for span in spans)
     if replica * dp > cluster.devices:
@@ -143,7 +154,7 @@ def crossing(spans: tuple[Span, ...], dp: int, cluster: Cluster) -> Crossing:
             f"{cluster.devices:,}."
         )
     links: dict[str, Links] = {}
-    stages: dict[str, Link] = {}
+    stages: dict[str, tuple[Link, ...]] = {}
     meeting: dict[str, Link] = {}
     placed = {span.modules: span for span in placement.spans}
     last = placed[spans[-1].modules]
@@ -151,19 +162,33 @@ def crossing(spans: tuple[Span, ...], dp: int, cluster: Cluster) -> Crossing:
         starts = placement.starts(span)
         every = (starts[:, None] + np.arange(span.stages) * span.stage_ranks).reshape(-1)
         tensor = (every[:, None] + np.arange(span.cp) * span.tp).reshape(-1)
-        data = (starts[:, None] + np.arange(span.cp) * span.tp).reshape(-1)
+        data = (starts[:, None] + np.arange(span.cp) * span.tp).reshape(copies, -1)
         one = Links(
             tp=_slowest(cluster, tensor, span.tp),
             cp=_slowest(cluster, every, span.stage_ranks),
-            data=cluster.link(data.tolist()),
+            data=_widest(cluster, data),
+            copies=_widest(cluster, data.T) if copies > 1 else None,
         )
-        pairs = every.reshape(len(starts), -1)[:, :-1].reshape(-1)
-        between = _slowest(cluster, pairs, 2 * span.stage_ranks) if span.stages > 1 else one.cp
         ends = (starts + span.ranks - span.stage_ranks, placement.starts(last))
-        meets = _farthest(cluster, *ends) if span is not last else between
+        meets = _farthest(cluster, *ends) if span is not last else one.cp
         for name in span.modules:
-            links[name], stages[name], meeting[name] = one, between, meets
+            links[name], stages[name], meeting[name] = one, _between_stages(cluster, span, starts), meets
     return Crossing(links, stages, meeting)
+
+
+def _between_stages(cluster: Cluster, span: Span, starts: Ranks) -> tuple[Link, ...]:
+    """Return the slowest link from each stage to the next, in any replica; the last hands on to the first."""
+    nodes = (starts[:, None] + np.arange(span.ranks)) // cluster.per_node
+    nodes = nodes.reshape(len(starts), span.stages, span.stage_ranks)
+    leaves = (nodes != np.roll(nodes, -1, axis=1)).any(axis=(0, 2))
+    return tuple(cluster.between if out else cluster.inside for out in leaves)
+
+
+def _widest(cluster: Cluster, groups: Ranks) -> Link:
+    """Return the slowest link of some groups, one in each row: that of a group on the most nodes."""
+    nodes = np.sort(groups // cluster.per_node, axis=1)
+    worst = int((nodes[:, 1:] != nodes[:, :-1]).sum(axis=1).argmax())
+    return cluster.link(groups[worst].tolist())
 
 
 def _slowest(cluster: Cluster, starts: Ranks, size: int) -> Link:

@@ -10,9 +10,11 @@ are scaled to what one of several ranks has. What ranks exchange is added later 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.facts import between
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
@@ -52,6 +54,12 @@ class LayerCost:
     """Whether tp cuts the layer; `vocabulary`: with `tp_vocabulary` only."""
     whole_bytes: int = 0
     """Those of the activations that tp leaves whole, if `tp_sequence` does not cut them either."""
+    working_bytes: int = 0
+    """What is there for a moment while a pass is computed, beside what is kept: gradients, a head's logits."""
+    again: float | None = None
+    """Seconds of the forward pass that checkpointing computes again: all but a head's. Default: all of it."""
+    items: float = 0.0
+    """What cp deals out whole, of a microbatch: an encoder's images or tiles. 0: it cuts tokens, evenly."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -110,6 +118,8 @@ class RunCost:
     """What matrices are multiplied in."""
     state_bytes: int = 8
     """What the optimizer has for each trained parameter: 8 for Adam on float32."""
+    straggler: tuple[tuple[int, float], ...] = ()
+    """By number of replicas, ascending: the work of the slowest over an even share (`DataFacts.straggler`)."""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.modules, key=lambda module: module.name == LANGUAGE_MODEL)  # stable, as in a Plan
@@ -131,6 +141,10 @@ class RunCost:
     def encoders(self) -> tuple[ModuleCost, ...]:
         """All modules but the last."""
         return self.modules[:-1]
+
+    def straggling(self, replicas: int) -> float:
+        """Return how much more than an even share the slowest of so many replicas has to do; 1: nothing."""
+        return between(self.straggler, replicas)
 
     def trained_before(self, name: str) -> bool:
         """Say whether something is trained whose results go into a module."""
@@ -164,7 +178,7 @@ def scaled(
     over = tp if cuts else 1
     bandwidth = getattr(device, "bandwidth", None)
     least = layer.parameter_bytes / over / bandwidth if bandwidth else 0.0
-    tokens = samples / cp
+    tokens = ceil(layer.items * samples / cp) / layer.items if layer.items and cp > 1 else samples / cp
     whole = layer.activation_bytes if not cuts else 0 if sequence else layer.whole_bytes
 
     def seconds(one: float) -> float:
@@ -179,12 +193,14 @@ def scaled(
         forward=seconds(layer.forward),
         input_gradient=seconds(layer.input_gradient),
         weight_gradient=seconds(layer.weight_gradient),
+        again=None if layer.again is None else seconds(layer.again),
         parameters=-(-layer.parameters // over),
         parameter_bytes=-(-layer.parameter_bytes // over),
         trained_parameters=None if layer.trained_parameters is None else -(-layer.trained_parameters // over),
         activation_bytes=kept(layer.activation_bytes),
         activation_bytes_recomputed=kept(layer.activation_bytes_recomputed),
         output_bytes=round(layer.output_bytes * tokens),
+        working_bytes=round(layer.working_bytes * tokens / over),
         kv_bytes=round(layer.kv_bytes * samples / over),
         whole_bytes=0,
         sums=layer.sums if cuts else 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,22 @@ from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter
 from cornstarch.plan.cost import LayerCost
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
 from cornstarch.plan.plan import DataKind, DataPlan
+from cornstarch.plan.simulate import StepEnd
 
 if TYPE_CHECKING:
-    from cornstarch.plan.cluster import Device, Link
+    from cornstarch.plan.cluster import Device
+    from cornstarch.plan.passes import Links
 
-GATHERED = ("zero2", "zero3", "fsdp1", "fsdp2")
+GATHERED = ("zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
 """Kinds that gather parameters for every forward pass; all but zero2 for every backward pass, too."""
+_REACHED = 0.8  # of a memory's speed: AdamW and the norm of 1.7 billion gradients in bf16 take 8 ms on an H200
+PREDICTED = ("ddp", "zero1", *GATHERED)
+"""Kinds whose steps can be predicted."""
 
 
-def held(layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, whole: bool = False) -> Memory:
+def held(
+    layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, whole: bool = False, copies: int = 1
+) -> Memory:
     """Return what each of `ranks` ranks that hold the same layers has of them.
 
     zero1 deals out whole parameters; of the many that a stage has, each rank is taken to get its share.
@@ -31,9 +38,12 @@ def held(layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, w
         ranks: dp × cp.
         states: Bytes of the optimizer for a trained parameter.
         whole: Whether gradients are kept whole until the last microbatch: so do the stages of a pipeline.
+        copies: hsdp: how often the model is there, each copy sharded over ranks / copies.
     """
-    if kind == "hsdp":
-        raise ConfigError("data.kind = hsdp: its step cannot be predicted yet. Use zero3, or ddp.")
+    if kind not in PREDICTED:
+        raise ConfigError(
+            f"data.kind = {kind}: what its steps take cannot be predicted. Use one of {', '.join(PREDICTED)}."
+        )
     parameters = []
     for unit, layer in enumerate(layers):
         itemsize = round(layer.parameter_bytes / layer.parameters) if layer.parameters else 1
@@ -45,7 +55,7 @@ def held(layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, w
     if kind == "zero1":
         every = memory_of(size, _data("ddp"), ranks)
         return replace(every, optimizer=-(-every.optimizer // ranks))
-    spread = memory_of(size, _data(kind), ranks)
+    spread = memory_of(size, _data(kind), ranks, copies=copies)
     return replace(spread, gradients=sum(one.bytes for one in size.trained)) if whole else spread
 
 
@@ -66,48 +76,27 @@ def together(parts: Iterable[Memory]) -> Memory:
     )
 
 
-@dataclass(frozen=True)
-class StepEnd:
-    """What one part adds to a step besides its passes, in seconds."""
-
-    reduced: float = 0.0
-    """Summing gradients over the replicas."""
-    buckets: int = 0
-    """Layers with gradients: portions in which they are summed."""
-    optimizer: float = 0.0
-    after: float = 0.0
-    """zero1: gathering the new parameters."""
-
-    def __add__(self, other: StepEnd) -> StepEnd:
-        return StepEnd(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
-
-    def exposed(self, backward: float) -> float:
-        """Return what of the sums is left when the last backward pass ends.
-
-        The gradients of a layer are summed as soon as they are there, while those of the layer before are computed.
-        The first portion can start after 1/n of the pass, the last one only when the pass is over.
-        """
-        if not self.buckets:
-            return 0.0
-        return max(self.reduced / self.buckets, self.reduced - backward * (1 - 1 / self.buckets))
-
-
 def step_end(
-    layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, link: Link, device: Device
+    layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, links: Links, device: Device, copies: int = 1
 ) -> StepEnd:
     """Return what the layers of a stage add to a step.
 
-    The optimizer reads parameters, gradients and states once, and writes parameters and states, at the speed of the
-    device's memory.
+    Gradients are read twice, for their norm and by the optimizer, which reads parameters and states, too, and writes
+    both; at most of the speed that the maker promises for the device's memory. hsdp sums gradients within each copy
+    first, and then each rank its part over the copies.
     """
+    link, shards = links.data, ranks // copies
     trained = [layer for layer in layers if layer.changing]
     gradients = sum(layer.parameter_bytes * layer.changing / layer.parameters for layer in trained)
     numbers = sum(layer.changing for layer in trained)
     bandwidth = getattr(device, "bandwidth", None)
-    share = 1 if kind == "ddp" else ranks
-    optimizer = (3 * gradients + 2 * states * numbers) / share / bandwidth if bandwidth else 0.0
+    share = 1 if kind == "ddp" else shards
+    touched = (4 * gradients + 2 * states * numbers) / share
+    optimizer = touched / (_REACHED * bandwidth) if bandwidth else 0.0
     if ranks == 1:
         return StepEnd(0.0, len(trained), optimizer)
-    reduced = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, ranks, link)
+    reduced = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, shards, link)
+    if copies > 1 and links.copies is not None:
+        reduced += all_reduce(gradients / shards, copies, links.copies)
     after = all_gather(gradients, ranks, link) if kind == "zero1" and trained else 0.0
     return StepEnd(reduced if trained else 0.0, len(trained), optimizer, after)

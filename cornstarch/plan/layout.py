@@ -11,14 +11,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from math import gcd
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.mistakes import nearest, shown
-from cornstarch.plan.placement import Placement, Ranks, Span, group_starts, nodes_of, place_spans
+from cornstarch.plan.options import APART, exchange_conflicts
+from cornstarch.plan.placement import (
+    Placement,
+    Ranks,
+    Span,
+    copies_in_nodes,
+    group_starts,
+    nodes_of,
+    place_spans,
+)
 from cornstarch.plan.plan import Plan
 
 MOST_RANKS = 10_000_000
@@ -96,7 +104,7 @@ class Layout:
         under zero1 is only the optimizer's state.
         """
         ranks = self.dp * self.span(module).cp
-        if self.plan.kind(module) == "ddp":
+        if self.plan.kind(module) in ("ddp", *APART):
             return ranks, 1
         copies = self.replicate or 1
         return copies, ranks // copies
@@ -268,6 +276,7 @@ class Layout:
 def unexecutable(plan: Plan) -> list[str]:
     """Return why a plan can be laid out but not run yet; nothing if it can be run."""
     reasons = _unexecutable_pipeline(plan) if plan.is_pipeline else []
+    reasons += exchange_conflicts(plan.data, plan.modules, plan.is_pipeline)
     largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
         if module.precision:
@@ -368,13 +377,13 @@ def _infer_replicate(plan: Plan, dp: int, ranks_per_node: int) -> int | None:
     """Return the number of copies under hsdp: the plan's, or as many as make the shards of a copy lie in a node."""
     if plan.data.kind != "hsdp" or plan.data.replicate is not None:
         return plan.data.replicate
-    shards = gcd(dp, max(1, ranks_per_node // plan.replica))
-    if shards == 1 and dp > 1:
+    copies = copies_in_nodes(plan.replica, dp, ranks_per_node)
+    if copies == dp > 1:
         raise ConfigError(
             f"data.kind = hsdp: {dp:,} replicas of {plan.replica:,} ranks cannot be cut into copies that each lie in a "
             f"node of {ranks_per_node} ranks. Say how many copies there are: data.replicate, a divisor of {dp:,}."
         )
-    return dp // shards
+    return copies
 
 
 def _groups(mesh: Ranks, axis: Axis, data_shape: tuple[int, int]) -> Ranks:

@@ -15,6 +15,7 @@ from math import prod
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.dealing import deal_out
+from cornstarch.plan.options import APART
 from cornstarch.plan.plan import DataPlan
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -122,6 +123,8 @@ class Memory:
     buffers: int = 0
     buckets: int = 0
     """What DDP copies gradients to, if they do not lie there already."""
+    exchanged: int = 0
+    """What exchanges over slow links keep: what was not sent yet, weights that all had last, an outer momentum."""
     gathered: int = 0
     """The most that sharded kinds have whole for a moment: parameters, and gradients that are not summed yet."""
     gradients_stay: bool = False
@@ -141,7 +144,7 @@ class Memory:
         there before: in buckets that stay, or those of an earlier portion of the step (`accumulated`).
         """
         gradients = 0 if self.offloaded else self.gradients
-        resting = self.buffers if self.offloaded else self.held - gradients + self.buckets
+        resting = self.buffers if self.offloaded else self.held - gradients + self.buckets + self.exchanged
         together = self.gradients_stay or accumulated
         passing = gradients + activations if together else max(gradients, activations)
         return resting + self.gathered + passing
@@ -162,6 +165,8 @@ def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = No
     """
     if ranks == 1:
         return _whole(size)
+    if data.kind in APART:
+        return replace(_whole(size), exchanged=_exchanged(size, data))
     if data.kind == "ddp":
         return _replicated(size, data)
     if data.kind == "zero1":
@@ -187,7 +192,15 @@ def _replicated(size: ModelSize, data: DataPlan) -> Memory:
     """DDP: everything on every rank; its buckets are never given back."""
     whole = _whole(size)
     views = data.gradient_as_bucket_view
-    return replace(whole, buckets=0 if views else whole.gradients, gradients_stay=views)
+    buckets = 0 if views else whole.gradients
+    return replace(whole, buckets=buckets, gradients_stay=views, exchanged=_exchanged(size, data))
+
+
+def _exchanged(size: ModelSize, data: DataPlan) -> int:
+    """Return what exchanges keep beside the weights, in float32, as often as there are trained numbers."""
+    remembers = data.compression.kind != "none" and data.compression.error_feedback
+    copies = {"local_sgd": 1, "diloco": 2 + data.local.overlap, "async": 1}.get(data.kind, 0) + remembers
+    return 4 * copies * sum(parameter.numel for parameter in size.trained)
 
 
 def _owned(size: ModelSize, data: DataPlan, ranks: int, rank: int | None) -> Memory:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -70,6 +70,16 @@ OTHER_NAMES = {
     "float16": "fp16",
     "half": "fp16",
     "float32": "fp32",
+    "gradient_compression": "compression",
+    "comm_hook": "compression",
+    "int8": "quantize",
+    "sign": "quantize",
+    "1bit": "quantize",
+    "outer_lr": "outer_learning_rate",
+    "tau": "staleness",
+    "local_steps": "every",
+    "topology": "graph",
+    "exp": "exponential",
     "ring": "ring_attn",
     "ulysses": "all_to_all",
 }
@@ -107,8 +117,8 @@ def dotted(path: Path) -> str:
 
 
 def shown(value: Any) -> str | None:
-    """Return a value as a message shows it; None for a mapping, which would be too long."""
-    if isinstance(value, Mapping):
+    """Return a value as a message shows it; None for a mapping or a section, which would be too long."""
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
         return None
     if isinstance(value, tuple):
         value = list(value)
@@ -154,6 +164,7 @@ def read_fields(kind: type, data: Any, path: Path) -> Fields:
     """
     read = Fields({}, set(), [])
     known = fields_of(kind)
+    parts = parts_of(kind)
     if data is None:  # `audio:` with nothing behind it
         return read
     if not isinstance(data, Mapping):
@@ -168,6 +179,9 @@ def read_fields(kind: type, data: Any, path: Path) -> Fields:
             read.mistakes.append(Mistake((*path, str(key)), shown(value), text))
             if name is None or name in data or name in read.values:
                 continue
+        if name in parts:
+            _read_part(read, name, parts[name], value, (*path, str(key)))
+            continue
         problem = known[name].problem(value)
         if problem is None:
             read.values[name] = value
@@ -175,6 +189,38 @@ def read_fields(kind: type, data: Any, path: Path) -> Fields:
             read.broken.add(name)
             read.mistakes.append(Mistake((*path, str(key)), shown(value), problem))
     return read
+
+
+class Part(NamedTuple):
+    """A field that is a dataclass itself: a section in a section."""
+
+    kind: type
+    mistakes: Callable[[Fields, Path], list[Mistake]]
+    """Returns what is wrong with its fields, alone and together (`metadata={"mistakes": ...}`)."""
+
+
+@cache
+def parts_of(kind: type) -> dict[str, Part]:
+    """Return the fields of a dataclass that are dataclasses themselves, by name."""
+    hints = get_type_hints(kind)
+    return {
+        field.name: Part(hints[field.name], field.metadata.get("mistakes", lambda read, path: read.mistakes))
+        for field in dataclasses.fields(kind)
+        if dataclasses.is_dataclass(hints[field.name])
+    }
+
+
+def _read_part(read: Fields, name: str, part: Part, value: Any, path: Path) -> None:
+    """Look at a section in a section; one that is made already is right."""
+    if isinstance(value, part.kind):
+        read.values[name] = value
+        return
+    inner = read_fields(part.kind, value, path)
+    if mistakes := part.mistakes(inner, path):
+        read.broken.add(name)
+        read.mistakes.extend(mistakes)
+    else:
+        read.values[name] = part.kind(**inner.values)
 
 
 def suggestion(name: str, names: list[str], path: Path) -> tuple[str | None, str]:
@@ -207,6 +253,8 @@ class FieldType(NamedTuple):
             return any(type(value) is type(choice) and value == choice for choice in get_args(option))
         if get_origin(option) is tuple:
             names = value if isinstance(value, list | tuple) else ()
+            if get_args(option)[0] is int:
+                return bool(names) and all(self._fits(one, int) for one in names)
             return bool(names) and all(isinstance(one, str) and one for one in names) and len({*names}) == len(names)
         if option is float:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -225,7 +273,7 @@ class FieldType(NamedTuple):
         if get_origin(option) is Literal:
             return [str(choice) for choice in get_args(option)]
         if get_origin(option) is tuple:
-            return ["a list of different names"]
+            return [f"a list of numbers{enough}" if get_args(option)[0] is int else "a list of different names"]
         if option is bool:
             return ["true", "false"]
         return [f"a whole number{enough}" if option is int else f"a number{enough}"]

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cornstarch.plan.exchange import Local
+
 WHOLE = ("ddp", "zero1")
 """Kinds that keep whole parameters on every rank: torch's DistributedDataParallel."""
+APART = ("local_sgd", "diloco", "async", "gossip")
+"""Kinds whose ranks keep whole parameters, too, but each its own: nothing is exchanged in a backward pass."""
+COMPRESSED = (*WHOLE, "hsdp", "local_sgd", "diloco")
+"""Kinds that can compress what they exchange."""
 SHARDED = ("fsdp1", "fsdp2", "zero2", "zero3", "hsdp")
 """Kinds that shard the parameters."""
 FSDP2 = ("fsdp2", "zero2", "zero3", "hsdp")
@@ -17,6 +23,7 @@ def _names(kinds: tuple[str, ...]) -> str:
     return f"{', '.join(kinds[:-1])} or {kinds[-1]}"
 
 
+_SUMS = "Leave it out, or use the kind ddp or zero1."
 _WHOLE_PARAMETERS = "{kind} keeps whole parameters on every rank"
 _ONE_UNIT = f"{_WHOLE_PARAMETERS}: it wraps the model once, as a whole.\nLeave it out, or use {_names(SHARDED)}."
 _NO_BUCKETS = (
@@ -70,6 +77,25 @@ _ONLY_WITH: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "wrap": (SHARDED, _ONE_UNIT),
     "wrap_min_parameters": (SHARDED, _ONE_UNIT),
+    "compression": (
+        COMPRESSED,
+        "{kind} has no place for it: FSDP adds up shards of gradients by itself.\n"
+        "Leave it out, or use the kind ddp, zero1, or hsdp, which compresses what travels between copies.",
+    ),
+    "local": (("local_sgd", "diloco"), "It goes with the kind local_sgd or diloco; the kind is {kind}.\nLeave it out."),
+    "asynchronous": (("async",), "It goes with the kind async; the kind is {kind}.\nLeave it out."),
+    "gossip": (("gossip",), "It goes with the kind gossip; the kind is {kind}.\nLeave it out."),
+}
+# What to say instead where the ranks are not in step.
+_APART: dict[str, str] = {
+    "bucket_mb": "{kind} exchanges no gradients, and so has no buckets of them.\n" + _SUMS,
+    "gradient_as_bucket_view": "{kind} exchanges no gradients, and so has no buckets of them.\n" + _SUMS,
+    "static_graph": "{kind} exchanges nothing in a backward pass, and need not know its order.\nLeave it out.",
+    "find_unused": "{kind} exchanges nothing in a backward pass, and does not look for what is unused.\nLeave it out.",
+    "compression": (
+        "{kind} sends whole weights, or changes that are applied one by one.\n"
+        "Leave it out, or use the kind local_sgd or diloco, which exchange compressed changes of weights."
+    ),
 }
 
 
@@ -85,8 +111,8 @@ def conflicts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterato
     for option, (kinds, text) in _ONLY_WITH.items():
         if kind not in kinds and option in values and values[option] != defaults[option]:
             refused.add(option)
-            yield option, text.format(kind=kind)
-    for option, text in [*_resharding(kind, values), *_wrapping(values)]:
+            yield option, (_APART.get(option, text) if kind in APART else text).format(kind=kind)
+    for option, text in [*_resharding(kind, values), *_wrapping(values), *_exchanging(kind, values)]:
         if option not in refused:
             yield option, text
 
@@ -117,6 +143,52 @@ def _wrapping(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "wrap_min_parameters", "With wrap: none the model is one unit, whatever its size.\nLeave one of them out."
     if values.get("prefetch"):
         yield "prefetch", "With wrap: none the model is one unit, so there is no next one to fetch.\nUse wrap: auto."
+
+
+def _exchanging(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    local, compression = values.get("local"), values.get("compression")
+    if kind == "local_sgd" and local is not None:
+        if (local.outer_learning_rate, local.outer_momentum) != (Local.outer_learning_rate, Local.outer_momentum):
+            yield "local", "local_sgd takes the mean of the weights and has no outer optimizer.\nUse the kind diloco."
+        if local.overlap:
+            yield "local", "local_sgd replaces weights by their mean, so it waits for it.\nUse the kind diloco."
+    if compression is None or compression.kind == "none":
+        return
+    if compression.kind == "powersgd" and kind not in WHOLE:
+        yield (
+            "compression",
+            f"powersgd sends factors of whole matrices of gradients, which {kind} does not exchange.\n"
+            "Use the kind ddp or zero1, or another compression.",
+        )
+    moving = "With compression the buckets must stay as they are: what was not sent yet belongs to a place in them."
+    if kind in WHOLE and values.get("static_graph"):
+        yield "static_graph", f"{moving}\nLeave it out: a static graph lets torch rearrange them after the first step."
+    if kind in WHOLE and values.get("bucket_mb") == "auto":
+        yield "bucket_mb", f"{moving}\nGive a number, or leave it out: a run that goes on would measure another size."
+    if kind in WHOLE and values.get("find_unused") is False:
+        yield "find_unused", f"{moving}\nLeave it out: without it torch rearranges them after the first step."
+
+
+def exchange_conflicts(data: Any, modules: Mapping[str, Any], is_pipeline: bool) -> list[str]:
+    """Return why the replicas of a plan cannot exchange what `data`, a DataPlan, says; nothing if they can."""
+    reasons = []
+    is_cut = any(module.tp > 1 for module in modules.values())
+    if data.kind in APART:
+        largest = {axis: max(getattr(module, axis) for module in modules.values()) for axis in ("tp", "cp")}
+        sizes = [f"{axis} {size}" for axis, size in largest.items() if size > 1]
+        sizes += ["a pipeline"] if is_pipeline else []
+        if sizes:
+            reasons.append(
+                f"data.kind = {data.kind}: each rank trains a whole model by itself, and the plan has "
+                f"{' and '.join(sizes)}. Use ranks of one model each, or the kind ddp with a compression."
+            )
+    elif data.compression.kind != "none":
+        what = f"data.compression.kind = {data.compression.kind}: "
+        if is_pipeline:
+            reasons.append(f"{what}the stages of a pipeline exchange gradients whole. Leave it out, or use one stage.")
+        elif is_cut and data.kind in WHOLE:
+            reasons.append(f"{what}with tp the ranks exchange shards of gradients. Leave it out, or use the kind hsdp.")
+    return reasons
 
 
 # ------------------------------------------------------------------------------------------------ ranks

@@ -30,6 +30,47 @@ def best_cut(times: Sequence[float] | NDArray[np.float64], stages: int, before: 
     return _least(squares, np.where(first <= limit, first, np.inf) ** 2, stages, np.add)[1]
 
 
+def best_parts(
+    times: Sequence[float] | NDArray[np.float64], stages: int, virtual: int, before: float = 0.0
+) -> tuple[int, ...]:
+    """Return the first layer of each of stages × virtual parts, which are dealt out to the stages in turn.
+
+    Two cuts are compared, and the one whose slowest stage is the faster is taken: that in which the slowest part is as
+    fast as can be, and that in which each stage gets the layers that it would have if there were one part to each.
+
+    Args:
+        times: Of each layer.
+        stages: Places; part i is on place i modulo this.
+        virtual: Parts of each.
+        before: What the first part does besides.
+    """
+    plain = best_cut(times, stages * virtual, before)
+    if virtual == 1:
+        return plain
+    whole = best_cut(times, stages, before)
+    counts = np.diff([*whole, len(times)]).tolist()
+    if min(counts) < virtual:
+        return plain
+    # The first place has most to do in its first part already, if there is something before it.
+    sizes = [
+        count // virtual + (((virtual - 1 - part) if place == 0 and before else part) < count % virtual)
+        for part in range(virtual)
+        for place, count in enumerate(counts)
+    ]
+    dealt = (0, *np.cumsum(sizes)[:-1].tolist())
+    better = _busiest(times, dealt, stages, before) < _busiest(times, plain, stages, before) * (1 - 1e-9)
+    return dealt if better else plain
+
+
+def _busiest(
+    times: Sequence[float] | NDArray[np.float64], starts: tuple[int, ...], stages: int, before: float
+) -> float:
+    """Return what the busiest stage does."""
+    parts = np.add.reduceat(np.asarray(times, dtype=np.float64), starts)
+    parts[0] += before
+    return float(parts.reshape(-1, stages).sum(axis=0).max())
+
+
 def _least(
     runs: NDArray[np.float64], first: NDArray[np.float64], stages: int, combine: np.ufunc
 ) -> tuple[float, tuple[int, ...]]:

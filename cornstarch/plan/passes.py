@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cornstarch.plan.communication import all_gather, all_reduce
 from cornstarch.plan.cost import LayerCost, RunCost, scaled
-from cornstarch.plan.partition import best_cut
+from cornstarch.plan.partition import best_parts
 from cornstarch.plan.plan import ModulePlan
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class Links:
     tp: Link
     cp: Link
     data: Link
+    """Of those that hold the same parameters together; with hsdp, of one copy."""
+    copies: Link | None = None
+    """hsdp: of the ranks that hold the same part of each copy."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +101,15 @@ class Passes:
         return float(self.forward.sum()), float(self.inputs.sum()), float(self.weights.sum())
 
     @cached_property
-    def _cuts(self) -> dict[tuple[int, float], tuple[int, ...]]:
+    def _cuts(self) -> dict[tuple[int, int, float], tuple[int, ...]]:
         return {}
 
-    def cut(self, stages: int, before: float = 0.0) -> tuple[int, ...]:
-        """Return the first layer of each stage, found once."""
-        if (stages, before) not in self._cuts:
-            self._cuts[stages, before] = best_cut(self.total, stages, before)
-        return self._cuts[stages, before]
+    def cut(self, stages: int, virtual: int = 1, before: float = 0.0) -> tuple[int, ...]:
+        """Return the first layer of each part of each stage, found once."""
+        key = (stages, virtual, before)
+        if key not in self._cuts:
+            self._cuts[key] = best_parts(self.total, *key)
+        return self._cuts[key]
 
 
 def passes(cost: RunCost, way: Way, device: Device) -> Passes:
@@ -133,8 +137,9 @@ def _row(one: LayerCost, way: Way, upstream: bool) -> tuple[float, ...]:
     has_backward = upstream or one.trained
     tensor = one.sums * all_reduce(one.output_bytes, way.tp, way.links.tp) if way.tp > 1 else 0.0
     context = all_gather(one.kv_bytes, way.cp, way.links.cp) if way.cp > 1 else 0.0
-    recomputed = way.checkpointing and has_backward
-    again = one.forward if recomputed else 0.0
+    # What is kept whole anyway, as in a head, is not computed again.
+    recomputed = way.checkpointing and has_backward and one.activation_bytes_recomputed < one.activation_bytes
+    again = (one.forward if one.again is None else one.again) if recomputed else 0.0
     exchanged = tensor + context
     forward = one.forward + exchanged
     inputs = again + (exchanged if recomputed else 0.0)
@@ -152,7 +157,17 @@ def _row(one: LayerCost, way: Way, upstream: bool) -> tuple[float, ...]:
     context *= times + 2 * has_backward
     kept = one.activation_bytes_recomputed if way.checkpointing else one.activation_bytes
     kept = kept if has_backward else 0
-    return forward, inputs, weights, tensor, context, gather, again, kept, one.activation_bytes - kept
+    return (
+        forward,
+        inputs,
+        weights,
+        tensor,
+        context,
+        gather,
+        again,
+        kept,
+        one.activation_bytes - kept + one.working_bytes,
+    )
 
 
 class PassTable:

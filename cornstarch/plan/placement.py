@@ -131,6 +131,14 @@ def crossings(placement: Placement, ranks_per_node: int) -> tuple[int, int, int,
     return tp, cp, pp, int((highest // ranks_per_node - lowest // ranks_per_node).sum())
 
 
+def copies_in_nodes(replica: int, dp: int, ranks_per_node: int) -> int:
+    """Return how many copies of a model there are if the shards of each are as many replicas as lie in one node.
+
+    replica: the ranks of one of `dp` replicas. One that fills a node, or is larger, is a copy by itself.
+    """
+    return dp // gcd(dp, max(1, ranks_per_node // replica))
+
+
 def group_starts(starts: Ranks, groups: int, size: int) -> Ranks:
     """Return the first ranks of `groups` groups of `size` that follow one another, from each of `starts`."""
     return (starts[:, None] + np.arange(groups, dtype=np.int64) * size).reshape(-1)

@@ -16,12 +16,14 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
+from cornstarch.plan.exchange import Asynchronous, Compression, Gossip, Local, compression_mistakes, described
 from cornstarch.plan.mistakes import (
     Fields,
     FieldType,
     Mistake,
     Path,
     nearest,
+    parts_of,
     raise_mistakes,
     read_fields,
     shown,
@@ -31,7 +33,7 @@ from cornstarch.plan.options import conflicts, rank_conflicts
 from cornstarch.schedule.policies import Policy
 
 Precision = Literal["fp32", "bf16", "fp16"]
-DataKind = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp"]
+DataKind = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "local_sgd", "diloco", "async", "gossip"]
 Ranks = Literal["auto", "shared", "own", "colocated", "first_stage"]
 
 LANGUAGE_MODEL = "language_model"
@@ -61,6 +63,9 @@ class ModulePlan:
     virtual_stages: int = field(default=1, metadata={"least": 1})
     """Parts of the layers that each of these sets holds: they are cut into stages × virtual_stages parts, which are
     dealt out in turn (interleaving)."""
+    layers: tuple[int, ...] | None = field(default=None, metadata={"least": 1})
+    """How many layers each of these parts has, in order; the head of a language model counts as one. Default: parts
+    that weigh the same."""
     zero: Literal[0, 1, 2, 3] | None = None
     """The ZeRO stage of this module alone; 0: nothing is sharded. Default: what the plan's `data.kind` says."""
     activation_checkpointing: bool = False
@@ -74,6 +79,8 @@ class ModulePlan:
 
     def __post_init__(self) -> None:
         raise_mistakes(_module_mistakes(read_fields(ModulePlan, vars(self), ("ModulePlan",)), ("ModulePlan",)))
+        if self.layers is not None:  # a list is welcome, but would not be frozen
+            object.__setattr__(self, "layers", tuple(self.layers))
 
     @property
     def ranks(self) -> int:
@@ -84,6 +91,7 @@ class ModulePlan:
         """Return the sizes, and what differs from the defaults, on one line."""
         sizes = [f"{self.stages} stages"] if self.stages > 1 else []
         sizes = [f"{sizes[0]} of {self.virtual_stages} parts"] if self.virtual_stages > 1 else sizes
+        sizes = [f"{sizes[0]} ({' + '.join(map(str, self.layers))} layers)"] if sizes and self.layers else sizes
         sizes += [f"cp {self.cp} ({self.cp_mode}, {self.cp_distribution})"] if self.cp > 1 else []
         further = [word for word in ("sequence", "vocabulary") if getattr(self, f"tp_{word}")]
         sizes += [f"tp {self.tp}" + (f" ({', '.join(further)})" if further else "")] if self.tp > 1 else []
@@ -100,7 +108,9 @@ class DataPlan:
 
     kind: DataKind = "ddp"
     """ddp: everything whole on every rank; zero1: optimizer states sharded; zero2: gradients too; zero3, fsdp1, fsdp2:
-    parameters too; hsdp: fsdp2 within each of several copies."""
+    parameters too; hsdp: fsdp2 within each of several copies. Ranks that are not in step (docs/slow_networks.md):
+    local_sgd: weights are averaged every few steps; diloco: an outer optimizer applies the mean change; async: changes
+    are applied when they arrive; gossip: weights are averaged with neighbours."""
     replicate: int | None = field(default=None, metadata={"least": 1})
     """hsdp: the number of copies; each is sharded over dp / replicate replicas. Default: as many as make a copy lie
     within a node."""
@@ -110,8 +120,9 @@ class DataPlan:
     """What gradients are summed over the ranks in. Default: what they are computed in."""
     buffer_dtype: Precision | None = None
     """fsdp1: what buffers are cast to. Default: they are left as they are."""
-    bucket_mb: float | None = field(default=None, metadata={"least": 0.001})
-    """ddp, zero1: megabytes of gradients that are summed together. Default: torch's."""
+    bucket_mb: float | Literal["auto"] | None = field(default=None, metadata={"least": 0.001})
+    """ddp, zero1: megabytes of gradients that are summed together; auto: as many as suit the link that joins the
+    replicas, which is measured when the run begins. Default: torch's."""
     static_graph: bool = False
     """ddp, zero1: every step uses the same parameters in the same order."""
     gradient_as_bucket_view: bool = True
@@ -131,16 +142,28 @@ class DataPlan:
     names of their classes."""
     wrap_min_parameters: int | None = field(default=None, metadata={"least": 1})
     """Units with fewer parameters stay with what is around them."""
+    compression: Compression = field(default=Compression(), metadata={"mistakes": compression_mistakes})
+    """ddp, zero1: of gradients; hsdp: of those that travel between copies; local_sgd, diloco: of changes of weights."""
+    local: Local = Local()
+    """local_sgd, diloco: how often weights are brought together, and how."""
+    asynchronous: Asynchronous = Asynchronous()
+    """async: how far ranks may be apart."""
+    gossip: Gossip = Gossip()
+    """gossip: who the neighbours are."""
 
     def __post_init__(self) -> None:
-        raise_mistakes(_data_mistakes(read_fields(DataPlan, vars(self), ("DataPlan",)), ("DataPlan",)))
+        read = read_fields(DataPlan, vars(self), ("DataPlan",))
+        raise_mistakes(_data_mistakes(read, ("DataPlan",)))
+        for name in parts_of(DataPlan):  # a mapping is welcome, too
+            object.__setattr__(self, name, read.values[name])
         if self.wrap not in ("auto", "none"):  # a list is welcome, but would not be frozen
             object.__setattr__(self, "wrap", tuple(self.wrap))
 
     def describe(self) -> str:
         """Return the kind, and what differs from the defaults, on one line."""
         given = [(name, value) for name, value in vars(self).items() if name != "kind" and value != _DATA[name]]
-        return ", ".join([self.kind, *(f"{name} {shown(value)}" for name, value in given)])
+        said = (f"{name} {described(value) if name in parts_of(DataPlan) else shown(value)}" for name, value in given)
+        return ", ".join([self.kind, *said])
 
 
 _MODULE = {f.name: f.default for f in dataclasses.fields(ModulePlan)}
@@ -250,9 +273,12 @@ class Plan:
 
     def as_data(self) -> dict[str, Any]:
         """Return the plan as mappings, lists and scalars, every default written out; `from_data` returns its equal."""
-        data = dict(vars(self.data))
+        parts = {name: dict(vars(getattr(self.data, name))) for name in parts_of(DataPlan)}
+        data = {**vars(self.data), **parts}
         data["wrap"] = list(self.data.wrap) if isinstance(self.data.wrap, tuple) else self.data.wrap
         modules = {name: dict(vars(module)) for name, module in self.modules.items()}
+        for module in modules.values():
+            module["layers"] = None if module["layers"] is None else list(module["layers"])
         return {"modules": modules, "data": data, "ranks": self.ranks, "schedule": self.schedule}
 
     def _key(self) -> tuple[Any, ...]:
@@ -377,6 +403,11 @@ def _module_mistakes(read: Fields, path: Path) -> list[Mistake]:
     if values.get("virtual_stages", 1) > 1 and values.get("stages") == 1:
         text = "One set of ranks holds all layers, in one part or in several.\nSet stages, or leave it out."
         found.append(Mistake((*path, "virtual_stages"), shown(values["virtual_stages"]), text))
+    layers, parts = values.get("layers"), values.get("stages", 1) * values.get("virtual_stages", 1)
+    if layers is not None and {"stages", "virtual_stages"} <= {*values} and len(layers) != parts:
+        many = f"{values['stages']} stages" + (f" × {values['virtual_stages']}" if values["virtual_stages"] > 1 else "")
+        text = f"There are {len(layers)} numbers for {many}.\nGive one for each part, or leave it out."
+        found.append(Mistake((*path, "layers"), shown(layers), text))
     distribution = values.get("cp_distribution")
     if values.get("cp_mode") != "all_to_all" or distribution not in ("zigzag", "makespan_min"):
         return found

@@ -3,17 +3,19 @@
     found = predict(Choice.of(plan, dp=2, microbatches=8), cost, Cluster.parse("2x8xH100"))
     found.step, found.tokens_per_second, found.mfu, found.fits
 
-The pipeline is simulated with the same lists of actions that the runtime carries out. After a place's last backward
+The pipeline is simulated with the same lists of actions that the runtime carries out. Between two places something
+takes as long as the link between them needs for it. After a place's last backward
 pass come, in turn: what is left of summing gradients over the replicas, which goes on during the last backward pass,
 layer by layer (`StepEnd.exposed`); the optimizer; with zero1, gathering the new parameters. Gradients of earlier
 microbatches are added up locally and not sent; but sharded kinds (zero2, zero3) without a pipeline sum those of every
-microbatch, so as not to hold them whole. A step ends when the last place is done.
+microbatch, so as not to hold them whole. A step ends when the last place is done; where samples differ in size, that
+of the replica with the largest (`RunCost.straggler`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -22,8 +24,9 @@ from cornstarch.plan.assembly import Assembly, Costs
 from cornstarch.plan.choice import Choice
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.memory import Memory
-from cornstarch.plan.simulate import Timeline, simulate
+from cornstarch.plan.simulate import Level, Timeline, simulate
 from cornstarch.plan.stages import stage_graph
+from cornstarch.schedule.kinds import Kind
 from cornstarch.schedule.policies import make_schedule
 
 if TYPE_CHECKING:
@@ -61,6 +64,8 @@ class Shares:
     optimizer: float
     wait: float
     """For other stages."""
+    uneven: float = 0.0
+    """For the replica whose samples are the largest."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +89,11 @@ class Prediction:
     layers: Mapping[str, int]
     """By module, how many there are."""
     timeline: Timeline
-    """The passes of a step of one replica."""
+    """A step of one replica."""
+    kept: tuple[float, ...]
+    """By stage of the timeline, the bytes of a microbatch that wait for its backward pass."""
+    working: tuple[float, ...]
+    """By stage of the timeline, the bytes that are there while it computes, beside."""
 
     @property
     def peak(self) -> int:
@@ -95,6 +104,24 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every rank has the memory."""
         return self.peak <= self.limit
+
+    @cached_property
+    def memory_over_time(self) -> tuple[tuple[Level, ...], ...]:
+        """By place, what each of its ranks holds, from each moment on at which that changes.
+
+        Gradients are there from the end of the first backward pass, or all the time, if DDP's buckets hold them. The
+        fullest moment is at most `peak`, which does not look at when the stages of a place are fullest.
+        """
+        found = []
+        for memory, levels in zip(self.memory, self.timeline.levels(self.kept, self.working), strict=True):
+            own = self.timeline.events[memory.place]
+            first = next((event.end for event in own if event.kind is not Kind.F), self.step)
+            states = memory.states
+            before = states.peak() - (0 if states.gradients_stay else states.gradients)
+            found.append(
+                tuple(Level(time, (before if time < first else states.peak()) + held) for time, held in levels)
+            )
+        return tuple(found)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -113,6 +140,7 @@ class Prediction:
             "recompute": "computing activations again takes",
             "wait": "waiting for other stages takes",
             "optimizer": "the optimizer takes",
+            "uneven": "waiting for the replica with the largest samples takes",
         }
         shares = sorted(((getattr(self.shares, name) / self.step, name) for name in words), reverse=True)
         return (*said, *(f"{words[name]} {share:.0%} of the step" for share, name in shares if share >= 0.05))
@@ -131,9 +159,11 @@ def predict(choice: Choice, cost: RunCost | Costs, cluster: Cluster) -> Predicti
     costs = cost if isinstance(cost, Costs) else Costs(cost, cluster)
     assembly = Assembly(choice, costs)
     timeline = _timeline(assembly)
-    ends = [own[-1].end if own else 0.0 for own in timeline.events]
-    step = max(end + tail for end, tail in zip(ends, assembly.tails, strict=True))
+    shares = _shares(assembly, timeline.step)
+    late = (costs.cost.straggling(choice.dp) - 1) * (timeline.step - shares.data - shares.optimizer)
+    shares, step = replace(shares, uneven=late), timeline.step + late
     samples = costs.cost.batch / step if step else float("inf")
+    kept, working = _held(assembly, timeline)
     return Prediction(
         choice=choice,
         step=step,
@@ -142,10 +172,12 @@ def predict(choice: Choice, cost: RunCost | Costs, cluster: Cluster) -> Predicti
         mfu=_mfu(costs, samples),
         memory=_memory(assembly, timeline),
         limit=costs.cluster.device.usable,
-        shares=_shares(assembly, step),
+        shares=shares,
         starts=assembly.starts,
         layers={name: len(one.layers) for name, one in assembly.passes.items()},
         timeline=timeline,
+        kept=kept,
+        working=working,
     )
 
 
@@ -157,7 +189,21 @@ def _timeline(assembly: Assembly) -> Timeline:
         name: [(part.forward, part.inputs, part.weights) for part in parts] for name, parts in assembly.parts.items()
     }
     graph = stage_graph(choice.plan, trains, times)
-    return simulate(make_schedule(graph, choice.microbatches, choice.schedule), assembly.transfer)
+    nodes = graph.nodes
+    transfers = {edge: assembly.transfers[nodes[edge[0]].module, nodes[edge[0]].index] for edge in graph.edges}
+    return simulate(make_schedule(graph, choice.microbatches, choice.schedule), transfers, assembly.ends)
+
+
+def _held(assembly: Assembly, timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the bytes that each stage of a timeline keeps of a microbatch, and works with."""
+    inside = [assembly.parts[name][0] for name in assembly.encoders] if assembly.choice.inside else []
+    stages = []
+    for node in timeline.schedule.graph.nodes:
+        own = assembly.parts[node.module][node.index]
+        stages.append([own, *(inside if node.index == 0 else [])])
+    return tuple(sum(p.kept for p in parts) for parts in stages), tuple(
+        max(p.working for p in parts) for parts in stages
+    )
 
 
 def _memory(assembly: Assembly, timeline: Timeline) -> tuple[PlaceMemory, ...]:

@@ -42,6 +42,7 @@ def _words(one: Prediction, best: Prediction, name: str, share: float, cluster: 
         "data": f"dp = {one.choice.dp}: summing gradients beyond what backward hides takes {share:.0%} of the step",
         "recompute": f"activation checkpointing: computing again takes {share:.0%} of the step",
         "optimizer": f"{one.choice.kind}: the optimizer takes {share:.0%} of the step",
+        "uneven": f"dp = {one.choice.dp}: the replica with the largest samples is waited for, {share:.0%} of the step",
         "wait": f"waiting for other stages takes {share:.0%} of the step: {_pipeline(one)}",
         "compute": f"its busiest ranks compute for {share:.0%} of the step: {_load(one, best)}",
     }

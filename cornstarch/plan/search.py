@@ -25,7 +25,7 @@ from cornstarch.plan.cost import RunCost
 from cornstarch.plan.plan import DataKind
 from cornstarch.plan.predict import Prediction, predict
 from cornstarch.plan.reasons import refusal, why_slower
-from cornstarch.plan.smallest import can_fit, smallest_cluster
+from cornstarch.plan.smallest import can_fit, nearest, smallest_cluster
 from cornstarch.plan.space import Shape, Space, checkpointings, kinds, leaves, portions, shapes, standings
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ TOLERANCE = 0.002
 """A choice that could be better by less than this share is not looked at."""
 RUNNERS_UP = 6
 _ROUGHLY = 0.03  # the tolerance of the smaller searches for runners-up
+_REFINED, _NEAR = 3, 0.05  # how many of the best are refined, and how much slower than the best they may be
+_PARTS = (2, 3, 4)  # of the winner's last module at each place, with interleaving
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Found:
     runners_up: tuple[RunnerUp, ...]
     """Each differs in kind from the best and from the others, fastest first."""
     refused: tuple[str, ...]
-    """What would have been as fast, but does not fit, with the bytes that are missing."""
+    """What would have been as fast, but does not fit, with the bytes that it needs; where nothing fits, what comes
+    nearest to it, of each kind of data parallelism."""
     smallest: Cluster | None
     """Where nothing fits: the smallest cluster of the same devices that would do."""
     tried: int
@@ -66,8 +69,10 @@ class Found:
         """Return what was found on one line."""
         if self.best is not None:
             return f"{self.best.choice.describe()}: {self.best.step:.4g} s a step"
+        if not self.refused:
+            return "No plan can be run with what there is to choose from: no size divides the heads, or the batch."
         if self.smallest is None:
-            return "No plan fits, on any cluster of these devices: " + "; ".join(self.refused)
+            return "No plan fits, on any cluster of these devices. The nearest: " + "; ".join(self.refused[:1])
         return f"No plan fits. The smallest cluster that would do: {self.smallest.name}."
 
 
@@ -85,14 +90,13 @@ def search(
     """
     space, costs = space or Space(), Costs(cost, cluster)
     hunt = _Hunt(costs, space)
-    if not can_fit(costs, space):
-        return Found(None, (), hunt.refusals(), smallest_cluster(cost, cluster, space), 0)
-    best = hunt.best()
+    best = hunt.best() if can_fit(costs, space) else None
     if best is None:
-        return Found(None, (), hunt.refusals(), smallest_cluster(cost, cluster, space), hunt.tried)
+        refused = tuple(refusal(choice, peak, cluster.device.usable) for peak, choice in nearest(costs, space))
+        return Found(None, (), refused, smallest_cluster(cost, cluster, space), hunt.tried)
     others = [*hunt.seen, *_alternatives(costs, space, best)] if runners_up else []
     if polish:
-        best = polished(best, costs)
+        best = polished(best, hunt.seen, costs, space)
     return Found(best, _distinct(best, others, cluster, runners_up), hunt.refusals(), None, hunt.tried)
 
 
@@ -209,7 +213,7 @@ def _kind(prediction: Prediction) -> tuple[Any, ...]:
     """Return what makes plans differ in kind."""
     choice = prediction.choice
     last = choice.modules[-1][1]
-    return choice.ranks, last.tp, last.stages > 1, last.cp > 1, choice.kind in ("zero2", "zero3")
+    return choice.ranks, last.tp, last.stages > 1, last.cp > 1, choice.kind in ("zero2", "zero3", "hsdp")
 
 
 def _distinct(best: Prediction, others: list[Prediction], cluster: Cluster, most: int) -> tuple[RunnerUp, ...]:
@@ -222,30 +226,49 @@ def _distinct(best: Prediction, others: list[Prediction], cluster: Cluster, most
 # ------------------------------------------------------------------------------------------------ finer
 
 
-def polished(best: Prediction, costs: Costs) -> Prediction:
-    """Return a prediction after trying other schedules, and moving single layers as long as that helps."""
-    for schedule in ("zero_bubble",):
-        best = _better(replace(best.choice, schedule=schedule), best, costs) if _may(best.choice, schedule) else best
+def polished(best: Prediction, seen: list[Prediction], costs: Costs, space: Space) -> Prediction:
+    """Return the best prediction after trying other schedules, and moving single layers as long as that helps.
+
+    Layers are moved in the few that are nearly as good, too: the best before need not be the best after.
+    """
+    others = [one for choice in _reordered(best.choice, space) if (one := _fitting(choice, costs)) is not None]
+    near = {one.choice: one for one in (best, *others, *seen) if one.step <= best.step * (1 + _NEAR)}
+    few = sorted(near.values(), key=lambda one: one.step)[:_REFINED]
+    return min((_refined(one, costs) for one in few), key=lambda one: one.step)
+
+
+def _refined(best: Prediction, costs: Costs) -> Prediction:
+    """Return a prediction after moving single layers as long as that helps."""
     while True:
         before = best.step
         for starts in _moved(best):
-            best = _better(replace(best.choice, starts=tuple(starts.items())), best, costs)
+            one = _fitting(replace(best.choice, starts=tuple(starts.items())), costs)
+            best = one if one is not None and one.step < best.step else best
         if best.step >= before * (1 - 1e-6):
             return best
 
 
-def _may(choice: Choice, schedule: str) -> bool:
-    """Say whether a choice could be carried out with another schedule."""
-    again = any(plan.activation_checkpointing or plan.virtual_stages > 1 for _, plan in choice.modules)
-    return choice.is_pipeline and not again and schedule != choice.schedule and choice.kind in ("ddp", "zero1")
+def _reordered(choice: Choice, space: Space) -> Iterator[Choice]:
+    """Yield a choice with other schedules with which it could be carried out, cut where that is best for them."""
+    *before, (name, last) = choice.modules
+    again = any(plan.activation_checkpointing for _, plan in choice.modules)
+    several = len(space.schedules) > 1 or "zero_bubble" in space.schedules
+    if several and choice.is_pipeline and not again and choice.kind in ("ddp", "zero1"):
+        modules = (*before, (name, replace(last, virtual_stages=1)))
+        yield replace(choice, modules=modules, schedule="zero_bubble", starts=())
+    if "interleaved" in space.schedules and last.stages > 1 and choice.microbatches % last.stages == 0:
+        for virtual in _PARTS:
+            modules = (*before, (name, replace(last, virtual_stages=virtual)))
+            yield replace(choice, modules=modules, schedule="interleaved", starts=())
 
 
-def _better(choice: Choice, best: Prediction, costs: Costs) -> Prediction:
+def _fitting(choice: Choice, costs: Costs) -> Prediction | None:
+    """Return the prediction of a choice; None if it cannot be run, or does not fit."""
     try:
         one = predict(choice, costs, costs.cluster)
     except ConfigError:
-        return best
-    return one if one.fits and one.step < best.step else best
+        return None
+    return one if one.fits else None
 
 
 def _moved(best: Prediction) -> Iterator[dict[str, tuple[int, ...]]]:

@@ -1,14 +1,17 @@
-"""What a schedule takes: when each action begins and ends, how long a step is, how long places wait; no torch.
+"""What a schedule takes: when each action begins and ends, how long places wait, what they hold when; no torch.
 
 timeline = simulate(make_schedule(StageGraph.chain(4), microbatches=8))
 timeline.step, timeline.bubble       # 33.0, 0.2727...
+timeline.levels(kept=[2**20] * 4)    # by place: when its activations change, and to how many bytes
 print(as_text(timeline))
 
-The runtime carries out the same schedule; what is simulated is what is run, but for the costs, which are given.
+The runtime carries out the same schedule; what is simulated is what is run, but for the costs, which are given. What
+comes beside the passes, summing gradients over replicas and the optimizer, is told by place (`StepEnd`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +19,7 @@ from typing import NamedTuple
 from cornstarch.schedule.actions import Schedule
 from cornstarch.schedule.kinds import COMPUTE, Kind
 from cornstarch.schedule.policies import in_flight
-from cornstarch.schedule.timing import makespan, times
+from cornstarch.schedule.timing import Transfers, makespan, times
 
 MOST_COLUMNS = 400
 
@@ -32,6 +35,71 @@ class Event(NamedTuple):
     end: float
 
 
+class Stretch(NamedTuple):
+    """Something that a place does beside its passes."""
+
+    name: str
+    """"sums": adding up gradients over replicas; "optimizer"; "gather": collecting new parameters (zero1)."""
+    start: float
+    end: float
+
+
+class Level(NamedTuple):
+    """What a place holds from a moment on."""
+
+    time: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What a place, or a part of one, adds to a step besides its passes, in the unit of the costs."""
+
+    reduced: float = 0.0
+    """Summing the gradients of a microbatch over the replicas."""
+    buckets: int = 0
+    """Layers with gradients: portions in which they are summed."""
+    optimizer: float = 0.0
+    after: float = 0.0
+    """zero1: gathering the new parameters."""
+    earlier: int = 0
+    """Microbatches before the last whose gradients are summed, too, each while the next one is computed."""
+
+    def __add__(self, other: StepEnd) -> StepEnd:
+        return StepEnd(
+            self.reduced + other.reduced,
+            self.buckets + other.buckets,
+            self.optimizer + other.optimizer,
+            self.after + other.after,
+            max(self.earlier, other.earlier),
+        )
+
+    def exposed(self, backward: float) -> float:
+        """Return what of the sums is left when the last backward pass, which takes so long, ends.
+
+        The gradients of a layer are summed as soon as they are there, while those of the layer before are computed.
+        The first portion can start after 1/n of the pass, the last one only when the pass is over.
+        """
+        if not self.buckets:
+            return 0.0
+        late = max(self.reduced / self.buckets, self.reduced - backward * (1 - 1 / self.buckets))
+        return late + self.earlier * max(0.0, self.reduced - backward)
+
+    def tail(self, backward: float) -> float:
+        """Return what follows the last backward pass."""
+        return self.exposed(backward) + self.optimizer + self.after
+
+    def stretches(self, end: float, backward: float) -> Iterator[Stretch]:
+        """Yield what a place does beside its passes, the last of which ends at `end`."""
+        done = end + self.exposed(backward)
+        if self.reduced:
+            yield Stretch("sums", max(0.0, end - backward * (1 - 1 / self.buckets)) if self.buckets else end, done)
+        for name, lasts in (("optimizer", self.optimizer), ("gather", self.after)):
+            if lasts:
+                yield Stretch(name, done, done + lasts)
+            done += lasts
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A simulated step."""
@@ -41,11 +109,49 @@ class Timeline:
     """By place, in their order; computations only."""
     step: float
     """The time of the whole step, in the unit of the costs."""
+    ends: tuple[StepEnd, ...] = ()
+    """By place, what comes beside the passes; none: nothing."""
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each place computes."""
-        return tuple(sum(event.end - event.start for event in own) for own in self.events)
+        """How long each place computes: its passes, and its optimizer."""
+        passes = tuple(sum(event.end - event.start for event in own) for own in self.events)
+        return tuple(p + end.optimizer for p, end in zip(passes, self.ends, strict=True)) if self.ends else passes
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[Stretch, ...], ...]:
+        """By place, what it does beside its passes; sums overlap with the last backward pass."""
+        return tuple(
+            tuple(end.stretches(own[-1].end if own else 0.0, last_backward(self.schedule, place)))
+            for place, (own, end) in enumerate(
+                zip(self.events, self.ends or [StepEnd()] * len(self.events), strict=True)
+            )
+        )
+
+    def levels(self, kept: Sequence[float], working: Sequence[float] | None = None) -> tuple[tuple[Level, ...], ...]:
+        """Return, by place, how many bytes of activations it holds, from each moment on at which that changes.
+
+        What is kept is there from the beginning of a forward pass to the end of its backward pass.
+
+        Args:
+            kept: By stage, the bytes of a microbatch that wait for its backward pass.
+            working: By stage, the bytes that are there while it computes, beside.
+        """
+        return tuple(self._levels(own, kept, working or [0.0] * len(kept)) for own in self.events)
+
+    def _levels(self, own: Sequence[Event], kept: Sequence[float], working: Sequence[float]) -> tuple[Level, ...]:
+        graph, held = self.schedule.graph, 0.0
+        found = [Level(0.0, 0.0)]
+        for event in own:
+            backward = graph.backward(event.stage)
+            if event.kind is Kind.F and backward != "none":
+                held += kept[event.stage]
+            found.append(Level(event.start, held + working[event.stage]))
+            if event.kind in (Kind.B, Kind.W) or (event.kind is Kind.I and backward == "input"):
+                held -= kept[event.stage]
+            found.append(Level(event.end, held))
+        pairs = zip(found, [*found[1:], None], strict=True)  # of several at a moment the last one counts
+        return tuple(level for level, then in pairs if then is None or then.time > level.time)
 
     @cached_property
     def bubbles(self) -> tuple[float, ...]:
@@ -67,10 +173,20 @@ class Timeline:
         return tuple(in_flight(self.schedule))
 
 
-def simulate(schedule: Schedule, transfer: float = 0) -> Timeline:
+def last_backward(schedule: Schedule, place: int) -> float:
+    """Return how long the backward pass of one microbatch takes at a place."""
+    graph = schedule.graph
+    nodes = [graph.nodes[stage] for stage in graph.at(place) if graph.wants_gradient(stage)]
+    return sum(node.backward_input + node.backward_weight for node in nodes)
+
+
+def simulate(schedule: Schedule, transfer: Transfers = 0, ends: Sequence[StepEnd] = ()) -> Timeline:
     """Return when every action begins and ends, if all take what the graph says they cost.
 
-    transfer: the time of every transfer between two places, during which both may compute.
+    Args:
+        schedule: What every place does.
+        transfer: The time of every transfer between two places, during which both may compute; or by edge.
+        ends: By place, what comes beside its passes. A step ends when the last place is done with that.
     """
     spans = times(schedule.graph, schedule.actions, transfer)
     events = tuple(
@@ -81,7 +197,13 @@ def simulate(schedule: Schedule, transfer: float = 0) -> Timeline:
         )
         for place, (actions, own) in enumerate(zip(schedule.actions, spans, strict=True))
     )
-    return Timeline(schedule, events, makespan(spans))
+    if not ends:
+        return Timeline(schedule, events, makespan(spans))
+    done = [
+        (own[-1].end if own else 0.0) + end.tail(last_backward(schedule, place))
+        for place, (own, end) in enumerate(zip(events, ends, strict=True))
+    ]
+    return Timeline(schedule, events, max(done), tuple(ends))
 
 
 def as_text(timeline: Timeline, unit: float | None = None) -> str:

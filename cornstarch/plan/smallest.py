@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from cornstarch.plan.assembly import Assembly, Costs
 from cornstarch.plan.bounds import Bounds
+from cornstarch.plan.choice import Choice
 from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.space import MOST_STAGES, Shape, Space, checkpointings, leaves, portions, shapes, standings
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 8192
 _LOOKED_AT = 200  # shapes of each standing, those that spread most
+_NEAREST = 8  # those among them that are told about where nothing fits
 
 
 def can_fit(costs: Costs, space: Space) -> bool:
@@ -36,14 +38,31 @@ def can_fit(costs: Costs, space: Space) -> bool:
     return False
 
 
-def _widest(costs: Costs, space: Space, bounds: Bounds) -> Iterator[Shape]:
+def nearest(costs: Costs, space: Space) -> list[tuple[int, Choice]]:
+    """Return what comes nearest to fitting, with the bytes of its fullest rank: of each kind the one that needs least.
+
+    Looked at are the shapes that spread a replica, or its bytes, most.
+    """
+    cost, bounds = costs.cost, Bounds(costs, space)
+    found: dict[tuple[str, bool], tuple[int, Choice]] = {}
+    for shape in _widest(costs, space, bounds, _NEAREST):
+        many = portions(shape, cost, space)
+        for few, again in product(dict.fromkeys((*many[-1:], *many[:1])), checkpointings(cost, space)):
+            for choice in leaves(shape, again, few, cost, space):
+                key, peak = (choice.kind, any(again)), Assembly(choice, costs).least_peak
+                if key not in found or peak < found[key][0]:
+                    found[key] = peak, choice
+    return sorted(found.values(), key=lambda one: one[0])
+
+
+def _widest(costs: Costs, space: Space, bounds: Bounds, most: int = _LOOKED_AT) -> Iterator[Shape]:
     """Yield shapes of each standing: those with the largest replicas, then those with the fewest bytes on a rank."""
     size = {module.name: sum(states) for module, states in zip(costs.cost.modules, bounds.states, strict=True)}
     share = {(name, tp, cp): size[name] / (tp * cp) for name, tp, cp in bounds.work}
     for ranks in standings(costs.cost, space):
         one = replace(space, ranks=(ranks,))
-        yield from islice(shapes(costs.cost, costs.cluster, one), _LOOKED_AT)
-        yield from islice(shapes(costs.cost, costs.cluster, one, share), _LOOKED_AT)
+        yield from islice(shapes(costs.cost, costs.cluster, one), most)
+        yield from islice(shapes(costs.cost, costs.cluster, one, share), most)
 
 
 def smallest_cluster(cost: RunCost, cluster: Cluster, space: Space) -> Cluster | None:

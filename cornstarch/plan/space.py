@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from cornstarch.plan.choice import Choice
 from cornstarch.plan.cost import ModuleCost, RunCost
+from cornstarch.plan.placement import copies_in_nodes
 from cornstarch.plan.plan import DataKind, ModulePlan
 from cornstarch.plan.plan import Ranks as Standing
 
@@ -33,11 +34,12 @@ class Space:
 
     ranks: tuple[Standing, ...] = ("own", "colocated", "first_stage")
     """Where encoders stand."""
-    kinds: tuple[DataKind, ...] = ("ddp", "zero1", "zero2", "zero3")
+    kinds: tuple[DataKind, ...] = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+    """hsdp: only where there are several copies, each of several replicas in a node."""
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
-    """zero_bubble and gpipe, too, where they are named."""
-    virtual: int = 2
-    """Parts of the last module at each of its places, with `interleaved`."""
+    """gpipe and zero_bubble, too, where they are named; with several schedules, the winner is tried with the latter."""
+    virtual: tuple[int, ...] = (2,)
+    """Parts of the last module at each of its places, with `interleaved`. The winner is tried with more."""
     checkpointing: tuple[bool, ...] = (False, True)
     microbatches: tuple[int, ...] | None = None
     """Default: whatever divides the batch."""
@@ -57,6 +59,8 @@ class Shape:
     sizes: tuple[Sizes, ...]
     ranks: Standing
     dp: int
+    copies: int = 1
+    """Those of hsdp, each sharded over the replicas of a node; 1: it makes no sense here."""
 
     @cached_property
     def spans(self) -> tuple[tuple[tuple[int, ...], int], ...]:
@@ -109,7 +113,9 @@ def shapes(
         order = np.argsort(key[rows, columns], kind="stable")
         for row, column in zip(rows[order].tolist(), columns[order].tolist(), strict=True):
             standing = "shared" if ranks == "first_stage" and lasts[column][2] == 1 else ranks
-            yield Shape(names, (*encoders[row], lasts[column]), standing, int(dp[row, column]))
+            many, replica = int(dp[row, column]), int(replicas[row, column])
+            copies = copies_in_nodes(replica, many, cluster.per_node)
+            yield Shape(names, (*encoders[row], lasts[column]), standing, many, copies if copies < many else 1)
 
 
 def _busy(
@@ -210,16 +216,17 @@ def orders(shape: Shape, microbatches: int, cost: RunCost, space: Space) -> list
     if len(shape.spans) == 1 and stages == 1:
         return [("1f1b", 1)]
     found = [(schedule, 1) for schedule in space.schedules if schedule != "interleaved"]
-    fits = stages > 1 and microbatches % stages == 0 and stages * space.virtual <= len(cost.modules[-1].layers)
-    if "interleaved" in space.schedules and fits:
-        found.append(("interleaved", space.virtual))
+    if "interleaved" in space.schedules and stages > 1 and microbatches % stages == 0:
+        most = len(cost.modules[-1].layers) // stages
+        found += [("interleaved", virtual) for virtual in space.virtual if virtual <= most]
     return found
 
 
 def kinds(shape: Shape, space: Space) -> list[DataKind]:
     """Return the kinds of data parallelism that differ: none where there is only one copy."""
     copies = max(shape.dp * cp for _, cp, _ in shape.sizes)
-    return [*space.kinds[:1]] if copies == 1 else [*space.kinds]
+    found = [kind for kind in space.kinds if kind != "hsdp" or shape.copies > 1]
+    return found[:1] if copies == 1 else found
 
 
 def runs(schedule: str, kind: DataKind, again: tuple[bool, ...], shape: Shape) -> bool:

@@ -15,7 +15,12 @@ class Deadlock(ValueError):
     """Some places wait for one another, or for what nobody does."""
 
 
-def times(graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: float = 0) -> list[list[Span]]:
+Transfers = float | Mapping[tuple[int, int], float]
+"""How long what one stage made takes to another place: always the same, or by edge of the graph, which then takes as
+long in both directions; an edge that is not named takes no time."""
+
+
+def times(graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: Transfers = 0) -> list[list[Span]]:
     """Return beginning and end of every action, by place.
 
     Receives wait, sends do not. What another place made is there `transfer` later; the place that needs it may compute
@@ -63,14 +68,14 @@ class _Rules:
     A result of a microbatch is a number: that of the result, plus the microbatch.
     """
 
-    def __init__(self, graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: float) -> None:
+    def __init__(self, graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: Transfers) -> None:
         self.many = 1 + max((action.microbatch for mine in actions for action in mine), default=0)
         self.numbers: dict[Result, int] = {}
         self.of: dict[Result, tuple[float, tuple[tuple[int, float], ...], tuple[int, ...]]] = {}
         for kind, stage, other in {(a.kind, a.stage, a.other): 0 for mine in actions for a in mine}:
             place = graph.nodes[stage].place
             required = tuple(
-                (self.number(result), transfer if graph.nodes[result[1]].place != place else 0)
+                (self.number(result), _lag(transfer, result[1], stage) if graph.nodes[result[1]].place != place else 0)
                 for result in needs(graph, kind, stage, other)
             )
             left = tuple(self.number(result) for result in results(Action(kind, stage, 0, other)))
@@ -79,6 +84,13 @@ class _Rules:
     def number(self, result: Result) -> int:
         """Return the number of a result, a new one if it has none yet."""
         return self.numbers.setdefault(result, len(self.numbers) * self.many)
+
+
+def _lag(transfer: Transfers, one: int, other: int) -> float:
+    """Return how long something takes between two stages, whichever of them makes it."""
+    if not isinstance(transfer, Mapping):
+        return transfer
+    return transfer.get((one, other), transfer.get((other, one), 0))
 
 
 def _told(

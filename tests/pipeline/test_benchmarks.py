@@ -36,6 +36,7 @@ def test_modality() -> None:
     script.measure([case], steps=1, together=2)
     assert all(plan.devices <= 24 for plan in case.plans.values())
     assert all(case.deviation(name) > -1e-3 for name in case.plans)  # nothing is faster than its sleeps
-    assert case.simulated("searched") <= min(case.simulated(name) for name in case.plans)
+    # As searched, that is without what the runtime takes around actions: a step of 0.3 s is mostly that.
+    assert case.plans["searched"].simulated <= min(plan.simulated for plan in case.plans.values())
     page = script.page({"published": [case]}, "About it.")
     assert all(f"| VALM-M | {name} |" in page for name in case.plans)

@@ -11,7 +11,7 @@ import pytest
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Device, Link
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost, scaled
-from cornstarch.plan.partition import best_cut
+from cornstarch.plan.partition import best_cut, best_parts
 from cornstarch.plan.passes import Links, Way, passes
 from tests.plan.runs import layer
 
@@ -27,6 +27,22 @@ def test_tp_spreads_matrices_and_cp_tokens() -> None:
     assert cut.activation_bytes == (8 + 32 / 2) * 2
     assert scaled(one, tp=2, sequence=True).activation_bytes == 20
     assert (cut.output_bytes, cut.kv_bytes) == (20, 160)
+
+
+def test_cp_deals_out_whole_items() -> None:
+    """3 tiles on 2 ranks: one has two of them; a single one is on one rank, and the other waits."""
+    times = [scaled(layer(items=items), cp=2).forward for items in (1, 2, 3, 4)]
+    assert times == pytest.approx([1, 1 / 2, 2 / 3, 1 / 2])
+    assert scaled(layer(items=1), cp=2, samples=2).forward == 1.0  # a microbatch of two samples has two
+    assert scaled(layer(items=3)).forward == 1.0
+
+
+def test_a_head_is_not_computed_again() -> None:
+    """A layer of 1 s with a head of 2 s: checkpointing computes the layer again, and not the head."""
+    cost = RunCost((ModuleCost("model", (layer(seconds=3.0, again=1.0),)),))
+    for tp in (1, 2):
+        found = passes(cost, Way("model", tp, 1, 1.0, FREE, checkpointing=True), DEVICE)
+        assert found.again.tolist() == found.inputs.tolist() == [1 / tp]
 
 
 def test_tables_of_words_are_cut_only_if_told_so() -> None:
@@ -136,3 +152,32 @@ def test_adapters_train_some_of_the_parameters() -> None:
     assert (one.changing, layer(trained=False).changing, layer().changing) == (10, 0, 100)
     assert scaled(one, tp=2).changing == 5
     assert isinstance(one, LayerCost)
+
+
+def test_parts_are_dealt_out_so_that_stages_are_alike() -> None:
+    """Encoders of 6 s before 18 layers of 1 s, on 3 places of 2 parts: 8 s each, and not 9 s for the first."""
+    times, before = [1.0] * 18, 6.0
+    starts = best_parts(times, 3, 2, before)
+    sizes = [b - a for a, b in zip(starts, (*starts[1:], 18), strict=True)]
+    places = [sum(sizes[place::3]) for place in range(3)]
+    assert [places[0] + before, *places[1:]] == [8, 8, 8]
+    assert best_parts(times, 3, 1, before) == best_cut(times, 3, before)
+    assert best_parts([1.0] * 6, 3, 2, 0.0) == (0, 1, 2, 3, 4, 5)
+    assert len(best_parts([1.0] * 6, 3, 2, 100.0)) == 6  # the first place has a layer for each part, whatever it costs
+
+
+def test_parts_are_no_worse_than_the_best_cut() -> None:
+    draw = random.Random(4)
+    for _ in range(50):
+        stages, virtual = draw.choice([(2, 2), (3, 2), (2, 3)])
+        times = [draw.choice([1.0, 2.0, 3.0]) for _ in range(stages * virtual + draw.randint(0, 8))]
+        before = draw.choice([0.0, 2.0, 6.0])
+        found = best_parts(times, stages, virtual, before)
+        assert len(found) == stages * virtual and all(a < b for a, b in zip(found, found[1:], strict=False))
+        plain = best_cut(times, stages * virtual, before)
+        assert _busiest(times, found, stages, before) <= _busiest(times, plain, stages, before) + 1e-9
+
+
+def _busiest(times: list[float], starts: tuple[int, ...], stages: int, before: float) -> float:
+    parts = [sum(times[a:b]) for a, b in zip(starts, (*starts[1:], len(times)), strict=True)]
+    return max(sum(parts[place::stages]) + before * (place == 0) for place in range(stages))

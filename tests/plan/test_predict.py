@@ -13,9 +13,9 @@ from cornstarch.plan import DataPlan, Layout, ModulePlan, Plan
 from cornstarch.plan.assembly import Assembly, Costs
 from cornstarch.plan.choice import Choice, crossing
 from cornstarch.plan.cost import RunCost
-from cornstarch.plan.holding import StepEnd
 from cornstarch.plan.memory import textbook
 from cornstarch.plan.predict import predict
+from cornstarch.plan.simulate import StepEnd
 from cornstarch.plan.space import Space, choices
 from tests.plan.runs import cluster, module, random_run
 
@@ -70,6 +70,72 @@ def test_states_are_those_of_the_textbook(kind: str) -> None:
         expected -= 2 * 4000 * 3 / 4
         assert states.gathered >= 2 * 4000
     assert states.held == expected
+
+
+def test_hsdp_is_sharded_within_a_node_and_summed_between() -> None:
+    """2 nodes of 4 ranks: 2 copies, each sharded over 4; gradients go through the node, then a quarter between."""
+    cost = RunCost((module("model", 4, parameters=1000, parameter_bytes=2000),), batch=8, state_bytes=12)
+    machines = cluster(2, 4, inside=1000.0, between=100.0)
+    found = predict(chain(1, dp=8, microbatches=1, kind="hsdp"), cost, machines)
+    assert found.memory[0].states.held == textbook(4000, 4)["zero3"]
+    inside, between = 3 / 4 * 8000 / 1000, 2 * (2 - 1) / 2 * (8000 / 4) / 100
+    gather = 3 / 4 * 2000 / 1000  # a layer's, which takes longer than its forward, and the first one's backward, of 1 s
+    backward = gather + 3 * 2
+    late = StepEnd(inside + between, 4).exposed(backward)
+    assert found.step == pytest.approx(4 * gather + backward + late)
+    everywhere = predict(chain(1, dp=8, microbatches=1, kind="zero3"), cost, machines)
+    assert everywhere.memory[0].states.held == textbook(4000, 8)["zero3"]
+    assert found.step < everywhere.step  # it gathers inside the nodes
+
+
+def test_hsdp_has_as_many_copies_as_the_layout_says() -> None:
+    for nodes, per_node, tp, copies in ((2, 4, 1, 2), (2, 4, 2, 2), (4, 2, 1, 4)):
+        plan = Plan({"model": ModulePlan(tp=tp)}, DataPlan("hsdp"))
+        layout = Layout.of(plan, nodes * per_node, ranks_per_node=per_node)
+        choice = Choice.of(plan, layout.dp, 1)
+        assert choice.copies(per_node) == layout.replicate == copies
+        groups = layout.groups("shard", "model")
+        crosses = any(len({layout.node(rank) for rank in group}) > 1 for group in groups.tolist())
+        found = crossing(choice.spans, layout.dp, cluster(nodes, per_node), copies).links["model"]
+        assert (found.data.bandwidth == 1e8) == crosses
+        assert found.copies is not None and found.copies.bandwidth == 1e8
+    given = Choice.of(Plan({"model": ModulePlan()}, DataPlan("hsdp", 4)), 8, 1)
+    assert given.copies(4) == 4 and given.plan.data.replicate == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        (chain(1, dp=8, microbatches=1, kind="hsdp"), "8 replicas of 1 ranks, on nodes of 1, are not"),
+        (Choice.of(Plan({"model": ModulePlan()}, DataPlan("hsdp", 3)), 8, 1), "divides 8"),
+    ],
+)
+def test_copies_that_there_cannot_be(choice: Choice, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        predict(choice, CHAIN, cluster(8, 1))
+
+
+def test_stages_hand_on_over_their_own_links() -> None:
+    """4 stages on 2 nodes of 2: only the middle edge leaves a node. 10 bytes take 1 s between nodes, 10 ms inside."""
+    machines = cluster(2, 2, inside=1000.0, between=10.0)
+    found = predict(chain(4, microbatches=1), replace(CHAIN, batch=1), machines)
+    assert found.step == pytest.approx(4 * 3 - 1 + 2 * (0.01 + 1 + 0.01))
+
+
+def test_what_ranks_hold_over_time() -> None:
+    """With several microbatches the fullest moment is the peak; before the first backward there are no gradients."""
+    found = predict(chain(2, dp=2, kind="zero3", microbatches=4), CHAIN, cluster(1, 4))
+    for place, levels in zip(found.memory, found.memory_over_time, strict=True):
+        assert max(level.bytes for level in levels) == place.peak
+        assert levels[0].bytes < place.states.held + place.states.gathered + place.activations
+        assert levels[-1].time <= found.step
+    draw = random.Random(2)
+    for _ in range(8):
+        cost, machines = random_run(draw)
+        for choice in draw.sample(list(choices(cost, machines)), 5):
+            one = predict(choice, cost, machines)
+            for place, levels in zip(one.memory, one.memory_over_time, strict=True):
+                assert max(level.bytes for level in levels) <= place.peak + 1, choice.describe()
 
 
 def test_stages_keep_whole_gradients_until_the_last_microbatch() -> None:
@@ -144,4 +210,16 @@ def test_given_cuts_are_kept() -> None:
 def test_a_faster_device_memory_makes_the_optimizer_faster() -> None:
     machines = cluster(1, 1)
     slow = replace(machines, device=replace(machines.device, bandwidth=1e4))
-    assert predict(chain(1), CHAIN, slow).shares.optimizer == pytest.approx((3 * 800 + 2 * 8 * 400) / 1e4)
+    assert predict(chain(1), CHAIN, slow).shares.optimizer == pytest.approx((4 * 800 + 2 * 8 * 400) / 0.8e4)
+
+
+def test_uneven_samples_make_steps_longer() -> None:
+    machines = cluster(1, 4)
+    even, uneven = (
+        predict(chain(1, dp=4, microbatches=2), replace(CHAIN, straggler=known), machines)
+        for known in ((), ((2, 1.1), (8, 1.3)))
+    )
+    late = uneven.step - even.step
+    assert uneven.shares.uneven == pytest.approx(late) and even.shares.uneven == 0
+    assert late == pytest.approx(0.2 * (even.step - even.shares.data - even.shares.optimizer))
+    assert any("largest samples takes" in reason for reason in uneven.reasons)

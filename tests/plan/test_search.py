@@ -17,7 +17,7 @@ from cornstarch.plan.space import Space, choices
 from tests.plan.runs import cluster, module, random_run
 
 INSTANCES = 200
-SMALL = Space(kinds=("ddp", "zero3"))
+SMALL = Space(kinds=("ddp", "zero3", "hsdp"))
 
 
 def test_equals_brute_force() -> None:
@@ -95,6 +95,33 @@ def test_impossible_requests_get_the_smallest_cluster() -> None:
     assert search(cost, found.smallest).best is not None
     fewer = replace(found.smallest, nodes=found.smallest.nodes - 1)
     assert search(cost, fewer).best is None
+
+
+def test_what_comes_nearest_is_told_where_nothing_fits() -> None:
+    """Every kind of data parallelism is told, with the bytes that it needs."""
+    cost = RunCost((module("model", 8, parameters=10**6, parameter_bytes=2 * 10**6),), batch=64, state_bytes=12)
+    found = search(cost, cluster(1, 2, memory=30 * 10**6))
+    assert found.best is None and found.refused
+    assert all(" GiB on a rank, and 0.0 are usable" in one for one in found.refused)
+    for kind in ("ddp", "zero1", "zero3"):
+        assert any(f"({kind})" in one for one in found.refused), kind
+    layer = module("model", 1, parameters=10**9, parameter_bytes=2 * 10**9, tp_sizes=(1,))
+    never = search(RunCost((layer,), batch=1), cluster(1, 1, memory=10**6))
+    assert never.smallest is None
+    assert "needs" in never.message
+
+
+def test_hsdp_wins_where_gathering_between_nodes_is_slow() -> None:
+    """States fit into a node but not on a rank, and between nodes everything is slow."""
+    layers = module("model", 8, parameters=10**6, parameter_bytes=2 * 10**6, seconds=1e-2, tp_sizes=(1,))
+    cost = RunCost((layers,), batch=8, state_bytes=12)
+    machines = cluster(2, 4, memory=60 * 10**6, inside=1e10, between=1e8)
+    found = search(cost, machines, Space(most_stages=1))
+    assert found.best is not None
+    assert found.best.choice.kind == "hsdp"
+    assert unexecutable(found.best.choice.plan) == []
+    without = search(cost, machines, Space(most_stages=1, kinds=("ddp", "zero1", "zero2", "zero3"))).best
+    assert without is None or without.step > found.best.step
 
 
 def test_tp_that_crosses_nodes_is_said_to() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornstarch.plan.simulate import as_text, simulate
+from cornstarch.plan.simulate import Level, StepEnd, Stretch, as_text, simulate
 from cornstarch.schedule import Kind, StageGraph, make_schedule
 from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, whole
 
@@ -58,6 +59,80 @@ def test_transfers_overlap_with_computations() -> None:
     assert simulate(schedule).step == 6 and simulate(schedule, transfer=0.5).step == 7
     frozen = make_schedule(StageGraph.chain(2).frozen(), 8, "gpipe")
     assert simulate(frozen, transfer=3).step == 9 + 3  # all but the first are on their way while others are computed
+
+
+def test_every_edge_has_its_own_transfer() -> None:
+    """Two encoders of 1 s and a frozen language model of two stages: the slow edge alone delays what needs it."""
+    graph = StageGraph.branches({"a": 1, "b": 1}, 2).frozen()
+    schedule = make_schedule(graph, 1, "gpipe")
+    slow = simulate(schedule, {(0, 2): 5.0, (1, 2): 1.0})  # (2, 3) is not named: it takes no time
+    assert [own[0].start for own in slow.events] == [0, 0, 6, 7]
+    assert simulate(schedule, {(1, 2): 1.0}).step == 4
+    trained = make_schedule(StageGraph.chain(2), 1, "gpipe")
+    assert simulate(trained, {(0, 1): 0.5}) == simulate(trained, 0.5)  # the gradient takes the same edge back
+
+
+@given(graphs().map(whole), st.integers(1, 4), st.sampled_from(POLICIES_OF_ANY_GRAPH), st.integers(0, 50))
+def test_equal_edges_are_one_transfer(graph: StageGraph, many: int, policy: str, transfer: int) -> None:
+    schedule = make_schedule(graph, many, policy)
+    assert simulate(schedule, dict.fromkeys(graph.edges, transfer)) == simulate(schedule, transfer)
+
+
+def test_gradients_are_summed_while_the_last_backward_goes_on() -> None:
+    """Two stages of 2 layers, 1 s for each pass; the backward of the last microbatch takes 2 s."""
+    schedule = make_schedule(StageGraph.chain(2), 2)
+    alone = simulate(schedule)
+    end = StepEnd(reduced=4.0, buckets=2, optimizer=0.5, after=0.25)
+    timeline = simulate(schedule, ends=[end, StepEnd()])
+    first = alone.events[0][-1].end
+    assert timeline.events == alone.events
+    # The first portion is there after 1 s of 2: 1 s of 4 is hidden.
+    assert timeline.stretches[0] == (
+        Stretch("sums", first - 1, first + 3),
+        Stretch("optimizer", first + 3, first + 3.5),
+        Stretch("gather", first + 3.5, first + 3.75),
+    )
+    assert timeline.stretches[1] == () and alone.stretches == ((), ())
+    assert timeline.step == first + 3.75
+    assert timeline.busy[0] == alone.busy[0] + 0.5
+
+
+def test_what_a_place_holds_over_time() -> None:
+    """1f1b on two stages: the first holds two microbatches, the second one; each pass works with 1 byte more."""
+    timeline = simulate(make_schedule(StageGraph.chain(2), 2))
+    first, second = timeline.levels(kept=[10, 20], working=[1, 1])
+    assert first[:3] == (Level(0, 11), Level(1, 21), Level(2, 20))
+    assert first[-1] == Level(timeline.step, 0) and second[-1].bytes == 0
+    assert max(level.bytes for level in second) == 21
+    frozen = simulate(make_schedule(StageGraph.chain(2).frozen(), 2, "gpipe"))
+    assert {level.bytes for own in frozen.levels([10, 20]) for level in own} == {0}  # nothing waits
+
+
+@given(graphs().map(whole), st.integers(1, 5), st.sampled_from(POLICIES_OF_ANY_GRAPH))
+def test_the_fullest_moment_of_a_stage_is_its_microbatches_in_flight(graph: StageGraph, many: int, policy: str) -> None:
+    timeline = simulate(make_schedule(graph, many, policy))
+    for stage, node in enumerate(graph.nodes):
+        kept = [float(other == stage) for other in range(len(graph.nodes))]
+        found = timeline.levels(kept)[node.place]
+        assert [level.time for level in found] == sorted({level.time for level in found})
+        assert found[-1].bytes == 0
+        lasting = [event for event in timeline.events[node.place] if event.end > event.start]
+        if len(lasting) == len(timeline.events[node.place]):  # else two moments are one
+            assert max(level.bytes for level in found) == timeline.in_flight[stage]
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "gpipe"])
+def test_a_thousand_places_and_64_microbatches_are_quick(policy: str) -> None:
+    """1,024 × 64: schedule, transfers by edge, sums and bytes over time, in less than 2 s of this process."""
+    start = time.process_time()
+    graph = StageGraph.chain(1024)
+    transfers = {edge: 0.01 for edge in graph.edges}
+    timeline = simulate(make_schedule(graph, 64, policy), transfers, [StepEnd(1.0, 4, 0.5)] * 1024)
+    took = time.process_time() - start
+    assert timeline.step > (1024 + 63) * 3
+    assert took < 2, took
+    levels = timeline.levels([1.0] * 1024)
+    assert max(level.bytes for level in levels[0]) == 64
 
 
 PICTURES = [
