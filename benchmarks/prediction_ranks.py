@@ -1,0 +1,160 @@
+"""Steps of several processes, predicted and done: two real ones with DDP, and pipelines of up to 24 virtual devices."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from prediction_steps import LLAMA, QWEN, SMALL, TINY, Case, Steps, batch_of, build, this_device
+from torch.distributed.device_mesh import init_device_mesh
+from virtual_devices import Job, run
+
+from cornstarch.parallel.data import apply_data_parallel
+from cornstarch.plan import DataPlan, ModulePlan, Plan
+from cornstarch.plan.choice import Choice
+from cornstarch.plan.cluster import Cluster, Device, Link, device
+from cornstarch.plan.cost import RunCost
+from cornstarch.plan.links import LINKS, Timing, fit_links
+from cornstarch.plan.predict import predict
+from cornstarch.train.budget import without_weights
+from cornstarch.train.costing import Portion, model_cost, profile_model
+from cornstarch.train.precision import Placement
+
+SIZES = (2**16, 2**20, 2**24)  # bytes that the two processes sum to find out what joins them
+STEPS = 4
+ON_TWO = (Case(SMALL, 4, 256, images=1), Case(TINY, 4, 128, images=1), Case(TINY, 2, 256, images=2))
+PLACES = ((1, 3), (2, 6), (4, 12), (4, 20))
+"""Stages of the encoder, and of the language model."""
+SECONDS = 3.0  # that a step on virtual devices takes, about
+
+
+# ---------------------------------------------------------------------------------------------------- two processes
+
+
+def on_two_ranks() -> Iterator[dict[str, Any]]:
+    """Yield what two processes take that train together, each on half of a batch."""
+    for case in ON_TWO:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe(duplex=False)
+        port = _free_port()
+        workers = [context.Process(target=_work, args=(rank, port, case, there)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        there.close()
+        try:
+            yield here.recv()
+        except EOFError:
+            yield {"case": f"2 processes: {case.name}", "error": "a process failed; see above"}
+        for worker in workers:
+            worker.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _work(rank: int, port: int, case: Case, told: Connection) -> None:
+    """Be one of two processes."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    where = torch.device("cpu")
+    model = build(case, where)
+    batch = batch_of(case, model, where)
+    placement = Placement(where, "fp32")
+    portion = Portion(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
+    # Both measure at the same time, as they will compute: what they share of the machine is shared then, too.
+    profiled = profile_model(without_weights(model), portion, placement, batch=2 * case.rows)
+    link = fit_links([Timing("all_reduce", size, 2, _summed(size)) for size in SIZES])
+    machine = this_device(where)
+    reckoned = model_cost(without_weights(model), portion, machine, "fp32", batch=2 * case.rows)
+    steps = Steps(case, model, batch, placement)
+    wrapped = apply_data_parallel(model, init_device_mesh("cpu", (2,)), DataPlan("ddp"))
+    times = []
+    for _ in range(1 + STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        steps(wrapped)
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    if rank == 0:
+        told.send(
+            {
+                "case": f"2 processes: {case.name} each",
+                "seconds": min(times[1:]),
+                "measured": _predicted(case, profiled, machine, link),
+                "analytic": _predicted(case, reckoned, machine, link),
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _summed(size: int) -> float:
+    """Return the seconds in which two processes sum so many bytes."""
+    value, best = torch.zeros(size // 4), float("inf")
+    for _ in range(5):
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(value)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def _predicted(case: Case, cost: RunCost, machine: Device, link: Link) -> tuple[float, int]:
+    modules = {"vision": ModulePlan(), "language_model": ModulePlan(activation_checkpointing=case.checkpointing)}
+    cluster = Cluster(1, 2, machine, link, LINKS["loopback"])
+    plan = Plan(modules, DataPlan("ddp"), ranks="shared")
+    found = predict(Choice.of(plan, dp=2, microbatches=1), cost, cluster)
+    return found.step, found.peak
+
+
+# ---------------------------------------------------------------------------------------------------- virtual devices
+
+
+def on_virtual_devices() -> Iterator[dict[str, Any]]:
+    """Yield what pipelines of virtual devices take; their layers cost what was reckoned for an H100, but slower."""
+    machine = device("H100")
+    idle = Device("idle", machine.memory, flops=1e15)  # nothing but the layers takes time
+    cluster = Cluster(4, 8, idle, Link(1e15, 0.0), Link(1e15, 0.0))
+    for name in (QWEN, LLAMA):
+        case = Case(name, 1, 4096)
+        model = without_weights(build(case, torch.device("meta")))
+        cost = model_cost(model, Portion(1, 4096, {"vision": 2}), machine, "bf16", batch=16)
+        for vision, language in PLACES:
+            modules = {"vision": ModulePlan(stages=vision), "language_model": ModulePlan(stages=language)}
+            choice = Choice.of(Plan(modules, ranks="own"), dp=1, microbatches=16)
+            slow = _slower(cost, SECONDS / predict(choice, cost, cluster).step)
+            found = predict(choice, slow, cluster)
+            graph = found.timeline.schedule.graph
+            layers = tuple(((node.forward, node.backward_input, node.backward_weight),) for node in graph.nodes)
+            done = run(Job(graph, layers, 16, choice.schedule, 2))
+            words = f"{vision + language} virtual devices: {name}, {vision} + {language} stages, 16 microbatches"
+            yield {"case": words, "seconds": min(done), "measured": (found.step, 0)}
+
+
+def _slower(cost: RunCost, factor: float) -> RunCost:
+    modules = []
+    for module in cost.modules:
+        layers = tuple(
+            replace(
+                one,
+                forward=one.forward * factor,
+                input_gradient=one.input_gradient * factor,
+                weight_gradient=one.weight_gradient * factor,
+                again=None,
+            )
+            for one in module.layers
+        )
+        modules.append(replace(module, layers=layers))
+    return replace(cost, modules=tuple(modules))
