@@ -93,16 +93,22 @@ def _plan_of(values: Node) -> tuple[tuple[str, ...], Node]:
 
     A config without modules there has those of its model.
     """
-    from cornstarch.train.tree import Node, tree_of
+    from cornstarch.errors import ConfigError
+    from cornstarch.train.source import UNDECIDED
+    from cornstarch.train.tree import Node, descend, tree_of
 
     assert isinstance(values.value, dict)
     if not {"parallel", "model"} & {*values.value}:
         return (), values
     section = values.value.get("parallel", Node({}, values.where))
+    auto = descend(section, ("auto",))
+    if section.value == "auto" or (auto is not None and auto.value is True):
+        raise ConfigError(UNDECIDED)
     if section.value is None:
         section = Node({}, section.where)
     if isinstance(section.value, dict):  # how a run goes about it is no part of the plan
-        section = Node({name: node for name, node in section.value.items() if name != "verify"}, section.where)
+        others = ("verify", "auto", "cluster", "costs")
+        section = Node({name: node for name, node in section.value.items() if name not in others}, section.where)
     if isinstance(section.value, dict) and "modules" not in section.value:
         modules = tree_of(_modules_of(values.value.get("model")), section.where)
         section = Node({**section.value, "modules": modules}, section.where)

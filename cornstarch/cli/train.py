@@ -48,6 +48,12 @@ def train(
         bool,
         typer.Option("--profile", help="Profile some steps: where the time goes, part by part, and a trace of it."),
     ] = False,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", metavar="FILE", help="A plan of `cornstarch plan --output`; it stands for the config's."
+        ),
+    ] = None,
 ) -> None:
     """Train a model, from the newest checkpoint on if the run has one, and write a report.
 
@@ -58,7 +64,7 @@ def train(
     from cornstarch.demo import demo_config
     from cornstarch.launch import agree, current_world, launch, process_count, start_process_group
     from cornstarch.plan.layout import Layout, check_executable
-    from cornstarch.train.runs import RunFolder, check_trace
+    from cornstarch.train.runs import PLAN, RunFolder, check_trace
     from cornstarch.train.source import as_data, read_config
     from cornstarch.train.tree import raise_mistakes
 
@@ -66,20 +72,22 @@ def train(
     if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
         changes, config = [config, *changes], None
     if config is None:
-        run = demo_config(changes)
+        run = demo_config(changes, plan_file)
     else:
-        reading = read_config(Path(config), changes)
+        reading = read_config(Path(config), changes, plan=plan_file)
         raise_mistakes([*reading.mistakes, *path_mistakes(reading.values)])
         assert reading.config is not None
         run = reading.config
     world = current_world()
     count = 1 if nproc is None else process_count(nproc)
     # Before an earlier run is set aside, and before any process is started.
-    plan = run.parallel.plan()
-    check_executable(plan)
-    if trace:
-        check_trace(plan.is_pipeline)
-    Layout.of(plan, max(count, world.size), max(count, world.local_size))
+    decided = _decided(run, count) if run.parallel.auto and count > 1 else None
+    if not run.parallel.auto:
+        plan = run.parallel.plan()
+        check_executable(plan)
+        if trace:
+            check_trace(plan.is_pipeline)
+        Layout.of(plan, max(count, world.size), max(count, world.local_size))
     if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
@@ -87,6 +95,11 @@ def train(
     if count > 1:
         options = {"--allow-changes": allow_changes, "--trace": trace, "--profile": profile}
         own = [name for name, is_given in options.items() if is_given]
+        if decided is not None:
+            plan_file = run.folder / PLAN
+            with RunFolder(run.folder).claimed():
+                RunFolder(run.folder).write(PLAN, decided)
+        own += ["--plan", str(plan_file)] if plan_file is not None else []
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]
         raise typer.Exit(launch(command, count, run.folder / "logs"))
     if world.size == 1:
@@ -112,6 +125,26 @@ def _fit(run: RunConfig, allow_changes: bool, trace: bool, profile: bool, device
     if says and trainer.rank == 0:
         print(f"talk to it: cornstarch generate {run.folder}")
     return result.status == "stopped" and trainer.interrupted
+
+
+def _decided(run: RunConfig, count: int) -> str:
+    """Return the plan of a run with `parallel: auto`, before its processes are started.
+
+    Another process chooses: here torch would take memory as long as the run lasts.
+    """
+    import subprocess
+    from tempfile import TemporaryDirectory
+
+    from cornstarch.train.source import dump_config
+
+    with TemporaryDirectory() as folder:
+        config, plan = Path(folder) / "run.yaml", Path(folder) / "plan.yaml"
+        config.write_text(dump_config(run), encoding="utf-8")
+        command = [sys.executable, "-m", "cornstarch", "plan", str(config), "--nproc", str(count)]
+        ended = subprocess.run([*command, "--output", str(plan), "--quiet"])
+        if ended.returncode:
+            raise typer.Exit(ended.returncode)
+        return plan.read_text(encoding="utf-8")
 
 
 def _has_gpu() -> bool:

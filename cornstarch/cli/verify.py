@@ -35,14 +35,17 @@ def verify(
     the loss, every gradient and every parameter. No GPU is needed.
     """
     from cornstarch.cli.paths import path_mistakes
+    from cornstarch.errors import ConfigError
     from cornstarch.plan.layout import Layout, check_executable
-    from cornstarch.train.source import read_config
+    from cornstarch.train.source import UNDECIDED, read_config
     from cornstarch.train.tree import raise_mistakes
 
     reading = read_config(config, list(changes or []))
     raise_mistakes([*reading.mistakes, *path_mistakes(reading.values)])
     assert reading.config is not None
     run = reading.config
+    if run.parallel.auto:
+        raise ConfigError(UNDECIDED)
     plan = run.parallel.plan()
     check_executable(plan)
     from cornstarch.cli.train import quiet_libraries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -122,6 +122,8 @@ class Staging:
         if template is None:
             if stages == 1:
                 return None
+            if plan.layers is not None:
+                return _cut(name, self.module(name), plan.layers)
             encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
             upstream = self.is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
             return PipelineTemplate.split(self.module(name), stages, trained_upstream=upstream)
@@ -169,6 +171,13 @@ def leave_elsewhere(model: nn.Module, held: set[int]) -> None:
             if id(parameter) not in bare:
                 bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             module._parameters[name] = bare[id(parameter)]
+
+
+def _cut(name: str, module: nn.Module, layers: Sequence[int]) -> PipelineTemplate:
+    try:
+        return PipelineTemplate.of_layers(module, layers)
+    except ConfigError as error:
+        raise ConfigError(f"parallel.modules.{name}.{error}") from None
 
 
 def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:

@@ -117,6 +117,33 @@ class PipelineTemplate:
         known = survey or find_out(model)
         cost = Cost(model, known, by, inputs, trained_upstream)
         starts = best_starts(cost.segments(), known.boundaries, num_stages, type(frame_of(model).inner).__name__)
+        return cls._beginning(model, known, starts)
+
+    @classmethod
+    def of_layers(cls, model: nn.Module, layers: Sequence[int]) -> PipelineTemplate:
+        """Cut a model into stages of so many layers each.
+
+        What comes before the first layer belongs to it. What comes behind the last one, the head of a language model or
+        a projector, counts as a layer if a stage may begin with it; layers between which a model cannot be cut count as
+        one.
+
+        Args:
+            model: The model.
+            layers: By stage, how many.
+        """
+        known, name = find_out(model), type(frame_of(model).inner).__name__
+        places = [0, *known.boundaries]
+        if sum(layers) != len(places) or min(layers) < 1:
+            raise ConfigError(
+                f"layers = {', '.join(map(str, layers))}: they add up to {sum(layers)}; {name} has {len(places)}, what "
+                "follows the last one included. Every stage has one at least."
+            )
+        firsts = [sum(layers[:stage]) for stage in range(len(layers))]
+        return cls._beginning(model, known, [places[first] for first in firsts])
+
+    @classmethod
+    def _beginning(cls, model: nn.Module, known: Survey, starts: Sequence[int]) -> PipelineTemplate:
+        """Return a template whose stages begin with some segments."""
         listed = _listed(known, frame_of(model))
         segments = [known.segment_of(name) for name in known.modules]
         ends = [*starts[1:], len(known.layers) + 1]

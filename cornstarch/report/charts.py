@@ -52,6 +52,8 @@ class Chart:
     log: bool = False
     """Offer a logarithmic scale too."""
     tall: bool = False
+    across: str = "step"
+    """What is counted from left to right."""
 
 
 def draw(chart: Chart) -> Markup:
@@ -100,7 +102,7 @@ def _legend(chart: Chart, lines: Sequence[Line], across: Axis) -> Markup:
     last = max(step for line in lines for step, _ in finite(line.points))
     return element(
         "ul",
-        element("li", "step ", element("b", f"{last:,.0f}", class_="at")),
+        element("li", f"{chart.across} ", element("b", f"{last:,.0f}", class_="at")),
         [
             element(
                 "li",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from cornstarch.report import figures
@@ -10,14 +10,22 @@ from cornstarch.report.curves import Axis, linear_axis
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.reading import Run
 from cornstarch.report.sections import table
-from cornstarch.report.timelines import BUBBLE, KINDS, WAIT, Bar, Compared, Picture, Timelines
+from cornstarch.report.timelines import AFTER, BUBBLE, KINDS, WAIT, Bar, Compared, Picture, Timelines
 
 _WIDTH = 1000  # of a drawing, in its own units
 _ROW, _BAR = 20, 16
 _MOST_BARS = 3000  # of one drawing that have a text of their own
 _MOST_PLACES = 64
 _LETTER = 0.022  # the width of a digit as a share of the drawing's, on a narrow screen
-_CLASSES = {"forward": "f", "backward": "b", "input gradient": "i", "weight gradient": "w", WAIT: "t", BUBBLE: "n"}
+_CLASSES = {
+    "forward": "f",
+    "backward": "b",
+    "input gradient": "i",
+    "weight gradient": "w",
+    WAIT: "t",
+    AFTER: "o",
+    BUBBLE: "n",
+}
 
 
 def pipeline(run: Run) -> Markup | None:
@@ -43,18 +51,23 @@ def pipeline(run: Run) -> Markup | None:
 
 
 def _step(read: Timelines, step: Compared) -> Markup:
-    across = linear_axis(0.0, 1e3 * max(step.real.seconds, step.predicted.seconds, 1e-6))
-    return join(
-        _facts(step),
-        element(
-            "figure",
-            _legend(step),
-            _drawing("Predicted", read, step.predicted, across),
-            _drawing("Real", read, step.real, across),
-            _axis(across),
-            class_="gantt",
-        ),
-        _places(read, step),
+    return join(_facts(step), drawn(read, {"Predicted": step.predicted, "Real": step.real}), _places(read, step))
+
+
+def drawn(read: Timelines, pictures: Mapping[str, Picture]) -> Markup:
+    """Return steps as drawings below one another, over the same axis.
+
+    Args:
+        read: Whose places and stages they are of.
+        pictures: The steps, by their titles.
+    """
+    across = linear_axis(0.0, 1e3 * max(1e-6, *(picture.seconds for picture in pictures.values())))
+    return element(
+        "figure",
+        _legend([*pictures.values()]),
+        [_drawing(title, read, picture, across) for title, picture in pictures.items()],
+        _axis(across),
+        class_="gantt",
     )
 
 
@@ -82,9 +95,9 @@ def _facts(step: Compared) -> Markup:
     )
 
 
-def _legend(step: Compared) -> Markup:
-    used = {bar.kind for picture in (step.real, step.predicted) for row in picture.rows for bar in row}
-    names = [name for name in (*KINDS.values(), WAIT) if name in used]
+def _legend(pictures: Sequence[Picture]) -> Markup:
+    used = {bar.kind for picture in pictures for row in picture.rows for bar in row}
+    names = [name for name in (*KINDS.values(), WAIT, AFTER) if name in used]
     return element(
         "figcaption",
         element(

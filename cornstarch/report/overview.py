@@ -168,7 +168,10 @@ def _device(run: Run) -> Markup | None:
     device, precision = text(run.summary.get("device")), text(run.summary.get("precision"))
     if not device and not precision:
         return None
-    return _card("Device", device[:40] or figures.NOTHING, f"precision {precision[:40]}" if precision else None)
+    said = [f"precision {precision[:40]}"] if precision else []
+    if buckets := text(run.summary.get("buckets")):
+        said.append(f"gradients in {buckets[:120]}")
+    return _card("Device", device[:40] or figures.NOTHING, " · ".join(said) or None)
 
 
 def _memory(run: Run) -> Markup | None:

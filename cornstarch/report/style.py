@@ -195,10 +195,10 @@ _GANTT = """
   color: var(--soft); white-space: nowrap; }
 .places span span { overflow: hidden; text-overflow: ellipsis; }
 .gantt svg { display: block; width: 100%; }
-.gantt svg :is(.f, .b, .i, .w, .t) { stroke: var(--card); stroke-width: 1; vector-effect: non-scaling-stroke; }
-.gantt :is(.f, .b, .i, .w, .t, .n) { fill: var(--c); }
+.gantt svg :is(.f, .b, .i, .w, .t, .o) { stroke: var(--card); stroke-width: 1; vector-effect: non-scaling-stroke; }
+.gantt :is(.f, .b, .i, .w, .t, .o, .n) { fill: var(--c); }
 .f { --c: var(--series-6); } .b { --c: var(--series-1); } .i { --c: var(--series-3); } .w { --c: var(--series-5); }
-.t { --c: var(--series-2); } .n { --c: var(--track); }
+.t { --c: var(--series-2); } .o { --c: var(--series-4); } .n { --c: var(--track); }
 .block { display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.4rem; border-radius: 3px;
   vertical-align: -0.05rem; background: var(--c); }
 .times { height: 1.6rem; font-size: 0.76rem; color: var(--soft); font-variant-numeric: tabular-nums; }

@@ -13,7 +13,7 @@ TIMELINE, TRACE = "timeline.json", "trace.json"
 
 # By what an action is called in a schedule.
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-WAIT, BUBBLE = "transfer wait", "bubble"
+WAIT, BUBBLE, AFTER = "transfer wait", "bubble", "sums and optimizer"
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,5 @@ def _event(bar: Bar, place: int, step: Compared, offset: float) -> dict[str, Any
     }
 
 
-__all__ = ["BUBBLE", "KINDS", "TIMELINE", "TRACE", "WAIT", "Bar", "Compared", "Picture", "Timelines", "chrome_trace",
-           "read_timelines"]  # fmt: skip
+__all__ = ["AFTER", "BUBBLE", "KINDS", "TIMELINE", "TRACE", "WAIT", "Bar", "Compared", "Picture", "Timelines",
+           "chrome_trace", "read_timelines"]  # fmt: skip

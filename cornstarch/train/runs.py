@@ -17,6 +17,7 @@ from cornstarch.train.source import config_difference, dump_config, load_config
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, SAMPLES = "config.yaml", "metrics.jsonl", "run.json", "checkpoints", "samples"
 REPORT = "report.html"
+PLAN = "plan.yaml"
 _LOCK = ".lock"
 
 # What may change from one start to the next without another result.

@@ -30,6 +30,8 @@ def run_schema() -> Schema:
     sources = schema["$defs"]["DataConfig"]["properties"]
     for name in ("train", "evaluation"):
         sources[name] = _one_or_many(sources[name])
+    plan = schema["properties"]["parallel"]
+    schema["properties"]["parallel"] = {"anyOf": [{"const": "auto"}, {"$ref": plan.pop("$ref")}], **plan}
     return schema
 
 

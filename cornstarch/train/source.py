@@ -18,6 +18,14 @@ from cornstarch.train.config import RunConfig
 from cornstarch.train.mistakes import explain
 from cornstarch.train.tree import COMMAND_LINE, Mistake, Node, Where
 
+PLANNED = ("parallel", "loop")
+"""The sections that a file of `cornstarch plan` has."""
+UNDECIDED = (
+    "parallel: auto: the plan is chosen when the run is started.\n  To see it: cornstarch plan CONFIG --cluster "
+    "2x8xH100 --output plan.yaml."
+)
+"""What is said where a plan is needed that has not been chosen yet."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -30,34 +38,44 @@ class Reading:
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    plan: str | Path | None = None,
 ) -> RunConfig:
     """Return the run that a YAML file describes.
 
     path: the file; None: `base` and `overrides` alone.
     overrides: `key.path=value`, as on the command line; they win over the file.
     base: values under the file's; mappings are merged key by key, everything else is replaced.
+    plan: a file of `cornstarch plan`; its plan stands for the file's, and what it says of `loop` wins over the file.
 
     Raises ConfigError that names every mistake at once, each with its line.
     """
-    reading = read_config(path, overrides, base)
+    reading = read_config(path, overrides, base, plan)
     tree.raise_mistakes(reading.mistakes)
     assert reading.config is not None
     return reading.config
 
 
 def read_config(
-    path: str | Path | None, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    plan: str | Path | None = None,
 ) -> Reading:
     """Read as `load_config` does, and return the mistakes instead of raising them."""
     start = Node({}, COMMAND_LINE) if base is None else tree.tree_of(base, Where("defaults"))
     values, mistakes = (start, []) if path is None else _read_file(Path(path))
     readable = values is not None
     values = tree.merged(start, values) if values is not None else start
-    _list_sources(values)
+    if plan is not None:
+        values, wrong = _with_plan(values, Path(plan))
+        mistakes = [*mistakes, *wrong]
+    _spell_out(values)
     for override in overrides:
         mistakes = [*mistakes, *_apply(override, values)]
-        _list_sources(values)
+        _spell_out(values)
     _replace_length(values, {override.partition("=")[0].strip() for override in overrides})
     if not readable:  # all else would be "missing"
         return Reading(None, mistakes, values)
@@ -96,7 +114,9 @@ def _validated(values: Node) -> tuple[RunConfig | None, list[Mistake]]:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def _read_file(path: Path) -> tuple[Node | None, list[Mistake]]:
+def _read_file(
+    path: Path, made_by: str = "cornstarch init", keys: str = "`model:` and `data:`"
+) -> tuple[Node | None, list[Mistake]]:
     """Return the values of a YAML file, None if it cannot be read, and what is wrong with it."""
     source = Where(str(path))
 
@@ -109,7 +129,7 @@ def _read_file(path: Path) -> tuple[Node | None, list[Mistake]]:
     except IsADirectoryError:
         return unreadable("It is a folder; expected a YAML file.")
     except FileNotFoundError:
-        return unreadable(f"There is no such file (seen from {os.getcwd()}).\nTo make one: cornstarch init.")
+        return unreadable(f"There is no such file (seen from {os.getcwd()}).\nTo make one: {made_by}.")
     except (OSError, ValueError) as error:
         return unreadable(f"It cannot be read: {getattr(error, 'strerror', None) or error}.")
     if len(content) > tree.LARGEST_FILE:
@@ -122,8 +142,30 @@ def _read_file(path: Path) -> tuple[Node | None, list[Mistake]]:
     values, mistakes = tree.read_yaml(text, source)
     if values is not None and not isinstance(values.value, dict):
         kind = "a list" if isinstance(values.value, list) else "a single value"
-        return unreadable(f"It holds {kind}; expected keys such as `model:` and `data:`.", values.where.line)
+        return unreadable(f"It holds {kind}; expected keys such as {keys}.", values.where.line)
     return values, mistakes
+
+
+def _with_plan(values: Node, path: Path) -> tuple[Node, list[Mistake]]:
+    """Return values with what a file of `cornstarch plan` says on top, and what is wrong with that file."""
+    found, mistakes = _read_file(path, "cornstarch plan CONFIG --output PLAN", "`parallel:` and `loop:`")
+    if found is None or not isinstance(found.value, dict) or not isinstance(values.value, dict):
+        return values, mistakes
+    for name, node in found.value.items():
+        if name not in PLANNED:
+            said = f"A plan says nothing about it.\nExpected {' and '.join(f'`{one}`' for one in PLANNED)} only."
+            mistakes.append(Mistake(node.where, name, node.shown(), said))
+    kept = {name: node for name, node in found.value.items() if name in PLANNED}
+    without = {name: node for name, node in values.value.items() if not (name == "parallel" and name in kept)}
+    return tree.merged(Node(without, values.where), Node(kept, found.where)), mistakes
+
+
+def _spell_out(values: Node) -> None:
+    """Write what may be said in short at its full length, so that overrides find their way in it."""
+    _list_sources(values)
+    parallel = tree.descend(values, ("parallel",))
+    if parallel is not None and parallel.value == "auto":
+        parallel.value = {"auto": Node(True, parallel.where, "true")}
 
 
 def _list_sources(values: Node) -> None:

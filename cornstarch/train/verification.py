@@ -113,6 +113,8 @@ def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     data["schedule"] = {"name": "constant", "warmup": 0}
     data.update(output=str(folder), device="cpu", threads=1, precision="fp32", checkpoint={})
     data["logging"] = {"progress": "none", "samples": 0}
+    for module in data["parallel"]["modules"].values():
+        module["layers"] = None  # a twin has others
     data["parallel"]["data"].update(param_dtype=None, reduce_dtype=None, buffer_dtype=None, offload=False)
     return load_config(None, base=data)
 

@@ -189,6 +189,16 @@ def test_uniform(llama: nn.Module, stages: int, expected: list[int]) -> None:
     template.check(llama)
 
 
+def test_so_many_layers_each(llama: nn.Module) -> None:
+    template = PipelineTemplate.of_layers(llama, [1, 3, 1])
+    assert template.modules_per_stage == [MODULES[:2], MODULES[2:5], MODULES[5:]]
+    template.check(llama)
+    assert PipelineTemplate.of_layers(llama, [5]).modules_per_stage == [MODULES]
+    for layers, total in (([2, 2], 4), ([3, 3], 6), ([0, 5], 5)):
+        with pytest.raises(ConfigError, match=f"they add up to {total}; LlamaForCausalLM has 5"):
+            PipelineTemplate.of_layers(llama, layers)
+
+
 def test_large_tables_weigh_by_parameters_and_not_by_flops() -> None:
     model = LANGUAGE_MODELS["llama"].build(num_hidden_layers=6, vocab_size=2000)
     assert layers_of(PipelineTemplate.split(model, 3, by="parameters")) == [1, 5, 0]

@@ -1,0 +1,105 @@
+"""`parallel: auto`: one process or two, from the decision to a run that goes on with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cornstarch.errors import ConfigError
+from cornstarch.plan.cluster import Cluster
+from cornstarch.train import Trainer, load_config
+from cornstarch.train.deciding import decide, this_cluster
+from cornstarch.train.source import as_data
+from tests.cli.small_runs import write_config
+from tests.cli.started import together
+from tests.train.tiny import losses, quiet, tiny_config, trainer_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = "name: slow\nper_node: 2\ndevice: {name: H100}\ninside: {bandwidth: 20 kB/s, latency: 1 us}\n"
+TINY = "name: tiny-devices\nper_node: 1\ndevice: {name: H100, memory: 8 kB}\n"
+
+
+def test_a_run_decides_tells_and_stores_its_plan(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "loop.accumulation=4", parallel="auto")
+    console = quiet()
+    trainer = Trainer(config, console=console)
+    trainer.fit()
+    assert not trainer.config.parallel.auto and set(trainer.config.parallel.modules) == {"vision", "language_model"}
+    stored = load_config(tmp_path / "run" / "config.yaml")
+    assert stored == trainer.config
+    assert load_config(None, base=as_data(config), plan=tmp_path / "run" / "plan.yaml").parallel == stored.parallel
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert said.count("parallel: auto: vision one rank, language_model one rank") == 1 and "Predicted for 1xcpu" in said
+    assert len(losses(tmp_path / "run")) == 6
+
+
+def test_it_goes_on_with_the_same_plan(tmp_path: Path) -> None:
+    first = trainer_of(tiny_config(tmp_path, "loop.steps=3", parallel="auto"))
+    first.fit()
+    second = trainer_of(tiny_config(tmp_path, "loop.steps=3", parallel="auto"))
+    second.setup()  # would be refused if the config had changed
+    assert second.position.step == 3 and second.config == first.config
+
+
+def test_the_cluster_is_what_the_config_names_with_as_many_devices_as_processes(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "parallel.cluster=4x8xH200", parallel="auto")
+    found = this_cluster(config, ranks=4, per_node=2)
+    assert (found.nodes, found.per_node, found.name) == (2, 2, "2x2xH200")
+    assert found.device == Cluster.parse("H200").device
+    here = this_cluster(tiny_config(tmp_path, parallel="auto"), ranks=2, per_node=2)
+    assert here.name == "2xcpu" and here.device == Cluster.parse("2xcpu").device
+    with pytest.raises(ConfigError, match="3 processes, 2 on this machine"):
+        this_cluster(config, ranks=3, per_node=2)
+
+
+def test_what_cannot_be_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    config = tiny_config(tmp_path, f"parallel.cluster={tmp_path / 'tiny.yaml'}", parallel="auto")
+    with pytest.raises(ConfigError, match="No plan of this run fits 1xH100"):
+        decide(config, 1, 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_decide_once_for_both(tmp_path: Path) -> None:
+    """As torchrun starts them. Their link is so slow that the encoder's few tokens are all that is worth sending."""
+    (tmp_path / "slow.yaml").write_text(SLOW)
+    write_config(tmp_path, "parallel.cluster=slow.yaml", parallel="auto", loop={"steps": 2})
+    ended = together("train", "run.yaml", folder=tmp_path)
+    assert [code for code, _ in ended] == [0, 0], ended
+    stored = load_config(tmp_path / "run" / "config.yaml")
+    assert not stored.parallel.auto and (tmp_path / "run" / "plan.yaml").exists()
+    assert stored.parallel.ranks == "own" and stored.loop.accumulation > 1
+    assert len(losses(tmp_path / "run")) == 2
+    assert sum("parallel: auto:" in text for _, text in ended) == 1
+
+
+def test_both_are_told_why_there_is_no_plan(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    write_config(tmp_path, "parallel.cluster=tiny.yaml", parallel="auto")
+    ended = together("train", "run.yaml", folder=tmp_path)
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert all("No plan of this run fits 2xH100" in text and "Traceback" not in text for _, text in ended)
+
+
+def test_nproc_decides_before_processes_are_started(tmp_path: Path) -> None:
+    write_config(tmp_path, "output=run", parallel="auto", loop={"steps": 2})
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+    def train(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cornstarch", "train", "run.yaml", "--nproc", "2", *more]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+
+    ran = train("parallel.cluster=tiny.yaml")
+    assert ran.returncode == 2 and "No plan of this run fits 2xH100" in ran.stderr
+    assert not (tmp_path / "run").exists()  # nothing was started
+    ran = train()
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("parallel: auto: ") == 1 and "in 2 processes" in ran.stdout
+    assert "Predicted for 2xcpu" in ran.stdout
+    stored = load_config(tmp_path / "run" / "config.yaml")
+    assert stored.parallel == load_config(tmp_path / "run.yaml", plan=tmp_path / "run" / "plan.yaml").parallel
