@@ -107,9 +107,10 @@ def made(
     folder: str,
     kind: type[Witness] = Witness,
     place: Place = EXACT,
+    data: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Witness:
-    """Return a trainer of a row that is ready for its first step."""
+    """Return a trainer of a row that is ready for its first step; `data` is said beside what the row says of it."""
     described = {
         "output": folder,
         "device": place.device,
@@ -119,6 +120,7 @@ def made(
         "model": _replaced(row_of(row).model, TOKENIZER, tokenizer),
         "data": {
             "train": [{"path": "samples", "format": "given"}], "shuffle": False, "skip_limit": 1.0, **row_of(row).data,
+            **(data or {}),
         },
         "optimizer": OPTIMIZER,
         "schedule": {"name": "constant", "warmup": 0},

@@ -153,7 +153,7 @@ def _check_source(
         report.problem = f"{name}: {error}"
         return report
     report.description, report.samples = source.description, len(source)
-    for index in _spread(len(source), most):
+    for index in evenly(len(source), most):
         report.checked += 1
         try:
             seen = look(source[index])
@@ -173,7 +173,8 @@ def _check_source(
     return report
 
 
-def _spread(length: int, most: int | None) -> Sequence[int]:
+def evenly(length: int, most: int | None) -> Sequence[int]:
+    """Return so many of the numbers below a length, evenly spread; all of them if `most` is None."""
     if most is None or most >= length:
         return range(length)
     return np.linspace(0, length - 1, most).astype(int).tolist()

@@ -118,7 +118,7 @@ class ChatCollator:
             ) from error
 
     def _prepared(self, sample: Sample) -> PreparedSample:
-        rendered = self._writer.write(sample, lambda media: self.processor.modality_tokens[self._modality(media)])
+        rendered = self._writer.write(sample, lambda media: self.processor.modality_tokens[self.modality(media)])
         items = self._decoded(sample, self.features)
         single, trained = self._tokenized(rendered)
         made: dict[str, Any] = {}
@@ -134,10 +134,19 @@ class ChatCollator:
             raise SampleError(f"has no token to train on ({self.data.train_on}, {len(prepared.input_ids)} tokens)")
         return prepared
 
+    def written(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Return the ids of a sample's text, one placeholder for each item, and which are the model's to write."""
+        rendered = self._writer.write(sample, lambda media: self.processor.modality_tokens[self.modality(media)])
+        return self._tokenized(rendered)
+
+    def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
+        """Return what an encoder is given for decoded items, and the tokens that each will take in a text."""
+        return self.processor.process_items({name: self._arguments(name, items)})[name]
+
     def question(self, messages: Sequence[Message]) -> dict[str, Any]:
         """Return a batch of one conversation, for the model to continue."""
         sample = Sample("the question", tuple(messages))
-        rendered = self._writer.prompt(sample, lambda media: self.processor.modality_tokens[self._modality(media)])
+        rendered = self._writer.prompt(sample, lambda media: self.processor.modality_tokens[self.modality(media)])
         inputs = self._processed_or_broken(self._decoded(sample), rendered)
         return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
@@ -158,7 +167,7 @@ class ChatCollator:
         found = {name: item_kind(item_argument(p)) for name, p in self.processor.encoder_processors.items()}
         return {name: kinds[kind] for name, kind in found.items() if kind in kinds}
 
-    def _modality(self, media: Media) -> str:
+    def modality(self, media: Media) -> str:
         """Return the one modality that takes this kind of medium."""
         names = [name for name, kind in self.media_kinds().items() if kind == media.kind]
         if len(names) != 1:
@@ -172,7 +181,7 @@ class ChatCollator:
         """Return the items of a sample, by modality; with `features`, those that were encoded before undecoded."""
         items: dict[str, list[Any]] = {}
         for media in sample.media:
-            name = self._modality(media)
+            name = self.modality(media)
             decode = partial(self._item, media, self.processor.encoder_processors[name])
             items.setdefault(name, []).append(decode() if features is None else features.item(name, media, decode))
         return items
@@ -182,7 +191,7 @@ class ChatCollator:
             return load_image(media, self.data.max_pixels)
         if isinstance(processor, PrecomputedFeatureExtractor):
             return self._features(media, processor)
-        sound = load_audio(media, _sampling_rate(processor))
+        sound = load_audio(media, sampling_rate(processor))
         most = getattr(processor, "n_samples", None)
         if most is not None and len(sound) > most and self.data.too_long != "cut":
             # The feature extractor would cut it without a word.
@@ -235,7 +244,7 @@ class ChatCollator:
     def _arguments(self, name: str, items: list[Any]) -> dict[str, Any]:
         processor = self.processor.encoder_processors[name]
         arguments: dict[str, Any] = {item_argument(processor): items}
-        rate = _sampling_rate(processor)
+        rate = sampling_rate(processor)
         if rate is not None and "sampling_rate" in keywords(processor):
             arguments["sampling_rate"] = rate
         if _pads_only_when_told(processor):
@@ -391,7 +400,8 @@ def trained_tokens(offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
     return trained
 
 
-def _sampling_rate(processor: Any) -> int | None:
+def sampling_rate(processor: Any) -> int | None:
+    """Return the rate of the sounds that a processor takes; None if it says none."""
     inner = getattr(processor, "feature_extractor", processor)
     return getattr(inner, "sampling_rate", None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -12,11 +12,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.balancing import Dealt, deal
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.collate import CollatedBatch
 from cornstarch.train.data.formats import SampleSource
 from cornstarch.train.data.order import EpochOrder
 from cornstarch.train.data.sample import BrokenSample, Sample, SampleError
+
+Deal = Callable[[np.ndarray, int, int], Dealt]
+"""(samples of a step, processes, portions) -> the places of each process's samples in the step, by portion."""
 
 
 class Collator(Protocol):
@@ -139,8 +143,9 @@ class SkipCounter:
 class StepLoader:
     """Yields the batches of a run.
 
-    Which samples a step has depends on the order and the sizes alone, and a batch is a function of its samples, so the
-    batches from a place on are the same as if the run had never stopped, whatever the number of workers.
+    Which samples a step has depends on the order and the sizes alone, who gets which of them also on what they cost,
+    and a batch is a function of its samples: so the batches from a place on are the same as if the run had never
+    stopped, whatever the number of workers.
 
     A sample that cannot be used is left out of its batch and reported; a batch without any other is passed over.
     """
@@ -167,6 +172,8 @@ class StepLoader:
     a stand-in that counts nothing, because all have to do the same."""
     epochs: int | None = None
     """The epoch before which it ends; None: never."""
+    balancer: Deal | None = None
+    """Deals out the samples of a step. Default: as they come, the same number for each process."""
     skips: SkipCounter | None = None
     """Default: made from the collator's `skip_limit`."""
     _counter: SkipCounter = field(init=False)
@@ -211,7 +218,9 @@ class StepLoader:
             asked = time.perf_counter()
 
     def _fetched(self) -> Iterator[_Fetched]:
-        steps = _Steps(self.source, self.collator, self.batch_size // self.accumulation, self.rank, self.ranks)
+        steps = _Steps(
+            self.source, self.collator, self.batch_size // self.accumulation, self.rank, self.ranks, self.balancer
+        )
         places = _Places(self.order, self.batch_size, self.start, self.epochs)
         if not self.workers:
             yield from map(steps.__getitem__, places)
@@ -256,9 +265,11 @@ class _Places(Sampler[_Place]):
 class _Steps(Dataset[_Fetched]):
     """Makes the batch of a step; it lives in the workers."""
 
-    def __init__(self, source: SampleSource, collator: Collator, portion: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, source: SampleSource, collator: Collator, portion: int, rank: int, ranks: int, balancer: Deal | None
+    ) -> None:
         self._source, self._collator, self._portion = source, collator, portion
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._balancer = rank, ranks, balancer
         self._stand_in: CollatedBatch | None = None
 
     def __getitem__(self, place: _Place) -> _Fetched:
@@ -271,17 +282,21 @@ class _Steps(Dataset[_Fetched]):
         skipped: list[BrokenSample] = []
         portions: list[CollatedBatch] = []
         samples = 0
-        for start in range(0, len(place.numbers), self._portion):
-            numbers = place.numbers[start : start + self._portion]
-            if self._ranks > 1:
-                numbers = np.array_split(numbers, self._ranks)[self._rank]
-            good = self._prepared(numbers, place.epoch, skipped)
+        for own in self._own(place.numbers):
+            good = self._prepared(place.numbers[own], place.epoch, skipped)
             samples += len(good)
             if good:
                 portions.append(self._collator.join(good))
             elif self._ranks > 1:
                 portions.append(self._nothing())
         return StepBatch(portions, place.epoch, place.index, skipped, samples)
+
+    def _own(self, numbers: np.ndarray) -> Sequence[np.ndarray]:
+        """Return the places of this process's samples in a step, portion by portion."""
+        portions = -(-len(numbers) // self._portion)
+        if self._balancer is not None:
+            return self._balancer(numbers, self._ranks, portions)[self._rank]
+        return deal(len(numbers), self._ranks, portions, self._portion)[self._rank]
 
     def _nothing(self) -> CollatedBatch:
         """Return a batch that can be computed and counts nothing."""

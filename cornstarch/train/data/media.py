@@ -75,7 +75,8 @@ def content_digest(media: Media) -> str:
     return digest.hexdigest()
 
 
-def _where(media: Media) -> str:
+def where(media: Media) -> str:
+    """Return how a message names a medium."""
     return f"{media.kind} {media.source}" if isinstance(media.source, str) else media.kind
 
 
@@ -90,15 +91,15 @@ def load_image(media: Media, max_pixels: int) -> Image.Image:
         return _upright_rgb(_from_array(media.source), media)
     content = file_bytes(media)
     if not content:
-        raise SampleError(f"{_where(media)} is an empty file")
-    with _no_limit_of_pillow():
+        raise SampleError(f"{where(media)} is an empty file")
+    with no_limit_of_pillow():
         try:
-            image = Image.open(io.BytesIO(content), formats=_known_formats())
+            image = Image.open(io.BytesIO(content), formats=known_formats())
         except Exception as error:  # decoders raise whatever they meet in a damaged header
-            raise SampleError(f"{_where(media)} is no image that can be read: {error}") from error
+            raise SampleError(f"{where(media)} is no image that can be read: {error}") from error
         if image.width * image.height > max_pixels:
             raise SampleError(
-                f"{_where(media)} has {image.width} × {image.height} pixels, more than max_pixels = {max_pixels}"
+                f"{where(media)} has {image.width} × {image.height} pixels, more than max_pixels = {max_pixels}"
             )
         return _upright_rgb(image, media)
 
@@ -111,7 +112,7 @@ def _upright_rgb(image: Image.Image, media: Media) -> Image.Image:
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
         return upright.convert("RGB")
     except Exception as error:
-        raise SampleError(f"{_where(media)} is damaged: {error}") from error
+        raise SampleError(f"{where(media)} is damaged: {error}") from error
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
@@ -124,13 +125,14 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 @cache
-def _known_formats() -> tuple[str, ...]:
+def known_formats() -> tuple[str, ...]:
+    """Return the formats of images that are read, as Pillow names them."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 @contextmanager
-def _no_limit_of_pillow() -> Iterator[None]:
+def no_limit_of_pillow() -> Iterator[None]:
     """Our own limit, set by the user, stands in for Pillow's, which is one for the whole process."""
     with _limit_lock:
         limit = Image.MAX_IMAGE_PIXELS
@@ -151,12 +153,12 @@ def load_audio(media: Media, rate: int | None) -> np.ndarray:
         wave_form = wave_form.mean(axis=1)
     if wave_form.ndim != 1:
         raise SampleError(
-            f"{_where(media)} is an array {list(wave_form.shape)}, expected [samples] or [samples, channels]"
+            f"{where(media)} is an array {list(wave_form.shape)}, expected [samples] or [samples, channels]"
         )
     if not len(wave_form):
-        raise SampleError(f"{_where(media)} has no samples: its length is zero")
+        raise SampleError(f"{where(media)} has no samples: its length is zero")
     if not np.isfinite(wave_form).all():
-        raise SampleError(f"{_where(media)} has samples that are not finite")
+        raise SampleError(f"{where(media)} has samples that are not finite")
     if rate is not None and found != rate:
         wave_form = resample(wave_form, found, rate)
     return np.ascontiguousarray(wave_form, dtype=np.float32)
@@ -173,15 +175,15 @@ def _decoded(media: Media, rate: int | None) -> tuple[np.ndarray, int]:
         return _as_float(_wave(np.asarray(source))), rate or 1
     content = file_bytes(media)
     if not content:
-        raise SampleError(f"{_where(media)} is an empty file")
+        raise SampleError(f"{where(media)} is an empty file")
     if content.startswith(_NPY):
-        raise SampleError(f"{_where(media)} is an array, no sound file. {_WANTS_WAVES}")
+        raise SampleError(f"{where(media)} is an array, no sound file. {_WANTS_WAVES}")
     try:
         return _read_sound(content)
     except SampleError as error:
-        raise SampleError(f"{_where(media)} {error}") from error
+        raise SampleError(f"{where(media)} {error}") from error
     except Exception as error:
-        raise SampleError(f"{_where(media)} is no sound that can be read: {error}") from error
+        raise SampleError(f"{where(media)} is no sound that can be read: {error}") from error
 
 
 def _wave(array: np.ndarray) -> np.ndarray:
@@ -275,18 +277,18 @@ def load_features(media: Media, size: int) -> np.ndarray:
     features = _array(media)
     expected = f"expected features computed beforehand, [frames, {size}]"
     if features.dtype.kind != "f":
-        raise SampleError(f"{_where(media)} is an array of {features.dtype}; {expected} of floats")
+        raise SampleError(f"{where(media)} is an array of {features.dtype}; {expected} of floats")
     if features.ndim != 2 or features.shape[1] != size:
         wave = "a wave " if features.ndim == 1 or features.shape[-1] <= 2 else "an array "
-        raise SampleError(f"{_where(media)} is {wave}{list(features.shape)}; {expected}")
+        raise SampleError(f"{where(media)} is {wave}{list(features.shape)}; {expected}")
     if not len(features):
-        raise SampleError(f"{_where(media)} has no frames: its length is zero")
+        raise SampleError(f"{where(media)} has no frames: its length is zero")
     if features.size > MAX_NUMBERS:
-        raise SampleError(f"{_where(media)} has {features.size} numbers, more than {MAX_NUMBERS}")
+        raise SampleError(f"{where(media)} has {features.size} numbers, more than {MAX_NUMBERS}")
     with np.errstate(over="ignore"):  # what is too large for float32 is told below
         features = np.ascontiguousarray(features, dtype=np.float32)
     if not np.isfinite(features).all():
-        raise SampleError(f"{_where(media)} has features that are not finite")
+        raise SampleError(f"{where(media)} has features that are not finite")
     return features
 
 
@@ -302,17 +304,17 @@ def _array(media: Media) -> np.ndarray:
         )
     content = file_bytes(media, most=8 * MAX_NUMBERS + 4096)
     if not content:
-        raise SampleError(f"{_where(media)} is an empty file")
+        raise SampleError(f"{where(media)} is an empty file")
     if not content.startswith(_NPY):
         raise SampleError(
-            f"{_where(media)} is no .npy file, but the audio encoder's processor takes features computed beforehand "
+            f"{where(media)} is no .npy file, but the audio encoder's processor takes features computed beforehand "
             "(numpy.save), not sounds"
         )
     try:
         _check_header(content)
         return np.load(io.BytesIO(content), allow_pickle=False)
     except Exception as error:  # whatever numpy meets in a damaged file
-        raise SampleError(f"{_where(media)} is no array that can be read: {error}") from error
+        raise SampleError(f"{where(media)} is no array that can be read: {error}") from error
 
 
 def _check_header(content: bytes) -> None:
