@@ -14,8 +14,8 @@ from cornstarch.errors import ConfigError
 # In the order of the help. Each is a file of this folder with `register(app)`, and imports what it works with
 # inside its functions: all of them are imported for `cornstarch --help`.
 COMMANDS = (
-    "train", "init", "validate", "data", "generate", "export", "report", "checkpoint", "layout", "estimate", "verify",
-    "explain", "schema", "doctor",
+    "train", "init", "validate", "data", "inspect_data", "generate", "export", "report", "checkpoint", "layout",
+    "estimate", "profile", "verify", "plan", "explain", "schema", "doctor",
 )  # fmt: skip
 
 WRONG_INPUT = 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,16 +16,17 @@ _BUCKET = 25 * 1024 * 1024  # bytes that are sent together
 
 @torch.no_grad()
 def average_gradients(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_mb: float | None = None
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_mb: float | Literal["auto"] | None = None
 ) -> None:
     """Replace the gradients of parameters, the same in all processes of a group, by their mean.
 
     A parameter without a gradient counts as zeros beside others that have one; where none has one it stays without.
+    Nothing is computed meanwhile, so that a size that suits the link (`auto`) has nothing to gain.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or dist.get_world_size(group) == 1:
         return
-    limit = _BUCKET if bucket_mb is None else int(bucket_mb * 1024 * 1024)
+    limit = _BUCKET if bucket_mb is None or bucket_mb == "auto" else int(bucket_mb * 1024 * 1024)
     begun = [_begin(bucket, group) for bucket in _buckets(trained, limit)]
     for bucket, flat, work in begun:
         work.wait()

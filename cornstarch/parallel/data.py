@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -28,6 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from cornstarch.compat import buffer_options
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.parallel.bucket_size import ChosenBucket, chosen_bucket
+from cornstarch.parallel.exchange.attach import compressed, exchange_within
+from cornstarch.parallel.exchange.hooks import CompressedCopies
 from cornstarch.parallel.units import wrapping_units
 from cornstarch.plan.plan import DataPlan
 
@@ -40,12 +44,20 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
     Make the optimizer afterwards, from the model's parameters. All processes must come with the same weights: only DDP
     hands round those of the first. Losses are averaged over processes: a process that has a
     share of the tokens gives the sum over its tokens, divided by the tokens of all, times the number of processes.
+
+    With the kinds local_sgd, diloco, async and gossip nothing is exchanged in backward passes: let the loop call what
+    `cornstarch.parallel.exchange.exchange_of` returns.
     """
     match plan.kind:
+        case "local_sgd" | "diloco" | "async" | "gossip":
+            return _apart(model, mesh)
         case "ddp" if mesh.ndim == 2:  # in shards of one process: what is cut over others is no matter for DDP
             return _fully_sharded_2(model, mesh, plan)
         case "ddp" | "zero1":
-            return _replicated(model, mesh, plan)
+            return compressed(_replicated(model, mesh, plan), mesh, plan.compression)
+        case "hsdp" if plan.compression.kind != "none":
+            # Natively, gradients would be added up in full over copies, too.
+            return compressed(_fully_sharded_2(model, mesh["shard"], plan), mesh, plan.compression)
         case "fsdp1":
             return _fully_sharded_1(model, mesh, plan)
         case _:
@@ -56,8 +68,12 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
-    options: dict[str, Any] = {} if plan.bucket_mb is None else {"bucket_cap_mb": plan.bucket_mb}
-    return _Replicated(
+    measured = None
+    if plan.bucket_mb == "auto":
+        measured = chosen_bucket(model.parameters(), mesh.get_group(), torch.device(mesh.device_type))
+    megabytes = plan.bucket_mb if measured is None else measured.megabytes
+    options: dict[str, Any] = {} if megabytes is None else {"bucket_cap_mb": megabytes}
+    wrapped = _Replicated(
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
         process_group=mesh.get_group(),
@@ -67,6 +83,18 @@ def _replicated(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module
         **buffer_options(_keeps_buffers(model)),
         **options,
     )
+    wrapped.measured_bucket = measured
+    return wrapped
+
+
+def _apart(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Let all processes begin with the weights of the first."""
+    group = mesh.get_group()
+    first = dist.get_process_group_ranks(group)[0]
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # what is frozen is never exchanged at all
+            dist.broadcast(parameter.detach(), first, group=group)
+    return model
 
 
 def _keeps_buffers(model: nn.Module) -> bool:
@@ -81,6 +109,9 @@ def _keeps_buffers(model: nn.Module) -> bool:
 
 class _Replicated(DistributedDataParallel):
     """DistributedDataParallel, with words for `find_unused: false` where a step has not used everything."""
+
+    measured_bucket: ChosenBucket | None = None
+    """With `bucket_mb: auto`, what was chosen."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Call the model."""
@@ -199,6 +230,9 @@ def gradients_kept_here(wrapped: nn.Module | None, kept: bool) -> Iterator[None]
     if kept and isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph:
         with wrapped.no_sync():
             yield
+    elif kept and isinstance(between := exchange_within(wrapped), CompressedCopies):
+        with between.kept():
+            yield
     else:
         yield
 
@@ -221,6 +255,11 @@ def whole_model(wrapped: Any) -> Iterator[None]:
             wrapped.reshard()
     else:
         yield
+
+
+def measured_bucket(wrapped: nn.Module) -> ChosenBucket | None:
+    """Return the size of the buckets that was chosen for the link; None if it was not measured."""
+    return wrapped.measured_bucket if isinstance(wrapped, _Replicated) else None
 
 
 def full_value(tensor: Tensor) -> Tensor:

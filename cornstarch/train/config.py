@@ -229,6 +229,9 @@ class DataConfig(Section):
     """What to do with a longer sample."""
     packing: bool = False
     """Put several samples in one row instead of padding."""
+    balance: Literal["off", "cost"] = "off"
+    """cost: deal out the samples of a step so that processes, and portions, have as much to compute as one another.
+    What a sample costs is predicted from its text and the headers of its media; the loss stays the same."""
     pad_to: Literal["auto"] | Positive = "auto"
     """Fill rows of conversations and documents up to a multiple of so many tokens, at most `max_length`. auto: not at
     all; or, where the model is compiled, to one of eight lengths, packed rows to `max_length`."""
@@ -248,6 +251,11 @@ class DataConfig(Section):
     """Stop when more than this share of the samples is broken."""
     max_pixels: Positive = 89_478_485
     """Images with more pixels are refused as decompression bombs."""
+
+    @field_validator("balance", mode="before")
+    @classmethod
+    def _balance_is_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML's `off` is false
 
     @field_validator("train", "evaluation", mode="before")
     @classmethod
@@ -415,6 +423,8 @@ class ModuleParallelConfig(Section):
     """Pipeline stages: sets of ranks that hold some of the layers each."""
     virtual_stages: Positive = 1
     """Parts of the layers that each of these sets holds (interleaving)."""
+    layers: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """How many layers each of these parts has, in order. Default: parts that weigh the same."""
     zero: Literal[0, 1, 2, 3] | None = None
     """The ZeRO stage of this module alone. Default: what `data.kind` says."""
     activation_checkpointing: bool = False
@@ -427,12 +437,74 @@ class ModuleParallelConfig(Section):
     """Cut the table of embeddings and the head of a language model, too, by words."""
 
 
+class CompressionConfig(Section):
+    """How gradients, or changes of weights, are made smaller for the wire."""
+
+    kind: Literal["none", "bf16", "fp16", "topk", "randomk", "quantize", "powersgd"] = "none"
+    """bf16, fp16: numbers of half the size; topk: the largest of each block; randomk: some, the same in all processes;
+    quantize: few bits each; powersgd: two thin matrices for each matrix."""
+    ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """topk, randomk: the share of the numbers that is sent."""
+    bits: Literal[8, 4, 1] = 8
+    """quantize: of each number; 1: the sign alone."""
+    block: Positive = 1024
+    """topk, quantize: numbers that have their largest chosen together, or one scale together."""
+    rank: Positive = 4
+    """powersgd: columns of the thin matrices."""
+    error_feedback: bool = True
+    """Remember what was not sent, and add it in the next step."""
+    stochastic: bool = True
+    """quantize with 8 or 4 bits: round up or down by chance, right on average."""
+    warmup: NotNegative = 0
+    """Steps at the beginning that send everything; at least 2 with powersgd."""
+    seed: NotNegative = 0
+    """Of what is chosen or rounded by chance."""
+
+
+class LocalConfig(Section):
+    """local_sgd, diloco: processes train by themselves for some steps, then bring their weights together."""
+
+    every: Positive = 16
+    """Steps between two exchanges."""
+    outer_learning_rate: Rate = 0.7
+    """diloco: how far the weights go along the mean change."""
+    outer_momentum: Rate = 0.9
+    """diloco: of the outer optimizer, Nesterov's."""
+    overlap: bool = False
+    """diloco: train on while changes travel; they are applied when the next exchange begins."""
+
+
+class AsynchronousConfig(Section):
+    """async: each process applies what has arrived, and waits only for those that are too far behind."""
+
+    staleness: NotNegative = 4
+    """Steps that a process may be ahead of the slowest."""
+    scale_learning_rate: bool = True
+    """Apply a change that is s steps old with 1 / (1 + s) of its weight."""
+
+
+class GossipConfig(Section):
+    """gossip: each process averages its weights with a few neighbours only."""
+
+    graph: Literal["ring", "torus", "exponential", "random_pairs"] = "ring"
+    """Who the neighbours are: the two beside; the four around; those 1, 2, 4, … ahead, in turn; one by chance."""
+    overlap: bool = True
+    """Let weights travel while the next gradients are computed."""
+    wait: bool = True
+    """Wait for the neighbours' weights of the same step; false: average with those that have come."""
+    seed: NotNegative = 0
+    """random_pairs: of the pairs."""
+
+
 class DataParallelConfig(Section):
     """Data parallelism: what every process keeps, and what they share."""
 
-    kind: Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp"] = "ddp"
+    kind: Literal[
+        "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "local_sgd", "diloco", "async", "gossip"
+    ] = "ddp"
     """ddp: everything whole in every process; zero1: optimizer states shared out; zero2: gradients too; zero3, fsdp1,
-    fsdp2: parameters too; hsdp: fsdp2 within each of several copies."""
+    fsdp2: parameters too; hsdp: fsdp2 within each of several copies; local_sgd, diloco, async, gossip: processes that
+    are not in step (slow networks)."""
     replicate: Positive | None = None
     """hsdp: the number of copies."""
     param_dtype: Precision | None = None
@@ -441,8 +513,9 @@ class DataParallelConfig(Section):
     """What gradients are summed over processes in. Default: what they are computed in."""
     buffer_dtype: Precision | None = None
     """fsdp1: what buffers are cast to."""
-    bucket_mb: AboveZero | None = None
-    """ddp, zero1: megabytes of gradients that are summed together. Default: torch's."""
+    bucket_mb: AboveZero | Literal["auto"] | None = None
+    """ddp, zero1: megabytes of gradients that are summed together; auto: as suits the link, measured at the start.
+    Default: torch's."""
     static_graph: bool = False
     """ddp, zero1: every step uses the same parameters in the same order."""
     gradient_as_bucket_view: bool = True
@@ -459,10 +532,17 @@ class DataParallelConfig(Section):
     """What is gathered together: auto: layers; none: the whole model; or names of classes."""
     wrap_min_parameters: Positive | None = None
     """Layers with fewer parameters are gathered with what is around them."""
+    compression: CompressionConfig = CompressionConfig()
+    local: LocalConfig = LocalConfig()
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
+    gossip: GossipConfig = GossipConfig()
 
 
 class ParallelConfig(Section):
-    """How the run is spread over processes, of which there are as many as it is started with."""
+    """How the run is spread over processes, of which there are as many as it is started with.
+
+    `parallel: auto` is short for `parallel: {auto: true}`.
+    """
 
     modules: dict[str, ModuleParallelConfig] = {}
     """By name: each encoder, and language_model; or model, for a model that is not taken apart."""
@@ -474,15 +554,31 @@ class ParallelConfig(Section):
     """In which order the stages of a pipeline work."""
     verify: Literal["auto", "always", "never"] = "auto"
     """Try the plan on a tiny twin of the model before training. auto: if it cuts a model that no test has cut so."""
+    auto: bool = False
+    """Choose the plan when the run is started, for the processes that there are; then nothing above but `verify`
+    is said."""
+    cluster: str | None = None
+    """auto: what the processes run on, a name or a file (docs/clusters.md). Default: this machine, by the catalogue."""
+    costs: str | None = None
+    """auto: a file of `cornstarch profile`. Default: what layers cost is counted."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> ParallelConfig:
+        chosen = ("modules", "data", "ranks", "schedule")
+        said = [name for name in chosen if getattr(self, name) != type(self).model_fields[name].default]
+        if self.auto and said:
+            raise ValueError(
+                f"`auto` chooses {' and '.join(f'`{name}`' for name in said)} itself; leave one of them out"
+            )
+        for name in ("cluster", "costs"):
+            if getattr(self, name) is not None and not self.auto:
+                raise ValueError(f"`{name}` is what `auto` chooses by; write `auto: true` beside it, or leave it out")
         self.plan()
         return self
 
     def plan(self) -> Plan:
-        """Return what is meant as a plan."""
-        data = self.model_dump(mode="json", exclude={"verify"})
+        """Return what is meant as a plan; with `auto`, before it is chosen: nothing is spread."""
+        data = self.model_dump(mode="json", exclude={"verify", "auto", "cluster", "costs"})
         if not self.modules:
             del data["modules"]
         return Plan.from_data(data)
@@ -526,6 +622,11 @@ class RunConfig(Section):
     @classmethod
     def _said_as_a_switch(cls, value: Any) -> Any:
         return {True: "layers", False: "off"}[value] if isinstance(value, bool) else value  # YAML's `off` is false
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _said_in_a_word(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
 
     @field_validator("fp8", mode="before")
     @classmethod
@@ -574,6 +675,33 @@ class RunConfig(Section):
             raise ValueError(
                 f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
                 "which stands for all of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _balances_one_batch(self) -> RunConfig:
+        if self.data.balance != "off" and self.parallel.data.kind in ("local_sgd", "diloco", "async", "gossip"):
+            raise ValueError(
+                f"`data.balance` = {self.data.balance} with `parallel.data.kind` = {self.parallel.data.kind}: "
+                "a process trains on batches of its own between exchanges, and long samples would come together in "
+                "them. Set `data.balance` to off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_apart(self) -> RunConfig:
+        kind = self.parallel.data.kind
+        if kind not in ("local_sgd", "diloco", "async", "gossip"):
+            return self
+        if self.loop.ema is not None:
+            raise ValueError(
+                f"`loop.ema` with `parallel.data.kind` = {kind}: each process has weights of its own, and would "
+                "average others over time than are saved. Leave `loop.ema` out: the mean over processes is saved"
+            )
+        if self.precision == "fp16":
+            raise ValueError(
+                f"`precision` = fp16 with `parallel.data.kind` = {kind}: each process would scale its losses "
+                "otherwise, and leave out other steps. Use bf16 or fp32"
             )
         return self
 

@@ -8,6 +8,7 @@ the next exchange, and must not have to wait for it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
@@ -19,6 +20,9 @@ from cornstarch.train.results import StepTotals
 
 _MOST = 8  # steps in one exchange
 _SECONDS = 1.0  # that they may take
+# Where processes do not wait for one another:
+_OWN = 4  # steps between two exchanges
+_PATIENCE = 4  # exchanges that may be on their way
 
 Totals = Callable[[], StepTotals]
 
@@ -97,8 +101,31 @@ class Counter:
         return StepTotals(trained, tokens, samples, by_name, broken, too_long, stop, flops)
 
 
+class OwnCounter(Counter):
+    """Counts the steps of this process, which does not wait for others: they train on batches of their own.
+
+    They only ask one another whether to end, after every few steps, and go on meanwhile: whoever was told to end waits
+    until all know, so that all end after the same step.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._asked: deque[Callable[[], list[float]]] = deque()
+
+    def _begin(self, lot: Sequence[StepBatch], wish: int) -> tuple[list[Totals], Callable[[], int]]:
+        self._asked.append(processes.begin_sum([self._stop()]))
+        stop = len(self._asked) > _PATIENCE and self._asked.popleft()()[0] > 0
+        return [self._own(batch, stop) for batch in lot], lambda: _OWN
+
+    def _own(self, batch: StepBatch, stop: bool) -> Totals:
+        """Return the trained tokens of this process; for the rest the others are taken to have as much."""
+        trained, *others = self._counts(batch)
+        totals = self._read(stop, [trained, *(count * processes.size() for count in others)])
+        return lambda: totals
+
+
 def _place(batch: StepBatch) -> tuple[int, int]:
     return batch.epoch, batch.index
 
 
-__all__ = ["Counter"]
+__all__ = ["Counter", "OwnCounter"]

@@ -168,7 +168,7 @@ def _data_plans(plan: Plan, world: int, ranks_per_node: int) -> Iterator[tuple[D
     if world == 1:
         yield plan.data, 1
         return
-    for kind in _KINDS:
+    for kind in dict.fromkeys((*_KINDS, own)):
         data = plan.data if kind == own else _with_kind(plan.data, kind)
         copies = _copies(plan, data, world, ranks_per_node) if kind == "hsdp" else 1
         if kind == own or (kind != "fsdp1" and copies is not None):

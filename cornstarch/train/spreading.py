@@ -14,6 +14,8 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import spread
 from cornstarch.parallel.apply import TensorCut, tensor_cut, whole_reasons
+from cornstarch.parallel.data import measured_bucket
+from cornstarch.parallel.exchange import Exchange, exchange_of
 from cornstarch.parallel.loading import note_whole
 from cornstarch.parallel.mesh import Meshes
 from cornstarch.pipeline.apply import Pipeline
@@ -21,6 +23,7 @@ from cornstarch.pipeline.staging import StageGroups, Staging, leave_elsewhere
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.pipeline.unready import must_be_whole
 from cornstarch.plan.layout import Layout
+from cornstarch.plan.options import APART
 from cornstarch.plan.plan import LANGUAGE_MODEL
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.formats import SampleSource
@@ -63,6 +66,8 @@ class Spreading:
         """What this process has of the parts of the model."""
         self.all_parts: list[Part] = []
         """The parts of the whole model, to be told of."""
+        self.buckets: str | None = None
+        """What gradients travel in, if that was chosen for the link."""
 
     # ------------------------------------------------------------------ reading
 
@@ -174,6 +179,7 @@ class Spreading:
         layout, config = self._layout, self._config
         # Of a pipeline, replicas whose parameters are whole need not be in step: gradients meet after all passes.
         in_step = not self._is_pipeline or (layout.plan.data.kind not in ("ddp", "zero1") and layout.dp > 1)
+        in_step = in_step and layout.plan.data.kind not in APART
         if in_step and isinstance(self.task, ConversationTask) and self.task.model.encoders:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
         shapes = {name: parameter.shape for part in self.parts for name, parameter in part.parameters.items()}
@@ -191,10 +197,21 @@ class Spreading:
             )
             self.pipeline.set_call(loss_of)
         else:
+            self._meshes = self._meshes or Meshes(layout, self._placement.device.type)
             self.task.wrapped = spread(self.model, layout, self._placement.device.type, self._meshes)
+            if (measured := measured_bucket(self.task.wrapped)) is not None:
+                self.buckets = measured.line
+                self._note(f"gradients travel in {measured.line}.")
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
         parts = parts_of(self.model, config.model, config.optimizer, is_stage=self._is_pipeline)
         self.parts = [replace(part, shapes=shapes) for part in parts]
+
+    def exchange(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Exchange | None:
+        """Return how replicas keep together, if torch does not see to it alone; all processes must ask."""
+        if self._meshes is None or self.task.wrapped is None:
+            return None
+        plan = self._layout.plan.data
+        return exchange_of(self.model, self.task.wrapped, self._meshes.data, plan, optimizer, scaler)
 
 
 def tensor_cuts(layout: Layout, meshes: Meshes) -> Cuts:

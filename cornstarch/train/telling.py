@@ -77,7 +77,9 @@ class Teller:
         for kind, lines in self._summary["data"].items():
             for line in lines:
                 self._console.print(f"{kind} data: {line}", markup=False, highlight=False)
-        several = f" in {trainer.ranks} processes ({self._config.parallel.data.kind})" if trainer.ranks > 1 else ""
+        data = self._config.parallel.data
+        how = data.kind if data.compression.kind == "none" else f"{data.kind}, {data.compression.kind}"
+        several = f" in {trainer.ranks} processes ({how})" if trainer.ranks > 1 else ""
         self._console.print(
             f"{self._config.folder}: {trainer.total_steps:,} steps of {self._config.loop.batch_size} samples on "
             f"{trainer.placement.device} in {_precision(trainer)}{several}",
@@ -140,6 +142,7 @@ class Teller:
             "answers": [],
             "features": None if trainer.features is None else trainer.features.told(),
             "recomputation": None if trainer.recomputation is None else trainer.recomputation.told(),
+            "buckets": trainer.buckets,
         }
 
     # ------------------------------------------------------------------ while it runs
@@ -208,7 +211,7 @@ class Teller:
         if timed is not None and timed.steps:  # all of them: the loss of the last was waited for
             line["step_time"], line["data_wait"] = timed.seconds / timed.steps, timed.waited / timed.steps
         waits = [line["step_time"], line["data_wait"], trainer.feed.waited() / steps]
-        loss, step_time, data_wait, copy_wait, *counts = processes.sum_over_ranks([line["loss"], *waits, *own])
+        loss, step_time, data_wait, copy_wait, *counts = _summed(trainer, [line["loss"], *waits, *own])
         line["loss"] = loss / trainer.replica.alike
         means = {"step_time": step_time, "data_wait": data_wait, "copy_wait": copy_wait}
         line |= {name: total / trainer.ranks for name, total in means.items()}
@@ -222,6 +225,7 @@ class Teller:
             **line,
             "memory": trainer.placement.memory(),
             "skipped": trainer.position.broken + trainer.position.too_long,
+            **trainer.exchange.figures(),
         }
         peak = peak_flops(_device_name(trainer.placement.device), trainer.placement.precision)
         if peak is not None and "flops_per_second" in line:
@@ -354,6 +358,17 @@ class Teller:
             self._console.print(self._shown_at_end, soft_wrap=False)
         self.note(f"report: {report}")
         return report
+
+
+def _summed(trainer: Trainer, values: Sequence[float]) -> list[float]:
+    """Return numbers, the loss first, added up over all processes; where they do not wait for one another, of this one.
+
+    Then each has a loss of its own, and the others are taken to be like this one.
+    """
+    if not trainer.exchange.is_apart:
+        return processes.sum_over_ranks(values)
+    loss, *others = values
+    return [loss, *(value * trainer.ranks for value in others)]
 
 
 # ---------------------------------------------------------------------------------------------------- texts

@@ -26,19 +26,23 @@ from cornstarch.parallel.data import gradients_kept_here, whole_model
 from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout, check_executable
+from cornstarch.plan.options import APART
 from cornstarch.train.attribution import CLIPPING, COUNTING, DATA, LOSS, OPTIMIZER, TELLING
 from cornstarch.train.budget import fit_activations
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.clock import StepClock
 from cornstarch.train.config import RunConfig
-from cornstarch.train.counting import Counter
+from cornstarch.train.counting import Counter, OwnCounter
+from cornstarch.train.data.balancing import balancer_of, told_gain
 from cornstarch.train.data.collate import ChatCollator, CollatedBatch
 from cornstarch.train.data.feeding import Feed
 from cornstarch.train.data.formats import JoinedSources, SampleSource, open_sources
 from cornstarch.train.data.loader import SkipCounter, StepBatch, StepLoader
 from cornstarch.train.data.order import EpochOrder
 from cornstarch.train.data.sample import SampleError
+from cornstarch.train.deciding import decide
 from cornstarch.train.evaluation import Evaluation, Evaluator, source_names
+from cornstarch.train.exchanging import Exchanging
 from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
 from cornstarch.train.features.ahead import encoded_ahead
 from cornstarch.train.features.keeping import kept_features
@@ -48,7 +52,7 @@ from cornstarch.train.parts import Part
 from cornstarch.train.precision import choose_placement
 from cornstarch.train.profiling import StepProfiler, as_range, ranged, ranged_over
 from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
-from cornstarch.train.runs import CHECKPOINTS, METRICS, RunFolder, check_trace
+from cornstarch.train.runs import CHECKPOINTS, METRICS, PLAN, RunFolder, check_trace
 from cornstarch.train.source import load_config
 from cornstarch.train.speed import check_fp8, not_compiled, speed_up
 from cornstarch.train.spreading import Spreading
@@ -98,7 +102,6 @@ class Trainer:
         trace: bool = False,
         profile: bool = False,
     ) -> None:
-        self.config = config
         self._device, self._trace, self._profiled = device, trace, profile
         self.rank, self.ranks = processes.rank(), processes.size()
         world = current_world()
@@ -108,11 +111,14 @@ class Trainer:
                 "inside `with cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
                 "use `cornstarch train`."
             )
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        self._decision = decide(config, self.ranks, per_node, device) if config.parallel.auto else None
+        self.config = config = config if self._decision is None else self._decision.config
         plan = config.parallel.plan()
         check_executable(plan)  # also in one process, which would leave it out without a word
         if trace:
             check_trace(plan.is_pipeline)
-        self._layout = Layout.of(plan, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks)))
+        self._layout = Layout.of(plan, self.ranks, per_node)
         self.replica = Replica.of(self._layout, self.rank)
         self.position = Position()
         self.folder = RunFolder(config.folder)
@@ -175,7 +181,9 @@ class Trainer:
             with self._teller.telling(self.position, self.total_steps), self.stopping.listening():
                 try:
                     status = self._trained() if not self.position.ended else "finished"
-                    return self._closed(status)
+                    result = self._closed(status)
+                    self.exchange.finish()
+                    return result
                 except BaseException as error:
                     with suppress(ConfigError):  # a full disk must not hide what went wrong first
                         self._teller.ended("failed", self.position)
@@ -200,14 +208,19 @@ class Trainer:
         self._open_data()
         self._make_model()
         self._make_optimizer()
+        self._balance()
         self.evaluator = Evaluator(
             self.task, self.config, self.evaluation_sources, self.placement, self.replica, self.pipeline
         )
         self.watch = LossWatch(self.config, self.placement)
         self.feed = Feed(self.placement)
         self.clock = StepClock.of(self.placement.device)
+        if self._decision is not None:
+            self._teller.note(self._decision.text)
         if self.rank == 0:
             self.folder.store_config(self.config)
+            if self._decision is not None:
+                self.folder.write(PLAN, self._decision.file)
         if checkpoint is not None:
             self._resume(checkpoint)
         self._recorder: TimelineRecorder | None = None
@@ -249,6 +262,7 @@ class Trainer:
         # On their way, at the latest, while the first portion is computed.
         totals_of_all = self._counter.totals(batch)
         rate = self.rates.set(self.position.step)
+        self.exchange.before_step()
         losses: list[Tensor] = []
 
         def scaled(number: int, mean: Tensor) -> Tensor:
@@ -257,7 +271,7 @@ class Trainer:
             loss = mean if tokens == count else mean * (tokens / max(count, 1))
             losses.append(loss.detach())
             # Gradients are averaged over processes, but each has only its share of the sum.
-            loss = loss * self.replica.shares if self.replica.shares > 1 else loss
+            loss = loss * self._shares if self._shares > 1 else loss
             return loss if self.scaler is None else self.scaler.scale(loss)
 
         if self.pipeline is not None:
@@ -275,12 +289,16 @@ class Trainer:
         totals = totals_of_all()
         self._pass(batch, totals)
         position = self.position
-        if not totals.trained_tokens:
+        norm: Tensor | None = None
+        if totals.trained_tokens:
+            self._forget_unused(totals)
+            norm = self._changed_weights(batch, loss)
+        else:
             self._forget_gradients()
-            return StepResult(position.step, loss, rate, None, totals)
-        self._forget_unused(totals)
-        norm = self._changed_weights(batch, loss)
+            if not self.exchange.is_apart:  # others count this step
+                return StepResult(position.step, loss, rate, None, totals)
         position.step += 1
+        self.exchange.after_step(position.step)
         position.tokens += totals.tokens
         position.samples += totals.samples
         self.clock.ends(batch.waited)
@@ -318,18 +336,26 @@ class Trainer:
     def save(self, metric: float | None = None) -> Path:
         """Write a checkpoint of this moment; with `checkpoint.background`, while training goes on."""
         self.watch.check()
-        tensors, data = capture(
-            self.task.wrapped or self.model,
-            self.optimizer,
-            ema=None if self.averages is None else self.averages.averages,
-            scaler=self.scaler,
-        )
-        self.position.seconds = processes.broadcast_data(self.position.seconds)  # each has its own clock
-        data = {**data, "position": asdict(self.position), "precision": self.placement.precision}
-        how = self.config.checkpoint
-        path = self._store.save(
-            self.position.step, tensors, data, metric=metric, form=how.form, wait=not how.background
-        )
+        own = self.exchange.captured()
+        with self.exchange.averaged():
+            tensors, data = capture(
+                self.task.wrapped or self.model,
+                self.optimizer,
+                ema=None if self.averages is None else self.averages.averages,
+                scaler=self.scaler,
+            )
+            position = processes.broadcast_data(asdict(self.position))  # each has its own clock
+            self.position.seconds = position["seconds"]
+            data = {**data, **own.data, "position": position, "precision": self.placement.precision}
+            how = self.config.checkpoint
+            path = self._store.save(
+                self.position.step,
+                {**tensors, **own.tensors},
+                data,
+                metric=metric,
+                form=how.form,
+                wait=not how.background,
+            )
         self._saved_at = self.position.step
         return path
 
@@ -412,8 +438,17 @@ class Trainer:
         self.parts: list[Part] = spreading.parts
         self.all_parts: list[Part] = spreading.all_parts
         """Those of the whole model, to be told of; `parts` are what this process has of them."""
+        self.buckets = spreading.buckets
         self._memory = spreading.memory
         self.ahead = encoded_ahead(self.task, self.config, self.placement)
+
+    def _balance(self) -> None:
+        """Weigh the samples, if the config says so."""
+        self._balancer = balancer_of(
+            self.config, self.task.collator, self.sources, self.flops.step, self._layout, self.folder
+        )
+        if self._balancer is not None:
+            self._teller.note(told_gain(self._balancer, self._order, self.config, self.replica.count))
 
     def _built_task(self) -> Task:
         evaluation = JoinedSources(list(self.evaluation_sources.values()))
@@ -426,7 +461,11 @@ class Trainer:
         config = self.config
         modalities = list(self.task.modalities())
         flops = as_range(COUNTING, self.flops.total)
-        self._counter = Counter(modalities, self.replica.size, lambda: self.stopping.asked, flops)
+        is_apart = self.ranks > 1 and config.parallel.data.kind in APART
+        counter = OwnCounter if is_apart else Counter
+        self._counter = counter(modalities, self.replica.size, lambda: self.stopping.asked, flops)
+        # Where each process trains by itself, the loss of its own batch is all that it knows.
+        self._shares = 1 if is_apart else self.replica.shares
         self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
         self._clipped = list(self._trained_parameters.values())
         self.owned = None
@@ -444,6 +483,10 @@ class Trainer:
         if self.scaler is not None and any(p.dtype == torch.float16 for p in self._clipped):
             raise ConfigError("precision = fp16 needs trained weights in fp32: leave `dtype` out, or set it to fp32.")
         self.averages = AveragedWeights(self._trained_parameters, config.loop.ema) if config.loop.ema else None
+        exchange = self._spreading.exchange(self.optimizer, self.scaler) if self.ranks > 1 else None
+        data, trained = self._layout.plan.data, self._trained_parameters
+        self.exchange = Exchanging(exchange, data, trained, self.model, self.optimizer)
+        """How replicas keep together, where torch does not see to it alone."""
 
     def _total_steps(self) -> int:
         loop = self.config.loop
@@ -491,6 +534,7 @@ class Trainer:
             rank=self.replica.index,
             ranks=self.replica.count,
             epochs=epochs,
+            balancer=self._balancer,
             skips=SkipCounter(config.data.skip_limit),
         )
 
@@ -505,6 +549,7 @@ class Trainer:
             averages = None if self.averages is None else self.averages.averages
             model = self.task.wrapped or self.model
             restore(tensors, data, model, self.optimizer, ema=averages, scaler=self.scaler, draws_as=self._draws_as())
+            self.exchange.restore(tensors, data, self._teller.note)
         # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
         apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self._own_names)
         scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.replica.count)
@@ -522,7 +567,7 @@ class Trainer:
             if self.stopping.asked and self.ranks == 1:  # the batch is left for the next start
                 return "stopped"
             result = self.step(batch)
-            if not result.totals.trained_tokens:
+            if not result.totals.trained_tokens and not self.exchange.is_apart:
                 continue
             with ranged(TELLING):
                 self._teller.stepped(result, self)
@@ -718,11 +763,8 @@ class Trainer:
 
     @contextmanager
     def _weights_in_use(self) -> Iterator[None]:
-        if self.averages is None:
+        with self.exchange.averaged(), nullcontext() if self.averages is None else self.averages.in_use():
             yield
-        else:
-            with self.averages.in_use():
-                yield
 
     @property
     def interrupted(self) -> bool:

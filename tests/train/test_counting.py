@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from cornstarch.parallel import processes
-from cornstarch.train.counting import Counter
+from cornstarch.train.counting import Counter, OwnCounter
 from cornstarch.train.data.collate import CollatedBatch
 from cornstarch.train.data.loader import StepBatch
+from tests.parity.pool import pool
 
 
 def batch(index: int) -> StepBatch:
@@ -86,3 +87,47 @@ def test_a_batch_that_was_not_drawn_here_is_counted_when_it_is_asked_for(exchang
     counter = Counter(["vision"], 1, lambda: False)
     assert counter.totals(batch(5))().trained_tokens == 30
     assert len(exchanges) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- each by itself
+
+
+def ended_after(told: int) -> tuple[int, list[int]]:
+    """Count until all know that the second process was told to end, in this many steps; return when, and own tokens."""
+    tokens: list[int] = []
+    counter = OwnCounter(["vision"], 1, lambda: processes.rank() == 1 and len(tokens) >= told)
+    for one in counter.ahead(map(batch, range(1000)), lambda: 1000 - len(tokens)):
+        totals = counter.totals(one)()
+        tokens.append(totals.trained_tokens)
+        if totals.stop:
+            break
+    return len(tokens), tokens
+
+
+def test_processes_that_do_not_wait_for_one_another_end_after_the_same_step() -> None:
+    first, second = pool().run(2, ended_after, 20)
+    assert first == second
+    done, tokens = first
+    assert 20 < done < 100
+    assert tokens == [10 + index for index in range(done)]  # of this process alone
+
+
+def test_counting_by_oneself_waits_for_nobody(exchanges: list[list[float]]) -> None:
+    counter = OwnCounter(["vision"], 1, lambda: False)
+    asked: list[int] = []
+    waiting = processes.begin_sum
+
+    def begin_sum(values: Sequence[float]) -> Callable[[], list[float]]:
+        number, sums = len(exchanges), waiting(values)
+
+        def found() -> list[float]:
+            asked.append(len(exchanges) - number)
+            return sums()
+
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "begin_sum", begin_sum)
+        assert len(totals_of(counter, map(batch, range(100)), left=100)) == 100
+    assert all(len(one) == 1 for one in exchanges)  # whether to end, and nothing else
+    assert asked and min(asked) > 4  # and four others were on their way when it was waited for

@@ -1,0 +1,291 @@
+"""Replicas that apply one another's changes when they arrive, and wait only for those that are too old.
+
+A step of rank i changes its weights by u_i. All ranks, itself included, apply u_i / N, scaled by 1 / (1 + s) where s
+more steps than one of another rank were applied while u_i was computed. The sender decides on the scale, so that every
+change has the same weight everywhere: when all have arrived, all ranks have the same weights.
+
+A change is *stale* by as many steps as its receiver has made beyond one since the weights that it was computed from.
+For that each message says how many steps of its receiver its sender has applied: whatever the sender does next is
+computed from there. A rank does not begin a step after which the next message could be too stale. So a rank that is k
+times slower than the others makes nobody wait if k - 1, and the steps that a message takes, are within the bound.
+
+A rank has two threads for each other rank, which sleep until there is something to send or to receive. What a link
+cannot carry in time is added up and goes in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cornstarch.parallel.exchange.flat import FlatWeights
+from cornstarch.parallel.exchange.mean import CompressedMean
+from cornstarch.parallel.exchange.messages import Background, Peer, own_group
+from cornstarch.plan.exchange import Compression
+from cornstarch.plan.plan import DataPlan
+
+_HEADER = 4  # numbers in front of each message: steps, applied, whether changes follow, whether it is the last
+
+
+class Box:
+    """Changes that are added up until somebody takes them; on the CPU."""
+
+    def __init__(self, numbers: int, dtype: torch.dtype) -> None:
+        self._values = torch.empty(numbers, dtype=dtype)
+        self.is_filled = False
+
+    def put(self, values: Tensor) -> None:
+        """Add changes."""
+        if self.is_filled:
+            self._values.add_(values)
+        else:
+            self._values.copy_(values)
+        self.is_filled = True
+
+    def swap(self, other: Tensor) -> Tensor:
+        """Take everything out; the box goes on with the memory of `other`."""
+        taken, self._values = self._values, other
+        self.is_filled = False
+        return taken
+
+    def add_to(self, weights: Tensor) -> None:
+        """Take everything out, and add it to weights."""
+        if self.is_filled:
+            weights.add_(self._values.to(weights.device))
+        self.is_filled = False
+
+
+@dataclass
+class Other:
+    """What this process knows of another one since all were together last; guarded by the lock."""
+
+    peer: Peer
+    out: Box
+    """Changes for it that are not on their way yet."""
+    has_news: bool = False
+    """Whether something is to be told, even if no change."""
+    arrived: int = 0
+    """Steps of it that are here."""
+    applied: int = 0
+    """Steps of it that are applied."""
+    told: int = 0
+    """The steps of it that it was told to be applied."""
+    base: int = 0
+    """Own steps that it had applied when it sent its last message: its next changes are computed from there."""
+    oldest: int | None = None
+    """The same for what has arrived and is not applied."""
+    has_ended: bool = False
+    """Whether it said that it makes no more steps."""
+
+
+class AsynchronousUpdates:
+    """Bounded staleness: `Exchange` of the kind `async`.
+
+    Args:
+        parameters: Of this process; those that are trained are exchanged.
+        group: The replicas. All of them must make it.
+        plan: Says how stale changes may be, and whether stale ones count less.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, plan: DataPlan) -> None:
+        self._weights, self._mean = FlatWeights(parameters), CompressedMean(Compression(), group)
+        self._bound, self._scales = plan.asynchronous.staleness, plan.asynchronous.scale_learning_rate
+        self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._peers: list[Peer] = []
+        if self._ranks > 1 and self._bound and self._weights.numbers:
+            messages = own_group(group)
+            self._peers = [Peer(messages, other) for other in range(self._ranks) if other != rank]
+        self._changed = Condition()
+        self._others: list[Other] = []
+        self._before: Tensor | None = None
+        self._sent = 0
+        self._staleness = 0
+        self._reset()
+
+    # ------------------------------------------------------------------------------------------ the loop's calls
+
+    def before_step(self) -> None:
+        """Begin to send and to receive, if that has not begun."""
+        if self._before is None:
+            self._before = self._weights.read()
+            self._start()
+
+    @torch.no_grad()
+    def after_step(self, step: int) -> None:
+        """Apply what has arrived, send this step's change, and wait if the next step would be too far ahead."""
+        assert self._before is not None, "before_step comes first"
+        change = self._weights.read().sub_(self._before)
+        if not self._peers:
+            self._mean(change, None, 0)
+            weights = self._before.add_(change)  # in step: nothing is ever stale
+        else:
+            weights = self._exchanged(self._before, change)
+        self._weights.write(weights)
+        self._before = weights
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Run a block after all processes have applied everything, when they have the same weights."""
+        self._come_together()
+        yield
+
+    def finish(self) -> None:
+        """Let everything arrive, and end threads."""
+        self._come_together()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what to remember; everything on its way arrives first."""
+        self._come_together()
+        return {"bytes_sent": self._sent + self._mean.bytes_sent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on; the weights are restored already."""
+        self._sent = int(state["bytes_sent"]) - self._mean.bytes_sent
+        self._before = None
+
+    def figures(self) -> dict[str, float]:
+        """Return the bytes sent, and by how many steps the oldest change of the last step was stale."""
+        return {"bytes_sent": float(self._sent + self._mean.bytes_sent), "staleness": float(self._staleness)}
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def _exchanged(self, weights: Tensor, change: Tensor) -> Tensor:
+        """Return the weights after a step."""
+        with self._changed:
+            self._check()
+            self._steps += 1
+            change.mul_(self._scale() / self._ranks)
+            self._staleness = self._apply(weights)
+            here = change.cpu()
+            for other in self._others:
+                other.out.put(here)
+                other.has_news = True
+            self._changed.notify_all()
+            while not self._may_go_on():
+                self._changed.wait_for(lambda: self._inbox.is_filled or self._may_go_on())
+                self._check()
+                self._staleness = max(self._staleness, self._apply(weights))
+                self._tell()
+        return weights.add_(change)
+
+    def _scale(self) -> float:
+        """Return what this step's change counts: less if others have made several steps meanwhile."""
+        fresh = max(other.arrived - other.applied for other in self._others)
+        return 1 / max(1, fresh) if self._scales else 1.0
+
+    def _apply(self, weights: Tensor) -> int:
+        """Apply what has arrived; return by how many steps the oldest of it is stale."""
+        bases = [other.oldest for other in self._others if other.oldest is not None]
+        self._inbox.add_to(weights)
+        for other in self._others:
+            other.applied, other.oldest = other.arrived, None
+        return max(0, self._steps - min(bases) - 1) if bases else 0
+
+    def _tell(self) -> None:
+        """Tell the others what is applied, if they do not know: they may wait for it."""
+        for other in self._others:
+            if other.applied > other.told:
+                other.has_news = True
+        self._changed.notify_all()
+
+    def _may_go_on(self) -> bool:
+        """Say whether nothing can become too stale in the next step."""
+        late = (other for other in self._others if not other.has_ended and self._steps - other.base > self._bound)
+        return self._error is not None or not any(late)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError("The exchange with another process has failed.") from self._error
+
+    # ------------------------------------------------------------------------------------------ all together
+
+    def _reset(self) -> None:
+        self._steps = self._talking = 0
+        self._is_ending = False
+        self._error: BaseException | None = None
+        self._inbox = Box(self._weights.numbers if self._peers else 0, self._weights.dtype)
+
+    def _start(self) -> None:
+        numbers, dtype = self._weights.numbers, self._weights.dtype
+        self._others = [Other(peer, Box(numbers, dtype)) for peer in self._peers]
+        self._talking = 2 * len(self._others)
+        for other in self._others:
+            Background(partial(self._guarded, self._send, other))
+            Background(partial(self._guarded, self._receive, other))
+
+    @torch.no_grad()
+    def _come_together(self) -> None:
+        """Let all changes of all processes arrive, apply them, and give all the same weights."""
+        if self._before is None:  # no step since they were together
+            return
+        with self._changed:
+            self._is_ending = True
+            for other in self._others:
+                other.has_news = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error is not None or not self._talking)
+            self._check()
+        if self._others:
+            self._apply(self._before)
+            self._mean(self._before, None, 0)  # the same changes, but added in another order
+            self._weights.write(self._before)
+        self._others, self._before = [], None
+        self._reset()
+
+    # ------------------------------------------------------------------------------------------ threads
+
+    def _guarded(self, talk: Callable[[Other], None], other: Other) -> None:
+        """Talk until the end; say what goes wrong to whoever may wait."""
+        error: BaseException | None = None
+        try:
+            talk(other)
+        except BaseException as found:
+            error = found
+        with self._changed:
+            self._talking -= 1
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _send(self, other: Other) -> None:
+        """Send what there is for another process, until the end."""
+        spare = torch.empty(self._weights.numbers, dtype=self._weights.dtype)
+        is_last = False
+        while not is_last:
+            with self._changed:
+                self._changed.wait_for(lambda: other.has_news)
+                has_changes, is_last = other.out.is_filled, self._is_ending
+                header = torch.tensor([self._steps, other.applied, has_changes, is_last])
+                other.told, other.has_news = other.applied, False
+                if has_changes:
+                    spare = other.out.swap(spare)
+                self._sent += header.nbytes + has_changes * spare.nbytes
+            other.peer.send(header)
+            if has_changes:
+                other.peer.send(spare)
+
+    def _receive(self, other: Other) -> None:
+        """Take in what another process sends, until its end."""
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        values = torch.empty(self._weights.numbers, dtype=self._weights.dtype)
+        while not other.has_ended:
+            other.peer.receive(header)
+            steps, applied, has_changes, is_last = header.tolist()
+            if has_changes:
+                other.peer.receive(values)
+            with self._changed:
+                if has_changes:
+                    self._inbox.put(values)
+                    other.oldest = other.base if other.oldest is None else other.oldest
+                other.arrived, other.base, other.has_ended = steps, applied, bool(is_last)
+                self._changed.notify_all()
+
+
+__all__ = ["AsynchronousUpdates"]

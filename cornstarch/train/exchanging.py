@@ -1,0 +1,136 @@
+"""What a run does so that its replicas keep together over slow links, and what it saves of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.parallel import processes
+from cornstarch.parallel.exchange import Exchange
+from cornstarch.plan.options import APART
+from cornstarch.plan.plan import DataPlan
+from cornstarch.train.checkpoint.pieces import Tensorlike
+from cornstarch.train.checkpoint.planning import PER_RANK
+from cornstarch.train.nested import pack, unpack
+
+_KEY = "exchange"
+
+
+class Captured(NamedTuple):
+    """What one process adds to a checkpoint."""
+
+    tensors: dict[str, Tensorlike]
+    data: dict[str, Any]
+
+
+class Exchanging:
+    """The exchange of a run, if it has one; without one nothing happens.
+
+    Args:
+        exchange: How replicas keep together, if torch does not see to it alone.
+        plan: The run's data parallelism.
+        parameters: Those of this process that are trained, by name.
+        model: What they belong to.
+        optimizer: What changes them.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        plan: DataPlan,
+        parameters: Mapping[str, nn.Parameter],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._exchange, self._kind = exchange, plan.kind
+        self._parameters, self._model, self._optimizer = parameters, model, optimizer
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether processes train by themselves, so that weights and the optimizer's states differ."""
+        return self._exchange is not None and self._kind in APART
+
+    def before_step(self) -> None:
+        """Prepare for the gradients of a step."""
+        if self._exchange is not None:
+            self._exchange.before_step()
+
+    def after_step(self, step: int) -> None:
+        """Exchange weights, or begin to."""
+        if self._exchange is not None:
+            self._exchange.after_step(step)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Run a block in which every process has the mean of all weights."""
+        if self._exchange is None:
+            yield
+        else:
+            with self._exchange.averaged():
+                yield
+
+    def finish(self) -> None:
+        """Wait for everything that is on its way, and end threads."""
+        if self._exchange is not None:
+            self._exchange.finish()
+
+    def figures(self) -> dict[str, float]:
+        """Return what is to be logged."""
+        return {} if self._exchange is None else self._exchange.figures()
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def captured(self) -> Captured:
+        """Return what this process alone has to save; ask before `averaged`."""
+        tensors: dict[str, Tensorlike] = {}
+        if self._exchange is None:
+            return Captured(tensors, {})
+        own: dict[str, Any] = {"kind": self._kind, "state": self._exchange.state_dict()}
+        if self.is_apart:
+            # While the mean is saved these weights are replaced by it, so they are copied.
+            own["weights"] = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            own["buffers"] = dict(self._model.named_buffers())
+            own["optimizer"] = {name: dict(self._optimizer.state.get(p, {})) for name, p in self._parameters.items()}
+        packed = pack(own, f"{_KEY}/{processes.rank()}", tensors)
+        return Captured(tensors, {PER_RANK: {_KEY: packed}})
+
+    def restore(self, tensors: Mapping[str, Any], data: Mapping[str, Any], note: Callable[[str], None]) -> None:
+        """Go on from what this process has saved; without it, from what all have in common.
+
+        Args:
+            tensors: Those of the checkpoint.
+            data: Its data.
+            note: Tells the user something.
+        """
+        if self._exchange is None:
+            return
+        saved = {rank: one[_KEY] for rank, one in data.get(PER_RANK, {}).items() if _KEY in one}
+        own = saved.get(str(processes.rank()))
+        if own is None or len(saved) != processes.size() or own["kind"] != self._kind:
+            note("What each process alone remembered of exchanges is left behind: the run is spread otherwise now.")
+            return
+        found = unpack(own, tensors)
+        if self.is_apart:
+            self._restore_own(found)
+        self._exchange.load_state_dict(found["state"])
+
+    @torch.no_grad()
+    def _restore_own(self, found: Mapping[str, Any]) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in found["buffers"]:
+                buffer.copy_(found["buffers"][name])
+        for name, parameter in self._parameters.items():
+            parameter.copy_(found["weights"][name])
+            held = self._optimizer.state.get(parameter, {})
+            for key, value in found["optimizer"][name].items():
+                if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
+                    held[key].copy_(value)
+                else:
+                    held[key] = value
+
+
+__all__ = ["Exchanging"]

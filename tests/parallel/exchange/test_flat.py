@@ -1,0 +1,60 @@
+"""Weights as one vector, and messages between two processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cornstarch.parallel.exchange.flat import FlatWeights, distance
+from cornstarch.parallel.exchange.messages import Background
+from tests.parallel.exchange.updates import swapped
+from tests.parity.pool import Pool
+
+
+def parameters() -> list[nn.Parameter]:
+    frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+    return [nn.Parameter(torch.randn(2, 3).t()), frozen, nn.Parameter(torch.randn(4).bfloat16())]
+
+
+def test_what_is_trained_is_read_and_written() -> None:
+    first, frozen, last = given = parameters()
+    weights = FlatWeights(given)
+    assert (weights.numbers, weights.dtype) == (10, torch.float32)
+    assert torch.equal(weights.read(), torch.cat([first.reshape(-1), last.float()]).detach())
+    weights.write(torch.arange(10.0))
+    assert first.tolist() == [[0, 1], [2, 3], [4, 5]] and last.tolist() == [6, 7, 8, 9]
+    assert frozen.tolist() == [1] * 5
+
+
+def test_replaced_weights_come_back_bit_for_bit_also_after_an_error() -> None:
+    weights = FlatWeights(parameters())
+    before = weights.read()
+    with pytest.raises(KeyError), weights.replaced(torch.zeros(10)):
+        assert not weights.read().any()
+        raise KeyError
+    assert torch.equal(weights.read(), before)
+
+
+def test_doubles_stay_doubles_and_nothing_is_something() -> None:
+    assert FlatWeights([nn.Parameter(torch.zeros(1).double())]).dtype == torch.float64
+    nothing = FlatWeights([])
+    assert nothing.read().numel() == nothing.numbers == 0
+    nothing.write(nothing.zeros())
+    assert distance(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])) == 5
+
+
+@pytest.mark.parametrize("numbers", [1, 3 * 2**20 + 5])
+def test_both_directions_at_once_in_pieces(workers: Pool, numbers: int) -> None:
+    assert workers.run(2, swapped, numbers) == [True, True]
+
+
+def test_what_a_thread_returns_or_raises_is_handed_over() -> None:
+    def fail() -> None:
+        raise KeyError("lost")
+
+    assert Background(lambda: 3).result() == 3
+    failed = Background(fail)
+    with pytest.raises(KeyError, match="lost"):
+        failed.result()
+    assert failed.is_over
