@@ -8,12 +8,17 @@ the next exchange, and must not have to wait for it.
 from __future__ import annotations
 
 import time
-from collections import deque
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
+
+from cornstarch.compat import default_store
 from cornstarch.parallel import processes
 from cornstarch.train.data.loader import StepBatch
 from cornstarch.train.results import StepTotals
@@ -21,8 +26,9 @@ from cornstarch.train.results import StepTotals
 _MOST = 8  # steps in one exchange
 _SECONDS = 1.0  # that they may take
 # Where processes do not wait for one another:
-_OWN = 4  # steps between two exchanges
-_PATIENCE = 4  # exchanges that may be on their way
+_OWN = 4  # steps after which they look whether to end
+_PATIENCE = timedelta(hours=1)  # for the slowest to look
+_ASKED = "asked"
 
 Totals = Callable[[], StepTotals]
 
@@ -104,18 +110,53 @@ class Counter:
 class OwnCounter(Counter):
     """Counts the steps of this process, which does not wait for others: they train on batches of their own.
 
-    They only ask one another whether to end, after every few steps, and go on meanwhile: whoever was told to end waits
-    until all know, so that all end after the same step.
+    After every few steps they look whether one of them was told to end. Then each says how many steps it has begun, and
+    all go on to the largest of these numbers, so that all end after the same step; only whoever is told to end waits.
+    Once one of them has done all of its steps, the others do theirs, too.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._asked: deque[Callable[[], list[float]]] = deque()
+        self._begun = 0
+        self._last: int | None = None
+        self._board: dist.Store | None = None
+        if not processes.is_alone():
+            name = processes.broadcast_data(uuid.uuid4().hex)
+            self._board = dist.PrefixStore(f"cornstarch/ending/{name}", default_store())
+
+    def ahead(self, batches: Iterator[StepBatch], left: Callable[[], int]) -> Iterator[StepBatch]:
+        """Yield batches; other processes may have drawn any number of theirs."""
+        try:
+            yield from super().ahead(batches, left)
+        finally:
+            if self._board is not None and self._last is None:
+                with suppress(RuntimeError):  # whoever has the store has gone
+                    self._tell()
 
     def _begin(self, lot: Sequence[StepBatch], wish: int) -> tuple[list[Totals], Callable[[], int]]:
-        self._asked.append(processes.begin_sum([self._stop()]))
-        stop = len(self._asked) > _PATIENCE and self._asked.popleft()()[0] > 0
-        return [self._own(batch, stop) for batch in lot], lambda: _OWN
+        first = self._begun + 1
+        self._begun += len(lot)
+        if self._last is None:
+            self._last = self._agreed_end()
+        ends = [self._last is not None and number >= self._last for number in range(first, self._begun + 1)]
+        return [self._own(batch, stop) for batch, stop in zip(lot, ends, strict=True)], lambda: _OWN
+
+    def _agreed_end(self) -> int | None:
+        """Return the step after which all end, if one of them was told to."""
+        if self._board is None:
+            return self._begun if self._stop() else None
+        if not self._stop() and not self._board.check([_ASKED]):
+            return None
+        self._board.set(_ASKED, "1")
+        self._tell()
+        everyone = [str(rank) for rank in range(processes.size())]
+        self._board.wait(everyone, _PATIENCE)
+        return max(int(self._board.get(one)) for one in everyone)
+
+    def _tell(self) -> None:
+        """Say how many steps this process has begun."""
+        assert self._board is not None
+        self._board.set(str(processes.rank()), str(self._begun))
 
     def _own(self, batch: StepBatch, stop: bool) -> Totals:
         """Return the trained tokens of this process; for the rest the others are taken to have as much."""

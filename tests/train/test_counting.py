@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import torch.distributed as dist
 
+from cornstarch.compat import default_store
 from cornstarch.parallel import processes
 from cornstarch.train.counting import Counter, OwnCounter
 from cornstarch.train.data.collate import CollatedBatch
@@ -112,22 +114,27 @@ def test_processes_that_do_not_wait_for_one_another_end_after_the_same_step() ->
     assert tokens == [10 + index for index in range(done)]  # of this process alone
 
 
-def test_counting_by_oneself_waits_for_nobody(exchanges: list[list[float]]) -> None:
-    counter = OwnCounter(["vision"], 1, lambda: False)
-    asked: list[int] = []
-    waiting = processes.begin_sum
+def counted_far_ahead(steps: int, is_told: bool) -> int:
+    """Let one process count all its steps before the other begins, which is then told to end, or not."""
+    counter = OwnCounter(["vision"], 1, lambda: is_told and processes.rank() == 1)
+    board = dist.PrefixStore(f"test/far_ahead/{is_told}", default_store())
+    if processes.rank() == 1:
+        board.wait(["done"])
+    count = len(totals_of(counter, map(batch, range(steps)), left=steps))
+    board.set("done", "1")
+    return count
 
-    def begin_sum(values: Sequence[float]) -> Callable[[], list[float]]:
-        number, sums = len(exchanges), waiting(values)
 
-        def found() -> list[float]:
-            asked.append(len(exchanges) - number)
-            return sums()
+@pytest.mark.parametrize("is_told", [False, True])
+def test_counting_by_oneself_waits_for_nobody(is_told: bool) -> None:
+    assert pool().run(2, counted_far_ahead, 500, is_told) == [500, 500]
 
-        return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "begin_sum", begin_sum)
-        assert len(totals_of(counter, map(batch, range(100)), left=100)) == 100
-    assert all(len(one) == 1 for one in exchanges)  # whether to end, and nothing else
-    assert asked and min(asked) > 4  # and four others were on their way when it was waited for
+def test_one_process_alone_ends_by_itself() -> None:
+    done: list[int] = []
+    counter = OwnCounter(["vision"], 1, lambda: len(done) >= 10)
+    for one in counter.ahead(map(batch, range(100)), lambda: 100 - len(done)):
+        done.append(one.index)
+        if counter.totals(one)().stop:
+            break
+    assert 10 < len(done) < 20
