@@ -52,12 +52,45 @@ def test_a_narrow_terminal_cuts_no_figures(run: Path, command: Command, monkeypa
     assert code == 0 and "activations" in out and "…" not in out
 
 
+def test_a_network_is_estimated(run: Path, command: Command) -> None:
+    code, out, err = command("estimate", run, "--gpu", "H100", "--world", "4", "--network", "100Mbit")
+    assert code == 0 and err == ""
+    found = rows(out)
+    assert "4 ranks, each behind 100 Mbit/s; 202,048 trained numbers (789.2\u00a0KiB)" in out
+    sent = 2 * 3 / 4 * 202_048 * 4  # the ring of an all-reduce
+    assert found["ddp"][0] == f"{sent / 2**20:.1f} MiB" and found["ddp"][2] == "1.00 ×"
+    step = float(found["ddp"][1].removesuffix(" ms"))
+    assert step == pytest.approx(1000 * sent / 12.5e6, rel=0.05)  # next to nothing is computed
+    chosen = [name for name in rows(out.split("each behind")[1]) if name.endswith(" *")]
+    assert len(chosen) == 1 and out.splitlines()[-1].startswith(f"{chosen[0].removesuffix(' *')}: a step would be")
+
+
+def test_what_is_advised_can_be_written(run: Path, command: Command) -> None:
+    arguments = ["--gpu", "H100", "--world", "2", "--network", "10Mbit"]
+    _, out, _ = command("estimate", run, *arguments)
+    advised = out.splitlines()[-1].split("in the config: ")[1].rstrip(".").split()
+    assert any(setting.startswith("parallel.data.") for setting in advised)
+    code, _, err = command("validate", run, *advised)
+    assert "parallel.data" not in err, (code, err)
+
+
+def test_a_quick_network_needs_nothing(run: Path, command: Command) -> None:
+    wide = ["model.language_model.config.hidden_size=512", "model.language_model.config.intermediate_size=2048"]
+    rows_of = ["data.max_length=4096", "loop.batch_size=64"]
+    arguments = ["--gpu", "H100", "--world", "2", "--network", "3600Gbit", "--latency", "3.4us"]
+    code, out, _ = command("estimate", run, *wide, *rows_of, *arguments)
+    assert code == 0 and out.splitlines()[-1].startswith("ddp is about as quick as anything here")
+
+
 WRONG = [
     (["--gpu", "H1000"], "Did you mean H100?"),
     (["--gpu", "A100"], "Did you mean A100-80 or A100-40?"),
     (["--gpu", "H100", "--world", "0"], "world = 0"),
     (["parallel.modules.model.tp=3", "--gpu", "H100", "--world", "4"], "multiples of 3"),
     (["loop.batch_sise=3"], "batch_size"),
+    (["--gpu", "H100", "--world", "2", "--network", "fast"], "such as 100Mbit, 1Gbit or 12.5MB/s"),
+    (["--gpu", "H100", "--world", "2", "--network", "1Gbit", "--latency", "1 m"], "latency '1 m'"),
+    (["--gpu", "H100", "--network", "1Gbit"], "--world"),
 ]
 
 

@@ -1,0 +1,166 @@
+"""Tables and a picture of what slow_network.py has measured.
+
+python benchmarks/slow_picture.py slow_network.json --picture docs/images/slow_networks.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from slow_network import figures_of
+
+from cornstarch.report.curves import Axis, Point, linear_axis, log_axis, smooth
+from cornstarch.report.markup import Markup, element
+
+DRAWN = ("ddp", "torch-bf16", "torch-powersgd", "int8", "sign", "topk", "powersgd", "local", "diloco-int8")
+_COLOURS = ("#1b2733", "#8b98a5", "#b7791f", "#0f766e", "#7c3aed", "#c2410c", "#2563eb", "#15803d", "#db2777")
+_WIDTH, _HEIGHT = 1040, 520
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 310, 56, 52
+_SMOOTHED = 0.1  # the share of the steps that a point of a curve is the mean of
+_LEAST = 0.5  # seconds at which the picture begins
+
+
+def ways_table(ways: Sequence[dict[str, Any]]) -> str:
+    """Return what a network has shown, as Markdown."""
+    plain = next(figures_of(one) for one in ways if one["way"] == "ddp")
+    lines = [
+        "| | ms per step: quickest block | median | mean of all | to DDP: quickest | median | mean | of CPU | "
+        "MB a step and rank | counters to formula | held-out loss | to DDP |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in ways:
+        found = figures_of(one)
+        ratio = found["bytes"] / found["formula"]
+        times = ("step_ms", "median_ms", "mean_ms")
+        ratios = [f"{plain[key] / found[key]:.1f} ×" for key in times]
+        shown = " | ".join([f"{found[key]:.0f}" for key in times] + ratios)
+        lines.append(
+            f"| {one['words']} | {shown} | {found['cpu_ms']:.0f} | "
+            f"{found['bytes'] / 1e6:.3f} | {ratio:.3f} | {found['held_out']:.4f} | "
+            f"{100 * (found['held_out'] / plain['held_out'] - 1):+.2f} % |"
+        )
+    return "\n".join(lines)
+
+
+def straggler_table(found: Sequence[dict[str, Any]]) -> str:
+    """Return what a straggler has shown, as Markdown."""
+    lines = ["| | steps a second | beside a straggler | kept |", "|---|---|---|---|"]
+    for one in found:
+        kept = one["uneven"] / one["even"]
+        lines.append(f"| {one['words']} | {one['even']:.2f} | {one['uneven']:.2f} | {100 * kept:.0f} % |")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------ the picture
+
+
+def curve(way: dict[str, Any]) -> list[Point]:
+    """Return the loss of all ranks against the seconds that the slowest took so far."""
+    seconds = [max(times) for times in zip(*way["moments"], strict=True)]
+    losses = [sum(own) / len(own) for own in zip(*way["losses"], strict=True)]
+    smoothed = smooth(list(enumerate(losses)), _SMOOTHED)
+    return [(seconds[int(step)], loss) for step, loss in smoothed if seconds[int(step)] >= _LEAST]
+
+
+def picture(ways: Sequence[dict[str, Any]], title: str) -> Markup:
+    """Return loss against wall time as an SVG of its own."""
+    curves = {one["words"]: curve(one) for one in ways}
+    points = [point for one in curves.values() for point in one]
+    across = log_axis(_LEAST, max(seconds for seconds, _ in points))
+    up = linear_axis(min(loss for _, loss in points), max(loss for _, loss in points), whole=True)
+    named = zip(curves.items(), _COLOURS, strict=False)
+    lines = [_line(points, across, up, colour) for (_, points), colour in named]
+    described = f"{title}. " + " ".join(
+        f"{name}: {points[-1][1]:.2f} after {points[-1][0]:.0f} s." for name, points in curves.items()
+    )
+    return element(
+        "svg",
+        element("title", described),
+        element("rect", width=_WIDTH, height=_HEIGHT, fill="#ffffff"),
+        element("text", title, x=_LEFT, y=28, class_="title"),
+        element("style", Markup("text{font:14px system-ui,sans-serif;fill:#1b2733}.title{font-weight:600}")),
+        _grid(across, up),
+        lines,
+        _legend(curves),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+    )
+
+
+def _x(across: Axis, value: float) -> float:
+    return round(_LEFT + across.place(value) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+
+def _y(up: Axis, value: float) -> float:
+    return round(_HEIGHT - _BOTTOM - up.place(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _line(points: Sequence[Point], across: Axis, up: Axis, colour: str) -> Markup:
+    places = "L".join(f"{_x(across, seconds)} {_y(up, loss)}" for seconds, loss in points)
+    last = points[-1]
+    return Markup(
+        element("path", d=f"M{places}", fill="none", stroke=colour, stroke_width="2.2", stroke_linejoin="round")
+        + element("circle", cx=_x(across, last[0]), cy=_y(up, last[1]), r=4, fill=colour)
+    )
+
+
+def _grid(across: Axis, up: Axis) -> Iterator[Markup]:
+    bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    for tick in up.ticks:
+        yield element("path", d=f"M{_LEFT} {_y(up, tick)}H{right}", stroke="#d9dfe5")
+        yield element("text", f"{tick:g}", x=_LEFT - 8, y=_y(up, tick) + 5, text_anchor="end")
+    for tick in across.ticks:
+        yield element("path", d=f"M{_x(across, tick)} {_TOP}V{bottom}", stroke="#eef1f4")
+        yield element("text", f"{tick:g}", x=_x(across, tick), y=bottom + 20, text_anchor="middle")
+    yield element("text", "seconds (logarithmic)", x=(_LEFT + right) / 2, y=_HEIGHT - 10, text_anchor="middle")
+    yield element("text", "training loss", x=_LEFT, y=_TOP - 10)
+
+
+def _legend(curves: dict[str, list[Point]]) -> Iterator[Markup]:
+    left = _WIDTH - _RIGHT + 18
+    for row, ((name, points), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
+        middle = _TOP + 10 + 40 * row
+        yield element("path", d=f"M{left} {middle}h18", stroke=colour, stroke_width="3")
+        yield element("text", name, x=left + 26, y=middle + 5)
+        yield element("text", f"{points[-1][0]:.0f} s", x=left + 26, y=middle + 22, fill_opacity="0.6")
+
+
+# ------------------------------------------------------------------------------------------------ all of it
+
+
+def main() -> int:
+    """Print tables, and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("measured", type=Path, help="what slow_network.py --output wrote")
+    parser.add_argument("--picture", type=Path, help="an SVG of the slowest network")
+    given = parser.parse_args()
+    content = json.loads(given.measured.read_text())
+    from slow_ways import WAYS
+
+    order = list(WAYS)
+    by_rate: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(content.get("ways", {}).values(), key=lambda one: order.index(one["way"])):
+        by_rate.setdefault(one["rate"], []).append(one)
+    for rate, ways in sorted(by_rate.items()):
+        print(f"\n{rate}, {ways[0]['ranks']} ranks, {ways[0]['numbers']:,} numbers, {ways[0]['steps']} steps\n")
+        print(ways_table(ways))
+    if found := list(content.get("straggler", {}).values()):
+        print(f"\nstraggler: {found[0]['ranks']} ranks, {found[0]['pretended_ms']:g} ms a step\n")
+        print(straggler_table(found))
+    if given.picture is not None:
+        rate = min(by_rate, key=lambda rate: ("mbit" not in rate, rate))
+        ways = [one for name in DRAWN for one in by_rate[rate] if one["way"] == name]
+        steps, ranks = ways[0]["steps"], ways[0]["ranks"]
+        title = f"{steps} steps of {ranks} ranks over {rate.replace('mbit', ' Mbit/s').replace('gbit', ' Gbit/s')}"
+        given.picture.write_text(picture(ways, title) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
