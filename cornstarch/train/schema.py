@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,10 @@ def _one_or_many(field: Schema) -> Schema:
 @cache
 def field_documents() -> dict[str, dict[str, str]]:
     """Return {class: {field: the text under it}}; Python itself does not keep these texts."""
-    tree = ast.parse(Path(descriptions.__file__).read_text(encoding="utf-8"))
+    files = sorted(Path(descriptions.__file__).parent.glob("*.py"))
+    bodies = [ast.parse(file.read_text(encoding="utf-8")).body for file in files]
     documents: dict[str, dict[str, str]] = {}
-    for section in tree.body:
+    for section in chain.from_iterable(bodies):
         if not isinstance(section, ast.ClassDef):
             continue
         found = documents.setdefault(section.name, {})

@@ -15,19 +15,17 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from cornstarch.compat import divides_gradients, step_dividing
 from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel import OwnedParameters, clip_gradients, processes
+from cornstarch.parallel import processes
 from cornstarch.parallel.apply import whole_sequences
-from cornstarch.parallel.clipping import clipping_divisor
 from cornstarch.parallel.data import gradients_kept_here, whole_model
 from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.options import APART
-from cornstarch.train.attribution import CLIPPING, COUNTING, DATA, LOSS, OPTIMIZER, TELLING
+from cornstarch.train.attribution import COUNTING, DATA, LOSS, TELLING
 from cornstarch.train.budget import fit_activations
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore
 from cornstarch.train.clock import StepClock
@@ -47,7 +45,7 @@ from cornstarch.train.failure import LossWatch, is_out_of_memory, out_of_memory
 from cornstarch.train.features.ahead import encoded_ahead
 from cornstarch.train.features.keeping import kept_features
 from cornstarch.train.flops import RunFlops
-from cornstarch.train.optim import AveragedWeights, LearningRate, apply_hyperparameters, make_optimizer, scale_rates
+from cornstarch.train.optim import LearningRate, apply_hyperparameters, scale_rates
 from cornstarch.train.parts import Part
 from cornstarch.train.precision import choose_placement
 from cornstarch.train.profiling import StepProfiler, as_range, ranged, ranged_over
@@ -66,6 +64,7 @@ from cornstarch.train.tasks.stacking import CollateFunction
 from cornstarch.train.tasks.task import Task
 from cornstarch.train.telling import Teller
 from cornstarch.train.timeline import TimelineRecorder
+from cornstarch.train.updating import WeightUpdate
 
 _LOOKED_AT = 20  # samples of a source, to find one that can be used
 
@@ -294,7 +293,7 @@ class Trainer:
             self._forget_unused(totals)
             norm = self._changed_weights(batch, loss)
         else:
-            self._forget_gradients()
+            self.update.forget()
             if not self.exchange.is_apart:  # others count this step
                 return StepResult(position.step, loss, rate, None, totals)
         position.step += 1
@@ -466,25 +465,12 @@ class Trainer:
         self._counter = counter(modalities, self.replica.size, lambda: self.stopping.asked, flops)
         # Where each process trains by itself, the loss of its own batch is all that it knows.
         self._shares = 1 if is_apart else self.replica.shares
-        self._trained_parameters = {name: p for part in self.parts for name, p in part.trained.items()}
-        self._clipped = list(self._trained_parameters.values())
-        self.owned = None
-        if self.ranks > 1 and config.parallel.data.kind == "zero1":
-            group = None if self.pipeline is None else self.pipeline.data_group
-            self.owned = OwnedParameters(self._trained_parameters, group, is_stage=self.pipeline is not None)
-        self._own_names = None if self.owned is None else self.owned.names
-        self.optimizer = make_optimizer(config.optimizer, self.parts, self._own_names)
-        # Sharded gradients have their norm elsewhere, too, and a scaler divides them itself.
-        self._divides = self.ranks == 1 and self.placement.precision != "fp16" and divides_gradients(self.optimizer)
-        scale_rates(self.optimizer, config.optimizer.scale_rate, self.replica.count)
+        self.update = WeightUpdate(config, self.parts, self.placement, self.pipeline, self.replica.count)
+        self.optimizer, self.scaler, self.averages = self.update.optimizer, self.update.scaler, self.update.averages
         self.total_steps = self._total_steps()
         self.rates = LearningRate(self.optimizer, config.schedule, self.total_steps)
-        self.scaler = self.placement.scaler()
-        if self.scaler is not None and any(p.dtype == torch.float16 for p in self._clipped):
-            raise ConfigError("precision = fp16 needs trained weights in fp32: leave `dtype` out, or set it to fp32.")
-        self.averages = AveragedWeights(self._trained_parameters, config.loop.ema) if config.loop.ema else None
         exchange = self._spreading.exchange(self.optimizer, self.scaler) if self.ranks > 1 else None
-        data, trained = self._layout.plan.data, self._trained_parameters
+        data, trained = self._layout.plan.data, self.update.trained
         self.exchange = Exchanging(exchange, data, trained, self.model, self.optimizer)
         """How replicas keep together, where torch does not see to it alone."""
 
@@ -551,7 +537,7 @@ class Trainer:
             restore(tensors, data, model, self.optimizer, ema=averages, scaler=self.scaler, draws_as=self._draws_as())
             self.exchange.restore(tensors, data, self._teller.note)
         # What the config says now wins over what the checkpoint remembers: they differ only if that was allowed.
-        apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self._own_names)
+        apply_hyperparameters(self.optimizer, self.config.optimizer, self.parts, self.update.own_names)
         scale_rates(self.optimizer, self.config.optimizer.scale_rate, self.replica.count)
         known = Position()
         self.position = Position(**{key: value for key, value in data["position"].items() if hasattr(known, key)})
@@ -593,44 +579,12 @@ class Trainer:
 
     def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         """Clip the gradients, change the weights, and return the gradients' norm."""
-        norm, divisor = self._norm_and_divisor()
+        norm, divisor = self.update.clip(self.task.wrapped)
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
         self._memory.look(self)
-        with ranged(OPTIMIZER):
-            if divisor is not None:
-                step_dividing(self.optimizer, divisor)
-            elif self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            if self.owned is not None:
-                self.owned.share()
-            self._forget_gradients()
-            if self.averages is not None:
-                self.averages.update()
+        self.update.apply(divisor)
         return norm
-
-    def _norm_and_divisor(self) -> tuple[Tensor | None, Tensor | None]:
-        """Clip gradients and return their norm; or return also what the optimizer is to divide them by."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.config.optimizer.clip is None:
-            return None, None
-        with ranged(CLIPPING):
-            if self._divides:
-                return clipping_divisor(self._clipped, self.config.optimizer.clip)
-            return self._clip(self.config.optimizer.clip), None
-
-    def _clip(self, most: float) -> Tensor:
-        if self.pipeline is None:
-            return clip_gradients(self.task.wrapped, self._clipped, most)
-        return clip_gradients(None, self._clipped, most, self.pipeline.holders, self.pipeline.copies())
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._clipped:
-            parameter.grad = None
 
     def _evaluated(self) -> float | None:
         """Evaluate, remember what is best, and return what decides it."""
@@ -763,7 +717,7 @@ class Trainer:
 
     @contextmanager
     def _weights_in_use(self) -> Iterator[None]:
-        with self.exchange.averaged(), nullcontext() if self.averages is None else self.averages.in_use():
+        with self.exchange.averaged(), self.update.averaged():
             yield
 
     @property

@@ -29,13 +29,13 @@ def first_step(trainer: Trainer) -> tuple[int, float, dict[str, Tensor]]:
     trainer.setup()
     gradients: dict[str, Tensor] = {}
     runs: list[int] = []
-    forget = trainer._forget_gradients
+    forget = trainer.update.forget
 
     def noted() -> None:
         gradients.update({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
         forget()
 
-    trainer._forget_gradients = noted  # type: ignore[method-assign]
+    trainer.update.forget = noted  # type: ignore[method-assign]
     encoder = trainer.model.vision_encoder.module
     encoder.register_forward_pre_hook(lambda *_: runs.append(1))
     result = trainer.step(next(iter(trainer.batches())))

@@ -1,0 +1,204 @@
+"""Everything that a run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from cornstarch.train.config.data import DataConfig
+from cornstarch.train.config.model import ModelConfig
+from cornstarch.train.config.parallel import ParallelConfig
+from cornstarch.train.config.training import (
+    CheckpointConfig,
+    FeaturesConfig,
+    LoggingConfig,
+    LoopConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+from cornstarch.train.config.values import NotNegative, Positive, Precision, Section
+
+
+class RunConfig(Section):
+    """Everything that a run is."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
+    """The name of the run."""
+    output: Path | None = None
+    """The run's folder. Default: `runs/<name>`."""
+    seed: NotNegative = 0
+    """Of all random numbers."""
+    device: str = "auto"
+    """auto: a GPU if there is one."""
+    threads: Positive | None = None
+    """Threads of the CPU that one process computes with. Default: torch's choice; small models are faster with 1."""
+    precision: Precision | Literal["auto"] = "auto"
+    """What is computed in. auto: bf16 on a GPU that has it, else fp32."""
+    compile: Literal["auto", "layers", "off"] = "auto"
+    """layers: every layer is compiled; auto: on a GPU, where it can be; off: nothing is."""
+    fp8: Literal["off", "rowwise", "tensorwise"] = "off"
+    """Multiply in 8 bits in the large linear layers of what is trained (GPUs from Ada and Hopper on). rowwise: a scale
+    for each row, closer to bf16; tensorwise: one for each matrix, quicker."""
+    attention: Literal["auto", "flex", "sdpa", "cudnn", "varlen"] = "auto"
+    """Which kernels attend on a GPU. auto: the quickest that respect the mask."""
+    model: ModelConfig
+    """What is trained."""
+    data: DataConfig
+    """What it is trained on."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    loop: LoopConfig = LoopConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _said_as_a_switch(cls, value: Any) -> Any:
+        return {True: "layers", False: "off"}[value] if isinstance(value, bool) else value  # YAML's `off` is false
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _said_in_a_word(cls, value: Any) -> Any:
+        return {"auto": True} if value == "auto" else value
+
+    @field_validator("fp8", mode="before")
+    @classmethod
+    def _fp8_is_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML's `off` is false
+
+    @model_validator(mode="after")
+    def _fp8_is_possible(self) -> RunConfig:
+        if self.fp8 == "off":
+            return self
+        said: dict[str, str | None] = {"precision": self.precision}
+        said |= {f"parallel.modules.{name}.precision": one.precision for name, one in self.parallel.modules.items()}
+        for key, precision in said.items():
+            if precision not in ("auto", "bf16", None):
+                raise ValueError(
+                    f"`fp8` = {self.fp8} with `{key}` = {precision}: what is not multiplied in fp8 is computed in bf16 "
+                    "then. Use bf16 or auto, or set `fp8` to off"
+                )
+        plan = self.parallel.plan()
+        cut = sorted(name for name, module in plan.modules.items() if module.tp > 1)
+        if cut:
+            raise ValueError(
+                f"`fp8` = {self.fp8} with tp > 1 for {', '.join(cut)}: matrices that are cut over ranks are not "
+                "multiplied in fp8. Use data parallelism (fsdp2) or stages instead of tp, or set `fp8` to off"
+            )
+        if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
+            raise ValueError(
+                f"`fp8` = {self.fp8} with `parallel.schedule` = {plan.schedule}: it takes apart the gradients of "
+                "inputs and of weights, which layers in fp8 compute together. Use 1f1b or interleaved, or set `fp8` to "
+                "off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _modules_are_there(self) -> RunConfig:
+        model, named = self.model, set(self.parallel.modules)
+        known = {*model.encoders, "language_model"} if model.encoders else {"model", "language_model"}
+        wrong = sorted(named - known - {"model"})
+        if wrong:
+            raise ValueError(
+                f"`parallel.modules` has {', '.join(wrong)}; the model has {', '.join(sorted(known))}"
+                f"{', or `model` for all of them alike' if model.encoders else ''}"
+            )
+        missing = sorted(known - named)
+        if model.encoders and named and named != {"model"} and missing:
+            raise ValueError(
+                f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
+                "which stands for all of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _balances_one_batch(self) -> RunConfig:
+        if self.data.balance != "off" and self.parallel.data.kind in ("local_sgd", "diloco", "async", "gossip"):
+            raise ValueError(
+                f"`data.balance` = {self.data.balance} with `parallel.data.kind` = {self.parallel.data.kind}: "
+                "a process trains on batches of its own between exchanges, and long samples would come together in "
+                "them. Set `data.balance` to off"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _trains_apart(self) -> RunConfig:
+        kind = self.parallel.data.kind
+        if kind not in ("local_sgd", "diloco", "async", "gossip"):
+            return self
+        if self.loop.ema is not None:
+            raise ValueError(
+                f"`loop.ema` with `parallel.data.kind` = {kind}: each process has weights of its own, and would "
+                "average others over time than are saved. Leave `loop.ema` out: the mean over processes is saved"
+            )
+        if self.precision == "fp16":
+            raise ValueError(
+                f"`precision` = fp16 with `parallel.data.kind` = {kind}: each process would scale its losses "
+                "otherwise, and leave out other steps. Use bf16 or fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _computes_again_once(self) -> RunConfig:
+        schedule, takes_apart = self.parallel.schedule, self.parallel.schedule in ("zero_bubble", "auto")
+        if self.loop.activation_checkpointing and takes_apart and self.parallel.plan().is_pipeline:
+            raise ValueError(
+                f"`loop.activation_checkpointing` with `parallel.schedule` = {schedule}: activations would be computed "
+                "again for the gradients of inputs, and once more for those of each matrix, which zero_bubble takes "
+                "apart; use 1f1b or interleaved"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _activations_can_be_counted(self) -> RunConfig:
+        if self.loop.activation_bytes is None:
+            return self
+        plan, said = self.parallel.plan(), f"`loop.activation_budget` = {self.loop.activation_budget}"
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+            raise ValueError(
+                f"{said}: what stages of a pipeline and parts of layers (tp, cp) keep is not estimated yet. Set "
+                "`parallel.modules.<name>.activation_checkpointing`, which computes every layer of a module again"
+            )
+        if again := sorted(name for name, module in plan.modules.items() if module.activation_checkpointing):
+            raise ValueError(
+                f"{said} chooses which layers are computed again, and `parallel.modules.{again[0]}."
+                "activation_checkpointing` says all of them; give one of them"
+            )
+        return self
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether all of the model computes activations again in the backward pass."""
+        modules = self.parallel.modules.values()
+        every = bool(modules) and all(module.activation_checkpointing for module in modules)
+        return self.loop.activation_checkpointing or every
+
+    @model_validator(mode="after")
+    def _features_can_be_kept(self) -> RunConfig:
+        if not self.features.cache:
+            return self
+        trained = sorted(name for name, part in self.model.encoders.items() if part.train in ("full", "lora"))
+        if trained:
+            raise ValueError(
+                f"`features.cache` keeps what frozen encoders make; {', '.join(trained)} is trained, and makes other "
+                "features after every step. Set its `train` to projector or frozen, or leave the cache out"
+            )
+        if self.model.language_model is not None and not self.model.encoders:
+            raise ValueError("`features.cache` keeps what encoders make; `model` has none")
+        plan = self.parallel.plan()
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+            raise ValueError(
+                "`features.cache` works with data parallelism only: processes that share the samples of a step "
+                "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
+                "let every process have samples of its own"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.output if self.output is not None else Path("runs") / self.name
