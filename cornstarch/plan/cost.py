@@ -124,6 +124,7 @@ class RunCost:
     def __post_init__(self) -> None:
         ordered = sorted(self.modules, key=lambda module: module.name == LANGUAGE_MODEL)  # stable, as in a Plan
         object.__setattr__(self, "modules", tuple(ordered))
+        object.__setattr__(self, "straggler", tuple((count, share) for count, share in self.straggler))
         if not self.modules:
             raise ConfigError("There is no module to plan for.")
         if self.samples < 1 or self.batch < 1:

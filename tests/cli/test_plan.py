@@ -192,7 +192,7 @@ def test_what_the_data_is_like_counts(run: Path, command: Command) -> None:
     write_facts(Path("facts.yaml"), facts)
     longest, _ = step()
     known, out = step("--facts", "facts.yaml")
-    assert known < longest / 2  # an eighth of the tokens
+    assert known < longest / 1.6  # an eighth of the tokens, and a quarter longer for the slowest of two
     assert "of 64 tokens" in out
     assert "The data is uneven: of 2 replicas the slowest has 1.25 times" in out
 
