@@ -10,6 +10,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import ipaddress
+import signal
 import socket
 from contextlib import suppress
 from typing import Any
@@ -56,8 +57,14 @@ def fixed_seed() -> None:
 
 
 def pytest_configure() -> None:
-    """One thread per worker: the tests run on several workers already."""
+    """One thread per worker: the tests run on several workers already. And signals as a terminal leaves them.
+
+    `nohup` and jobs in the background ignore signals, and so would the commands that tests start and interrupt.
+    """
     torch.set_num_threads(1)
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
