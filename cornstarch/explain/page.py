@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cornstarch import __version__
-from cornstarch.errors import ConfigError
 from cornstarch.explain.drawing import Canvas
 from cornstarch.explain.story import Step, Story, byte_count, sent_words
-from cornstarch.report.document import head, masthead
+from cornstarch.report.document import head, masthead, write_html
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.script import SCRIPT
 from cornstarch.report.sections import table
@@ -110,10 +109,7 @@ def render(story: Story) -> str:
 
 def write_page(story: Story, path: Path) -> None:
     """Write the page into a file."""
-    try:
-        path.write_text(render(story), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path}: it cannot be written ({error.strerror}).") from error
+    write_html(path, render(story))
 
 
 def _controls(steps: int) -> Markup:

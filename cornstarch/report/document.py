@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from cornstarch.errors import ConfigError
 from cornstarch.report.markup import Markup, element
 from cornstarch.report.style import STYLE
 
@@ -52,3 +55,11 @@ def masthead(label: str) -> Markup:
         element("button", "Dark", type="button", id="theme", hidden=True, aria_label="Switch to dark colours"),
         class_="top",
     )
+
+
+def write_html(path: Path, text: str) -> None:
+    """Write a page into the file that a command was given with `--html`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: it cannot be written ({error.strerror}).") from error

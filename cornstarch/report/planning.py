@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cornstarch import __version__
-from cornstarch.errors import ConfigError
 from cornstarch.plan.predict import PlaceMemory, Prediction
 from cornstarch.plan.search import Found
 from cornstarch.plan.simulate import Timeline
 from cornstarch.report import figures
 from cornstarch.report.charts import Chart, Line, draw
-from cornstarch.report.document import head, masthead
+from cornstarch.report.document import head, masthead, write_html
 from cornstarch.report.gantt import drawn
 from cornstarch.report.markup import Markup, element, join
 from cornstarch.report.overview import bar
@@ -106,10 +105,7 @@ def render(page: Page) -> str:
 
 def write_page(page: Page, path: Path) -> None:
     """Write the page into a file."""
-    try:
-        path.write_text(render(page), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path}: it cannot be written ({error.strerror}).") from error
+    write_html(path, render(page))
 
 
 # ------------------------------------------------------------------------------------------------ the top

@@ -33,7 +33,7 @@ def compiled_bytes(call: LayerCall, placement: Placement, **options: Any) -> int
     with torch.random.fork_rng(gpus), torch.enable_grad():
         layer = copy.deepcopy(bare).to_empty(device=placement.device)
         for tensor in (*layer.parameters(), *layer.buffers()):
-            _fill(tensor)
+            fill(tensor)
         arguments, named = map_tensors(lambda tensor: _real(tensor, placement), (list(arguments), dict(named)))
         compile_layers([layer], lambda reason: None, **options)
         count = SavedBytes(layer)
@@ -46,12 +46,13 @@ def compiled_bytes(call: LayerCall, placement: Placement, **options: Any) -> int
 
 def _real(tensor: Tensor, placement: Placement) -> Tensor:
     made = torch.empty_like(tensor, device=placement.device)
-    _fill(made)
+    fill(made)
     return made.requires_grad_(tensor.requires_grad)
 
 
 @torch.no_grad()
-def _fill(tensor: Tensor) -> None:
+def fill(tensor: Tensor) -> None:
+    """Give a tensor numbers that mean nothing, and are small."""
     if tensor.is_floating_point():
         tensor.normal_(std=0.02)
     else:

@@ -19,6 +19,7 @@ from cornstarch.compute.cross_entropy import linear_cross_entropy
 from cornstarch.models.multimodal_language_model.facts import IGNORED
 from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import map_tensors, tensors_in
 from cornstarch.plan.cluster import Device
+from cornstarch.train.compiled_layers import fill
 from cornstarch.train.costing.calls import CallCost, Reckoned, Setting
 from cornstarch.train.costing.pace import ON_CPU, ON_GPU, Pace
 from cornstarch.train.costing.segments import Called
@@ -185,10 +186,7 @@ class _Run:
 def filled(module: nn.Module) -> nn.Module:
     """Give every weight a small number."""
     for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_floating_point():
-            tensor.normal_(std=0.02)
-        else:
-            tensor.zero_()
+        fill(tensor)
     return module
 
 
