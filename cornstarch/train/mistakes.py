@@ -140,7 +140,9 @@ def _explain_one(path: Path, group: list[ErrorDetails], tree: Node) -> Mistake:
     detail = group[0]
     if detail["type"] == "value_error":  # the description's own words
         said = str(detail["ctx"]["error"]) if "ctx" in detail else detail["msg"]
-        return _mistake(path, tree, f"{said[:1].upper()}{said[1:]}.")
+        if "." not in said.split(maxsplit=1)[0]:  # not the name of a key
+            said = f"{said[:1].upper()}{said[1:]}"
+        return _mistake(path, tree, f"{said.rstrip('.')}.")
     if detail["loc"][-1:] == ("[key]",):
         pattern = detail.get("ctx", {}).get("pattern")
         return _mistake(path, tree, f"The name `{shorten(str(path[-1]))}` cannot be used; it must match {pattern}.")
