@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from cornstarch.compat import multiply_all
-from cornstarch.parallel.carriage import backend_of
 
 
 def clip_gradients(
@@ -21,6 +20,7 @@ def clip_gradients(
     most: float,
     holders: int | None = None,
     copies: Collection[nn.Parameter] = (),
+    device: torch.device | None = None,
 ) -> Tensor:
     """Scale gradients so that their norm, over all parameters on all processes, is at most `most`; return the norm.
 
@@ -32,11 +32,13 @@ def clip_gradients(
         most: The largest norm.
         holders: So many processes hold these parameters, together or each; others hold others. Default: all.
         copies: Those of the parameters that count in another process, which has them, too.
+        device: Where this process computes; needed only if it may have no parameters.
     """
+    device = parameters[0].device if parameters else device or torch.device("cpu")
     if isinstance(wrapped, FullyShardedDataParallel):
         return wrapped.clip_grad_norm_(most)
     if holders is None and not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return torch.nn.utils.clip_grad_norm_(parameters, most).to(_device(parameters))
+        return torch.nn.utils.clip_grad_norm_(parameters, most).to(device)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     here = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     with torch.no_grad():
@@ -44,7 +46,7 @@ def clip_gradients(
         counted = [
             (gradient, part) for gradient, part in zip(gradients, here, strict=True) if id(gradient) not in uncounted
         ]
-        norm = _norm(counted, holders or dist.get_world_size(), _device(parameters))
+        norm = _norm(counted, holders or dist.get_world_size(), device)
         multiply_all(here, torch.clamp(most / (norm + 1e-6), max=1.0))
     return norm
 
@@ -55,15 +57,9 @@ def clipping_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[T
     An optimizer that divides gradients while it reads them saves a pass over all of them.
     """
     norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-    norm = norm.to(_device(parameters))  # of no gradient at all it is on the CPU
-    return norm, torch.clamp((norm + 1e-6) / most, min=1.0)
-
-
-def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
     if parameters:
-        return parameters[0].device
-    on_gpu = torch.cuda.is_available() and backend_of(None, "cuda") == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        norm = norm.to(parameters[0].device)  # of no gradient at all it is on the CPU
+    return norm, torch.clamp((norm + 1e-6) / most, min=1.0)
 
 
 def _norm(gradients: Sequence[tuple[Tensor, Tensor]], holders: int, device: torch.device) -> Tensor:

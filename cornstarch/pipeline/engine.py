@@ -145,7 +145,7 @@ class PipelineEngine:
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if self.gradient_clipping is not None:
             holders, copies = (None, []) if pipeline is None else (pipeline.holders, pipeline.copies())
-            clip_gradients(None, trained, self.gradient_clipping, holders, copies)
+            clip_gradients(None, trained, self.gradient_clipping, holders, copies, self.module.device)
         if self.optimizer is not None:
             self.optimizer.step()
         if self.lr_scheduler is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import clip_gradients, processes
-from cornstarch.parallel.data import gradients_kept_here
+from cornstarch.parallel.data import forget_stand_ins, gradients_kept_here
 from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout
@@ -150,7 +150,8 @@ class BoostedModel(nn.Module):
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if self.pipeline is None:
             return clip_gradients(self.wrapped, trained, most)
-        return clip_gradients(None, trained, most, self.pipeline.holders, self.pipeline.copies())
+        holders, copies = self.pipeline.holders, self.pipeline.copies()
+        return clip_gradients(None, trained, most, holders, copies, self.pipeline.device)
 
     # -------------------------------------------------------------------------------------------- a step
 
@@ -169,7 +170,8 @@ class BoostedModel(nn.Module):
             else:
                 self._run(microbatches, losses.finish, trains)
         if trains:
-            self._forget_stand_ins(totals)
+            if self._stands_in:
+                forget_stand_ins(self.module, totals.items)
             _add_back(before)
         return {"loss": self._told(losses, asked), "outputs": losses.outputs()}
 
@@ -201,15 +203,6 @@ class BoostedModel(nn.Module):
         for parameter, _ in found:
             parameter.grad = None
         return found
-
-    def _forget_stand_ins(self, totals: _Totals) -> None:
-        """Drop the gradients of encoders that no process had an item for: they are those of stand-ins."""
-        if not self._stands_in or not isinstance(self.module, MultimodalModel):
-            return
-        for name, count in totals.items.items():
-            if not count:
-                for parameter in self.module.encoders[name].parameters():
-                    parameter.grad = None
 
     # -------------------------------------------------------------------------------------------- what all have
 

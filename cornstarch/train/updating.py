@@ -82,7 +82,7 @@ class WeightUpdate:
             if self._pipeline is None:
                 return clip_gradients(wrapped, self._clipped, self._most), None
             holders, copies = self._pipeline.holders, self._pipeline.copies()
-            return clip_gradients(None, self._clipped, self._most, holders, copies), None
+            return clip_gradients(None, self._clipped, self._most, holders, copies, self._pipeline.device), None
 
     def apply(self, divisor: Tensor | None) -> None:
         """Change the weights, and forget the gradients.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.plugin.test_parity import TOLERANCE
 from tests.plugin.work import Case, alone
 
@@ -19,7 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_torchrun_starts_a_boosted_script(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = [str(ROOT / "tests" / "plugin" / "torchrun_script.py"), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "PYTHON_EXEC": warm.interpreter(),  # what torchrun starts its processes with
+    }
     done = subprocess.run([*torchrun, *script], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     expected = alone(Case())

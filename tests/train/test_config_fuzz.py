@@ -17,7 +17,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.train import RunConfig, dump_config, load_config
 from cornstarch.train.source import as_data
 
-RUNS = 2000
+RUNS = 1100
 SECONDS_EACH = 2.0  # of this process; a moment on a free machine
 
 GOOD = """\

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +11,11 @@ from cornstarch.plan.cluster import Cluster
 from cornstarch.train import Trainer, load_config
 from cornstarch.train.deciding import decide, this_cluster
 from cornstarch.train.source import as_data
+from tests import warm
 from tests.cli.small_runs import write_config
-from tests.cli.started import together
+from tests.cli.started import start, together
 from tests.train.tiny import losses, quiet, tiny_config, trainer_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SLOW = "name: slow\nper_node: 2\ndevice: {name: H100}\ninside: {bandwidth: 20 kB/s, latency: 1 us}\n"
 TINY = "name: tiny-devices\nper_node: 1\ndevice: {name: H100, memory: 8 kB}\n"
 
@@ -89,17 +86,16 @@ def test_nproc_decides_before_processes_are_started(tmp_path: Path) -> None:
     write_config(tmp_path, "output=run", parallel="auto", loop={"steps": 2})
     (tmp_path / "tiny.yaml").write_text(TINY)
 
-    def train(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cornstarch", "train", "run.yaml", "--nproc", "2", *more]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
+    def train(*more: str) -> tuple[int, str]:
+        command = ("train", "run.yaml", "--nproc", "2", *more)
+        return start(*command, folder=tmp_path, python=warm.interpreter()).ended()
 
-    ran = train("parallel.cluster=tiny.yaml")
-    assert ran.returncode == 2 and "No plan of this run fits 2xH100" in ran.stderr
+    code, said = train("parallel.cluster=tiny.yaml")
+    assert code == 2 and "No plan of this run fits 2xH100" in said
     assert not (tmp_path / "run").exists()  # nothing was started
-    ran = train()
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("parallel: auto: ") == 1 and "in 2 processes" in ran.stdout
-    assert "Predicted for 2xcpu" in ran.stdout
+    code, said = train()
+    assert code == 0, said
+    assert said.count("parallel: auto: ") == 1 and "in 2 processes" in said
+    assert "Predicted for 2xcpu" in said
     stored = load_config(tmp_path / "run" / "config.yaml")
     assert stored.parallel == load_config(tmp_path / "run.yaml", plan=tmp_path / "run" / "plan.yaml").parallel

@@ -6,8 +6,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,13 @@ from cornstarch.report.write import write_report
 from cornstarch.train import Trainer
 from cornstarch.train.attribution import RANGE, WINDOW, attribute, kind_of
 from cornstarch.train.profiling import ranged, spending_table, trace_name
+from tests import warm
 from tests.cli.small_runs import write_config
+from tests.cli.started import start
 from tests.parity.pool import pool
 from tests.train.test_pipelined_run import STAGES, fitted, tokenizer  # noqa: F401  (a fixture)
 from tests.train.tiny import tiny_config, trainer_of
 
-ROOT = Path(__file__).resolve().parents[2]
 MAIN, BACKWARD, GPU = ("p", 1), ("p", 2), ("gpu", 7)
 
 
@@ -422,18 +421,12 @@ def profiled_run(*arguments: Any) -> Any:
 
 def test_the_command_hands_it_to_its_processes(tmp_path: Path) -> None:
     write_config(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-m", "cornstarch", "train", "run.yaml", "--nproc", "2", "--profile"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0, ran.stderr
+    command = ("train", "run.yaml", "--nproc", "2", "--profile")
+    code, said = start(*command, folder=tmp_path, python=warm.interpreter()).ended()
+    assert code == 0, said
     assert read(tmp_path / "run", 2)["steps"] == [4, 5, 6]
-    assert ran.stdout.count("where the time goes") == 1
-    assert "profiler_start" not in ran.stderr  # torch's own words
+    assert said.count("where the time goes") == 1
+    assert "profiler_start" not in said  # torch's own words
 
 
 def test_a_damaged_profile_does_not_stop_the_report(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel import tested
 from cornstarch.parallel.tested import Sweep, Verdict, is_tested
 from cornstarch.train import Trainer, start_check
+from tests import warm
 from tests.parity.pool import pool
 from tests.train.odd import SIZES, OddLlama, OwnLlama
 from tests.train.tiny import tiny_config
@@ -55,9 +57,15 @@ def given(kind: Any, folder: str, parallel: dict[str, Any]) -> tuple[str, str, l
     return attempt(trainer), told.getvalue(), made
 
 
-def together(*arguments: Any) -> list[Any]:
+def together(*job: Any) -> list[Any]:
     pool().close()  # torch remembers meshes of an earlier job
-    return pool().run(2, *arguments, seconds=400.0)  # it starts processes, which import torch
+    return pool().run(2, trying_quickly, warm.interpreter(), *job)
+
+
+def trying_quickly(python: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function whose trials start processes."""
+    with warm.used(python):
+        return function(*arguments)
 
 
 TP = {"modules": {"model": {"tp": 2}}}

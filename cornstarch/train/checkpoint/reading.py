@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_manifest, file_digests, own_digest
+from cornstarch.parallel.data import full_value
 from cornstarch.train.checkpoint.files import (
     DATA,
     FOLDER_NAME,
@@ -116,7 +117,7 @@ def state_hash(tensors: Mapping[str, Any], leave_out: Collection[str] = ("rng/",
         if name.startswith(tuple(leave_out)):
             continue
         tensor = tensors[name]
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = full_value(tensor)
         digest.update(json.dumps([name, str(whole.dtype), list(whole.shape)]).encode())
         digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
