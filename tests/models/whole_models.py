@@ -107,6 +107,13 @@ def _padded(samples: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def why_not_here(name: str, whole: PreTrainedModel) -> str | None:
+    """Return why a model cannot be taken apart with this transformers; None if it can."""
+    if name == "qwen2.5-omni" and not hasattr(whole.model, "get_audio_features"):
+        return "this transformers keeps the towers of Qwen2.5-Omni beside its text model, not around it"
+    return None
+
+
 def text_batch(side: str = "left") -> Inputs:
     """Return a batch without any item."""
     torch.manual_seed(2)

@@ -11,34 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
-from cornstarch.attention.mask import Counts
 from cornstarch.compat import positions_in_order
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
-    MultimodalProjectorConfig,
-    encoder_width,
-)
+from cornstarch.models.multimodal_language_model.composing import check_widths, make_projector
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.items import KNOWN, Features
-from cornstarch.models.multimodal_language_model.merge import (
-    IGNORED,
-    TEXT,
-    check_counts,
-    check_shapes,
-    check_tokens,
-    count_spans,
-    inject,
-    mark_spans,
-    mask_spec,
-    placeholder_masks,
-    without_context_free,
-)
+from cornstarch.models.multimodal_language_model.joining import Joining
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
-from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, prepare_llm_inputs, route
+from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, route
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import accepts, is_sharded, unwrap
-from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model, positions_of
+from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 
 __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
 
@@ -104,47 +88,11 @@ class MultimodalModel(nn.Module):
         if not isinstance(encoder, ModalEncoderModule):
             encoder = ModalEncoderModule(encoder)
         if encoder.projector is None:
-            encoder.projector = self._made_projector(name, encoder, projector_type, activation)
-        self._check_widths(name, encoder)
+            made = make_projector(name, encoder, self._embedding_width(), projector_type, activation)
+            encoder.projector = nn.Module.to(made, device=self.device, dtype=self.dtype)
+        check_widths(name, encoder, self._embedding_width())
         self.add_module(f"{name}_encoder", encoder)
         self.encoder_names = (*self.encoder_names, name)
-
-    def _made_projector(
-        self, name: str, encoder: ModalEncoderModule, projector_type: str, activation: str
-    ) -> MultimodalProjector:
-        width = encoder_width(getattr(unwrap(encoder.module), "config", None))
-        if width is None:
-            raise ConfigError(
-                f"No hidden size can be read from the config of the {name} encoder "
-                f"({type(unwrap(encoder.module)).__name__}). Pass ModalEncoderModule(model, projector="
-                "MultimodalProjector(MultimodalProjectorConfig(in_features=<its width>, out_features="
-                f"{self._embedding_width()}, projection_type={projector_type!r})))."
-            )
-        config = MultimodalProjectorConfig(
-            projection_type=projector_type,
-            activation=activation,
-            in_features=width,
-            out_features=self._embedding_width(),
-        )
-        projector = MultimodalProjector(config)
-        nn.Module.to(projector, device=self.device, dtype=self.dtype)
-        return projector
-
-    def _check_widths(self, name: str, encoder: ModalEncoderModule) -> None:
-        config = getattr(encoder.projector, "config", None)
-        width = encoder_width(getattr(unwrap(encoder.module), "config", None))
-        found, wanted = getattr(config, "in_features", None), width
-        if found is not None and wanted is not None and found != wanted and not encoder.postprocess_module_callback:
-            raise ConfigError(
-                f"The {name} projector takes tokens of width {found}, its encoder puts out {wanted} "
-                "(in_features of MultimodalProjectorConfig; a postprocess_module_callback may change the width)."
-            )
-        found, wanted = getattr(config, "out_features", None), self._embedding_width()
-        if found is not None and found != wanted and not encoder.postprocess_projector_callback:
-            raise ConfigError(
-                f"The {name} projector puts out tokens of width {found}, the language model's embeddings have {wanted} "
-                "(out_features of MultimodalProjectorConfig)."
-            )
 
     def _embedding_table(self) -> Tensor:
         return self.language_model.get_input_embeddings().weight  # type: ignore[operator]
@@ -390,140 +338,26 @@ class MultimodalModel(nn.Module):
         **rest: Any,
     ) -> tuple[dict[str, Any], MaskSpec | None]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough."""
-        if input_ids is not None and rest.get("past_key_values") is None:
-            check_shapes(input_ids.shape, attention_mask=attention_mask, labels=labels)
-        spans = None
-        if input_ids is not None and self.encoder_names:
-            masks = self._checked_placeholders(input_ids, features, facts)
-            inputs_embeds = self._embed(input_ids, inputs_embeds, masks, features, facts)
-            labels = self._without_placeholders(labels, masks)
-            spans = self._spans(input_ids, masks, features)
-        elif features:
-            raise ConfigError("Encoders' tokens are merged where input_ids has their placeholders: pass input_ids.")
-        spec = None
-        is_plain = None if facts is None else self._is_plain(facts, features)
-        if (documents is not None or spans is not None) and not is_plain:
-            reference = input_ids if input_ids is not None else inputs_embeds[..., 0]  # type: ignore[index]
-            spec = mask_spec(reference, attention_mask, documents, spans, is_plain, self._counts(facts, features))
-            attention_mask = (spec.documents > 0).to(torch.long)
-            labels = labels if documents is None else without_context_free(labels, spec.documents)
-            if position_ids is None and documents is not None:
-                position_ids = spec.positions()
-        if attention_mask is not None and self._starts_with_padding(attention_mask, rest, facts):
-            self._check_left_padding()
-            labels = without_context_free(labels, attention_mask)
-            if position_ids is None and accepts(self.language_model, "position_ids"):
-                position_ids = positions_of(attention_mask)  # models count padding as positions unless told otherwise
-        if facts is not None and spec is None and position_ids is None and self._needs_no_mask(facts, rest):
-            attention_mask = None
-        llm_inputs = {
-            "input_ids": input_ids if inputs_embeds is None else None,
-            "inputs_embeds": inputs_embeds,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "labels": labels,
-            **rest,
-        }
-        return prepare_llm_inputs(self.language_model, self.preprocess_llm_callback, llm_inputs, input_ids), spec
-
-    def _checked_placeholders(
-        self, input_ids: Tensor, features: dict[str, Features], facts: BatchFacts | None
-    ) -> dict[str, Tensor]:
-        missing = [name for name in features if name not in self.modality_token_ids]
-        if missing:
-            raise ConfigError(
-                f"The batch has input for {missing}, but the model was not told which token marks their place in the "
-                "text. Call set_modality_token_ids({'" + missing[0] + "': <token id>}), or make the processor with "
-                "MultimodalProcessor(…, model=this_model), which does it."
-            )
-        masks = placeholder_masks(input_ids, self.modality_token_ids)
-        for name, mask in masks.items():
-            if facts is None:
-                check_counts(name, mask, features.get(name))
-            else:
-                check_tokens(name, facts.tokens[name], features.get(name))
-        return masks
-
-    def _embed(
-        self,
-        input_ids: Tensor,
-        inputs_embeds: Tensor | None,
-        masks: dict[str, Tensor],
-        features: dict[str, Features],
-        facts: BatchFacts | None,
-    ) -> Tensor:
-        if inputs_embeds is None:
-            # Placeholders' ids may lie outside the embedding table, which is not resized.
-            text_ids = input_ids
-            for mask in masks.values():
-                text_ids = text_ids.masked_fill(mask, 0)
-            inputs_embeds = self._looked_up(text_ids)
-        assert inputs_embeds is not None
-        for name, found in features.items():
-            inputs_embeds = inject(inputs_embeds, masks[name], found, None if facts is None else facts.places[name])
-        return inputs_embeds
-
-    def _looked_up(self, text_ids: Tensor) -> Tensor:
-        try:
-            return self.language_model.get_input_embeddings()(text_ids)  # type: ignore[operator]
-        except IndexError as error:
-            raise ConfigError(
-                f"input_ids has the token {int(text_ids.max())}, but the language model's table has "
-                f"{self._embedding_table().shape[0]} rows, and no modality has this token "
-                f"(set_modality_token_ids was told {self.modality_token_ids}). Is it the language model's tokenizer?"
-            ) from error
-
-    def _without_placeholders(self, labels: Tensor | None, masks: dict[str, Tensor]) -> Tensor | None:
-        if labels is None or self.trains_on_placeholders:
-            return labels
-        for mask in masks.values():
-            labels = labels.masked_fill(mask, IGNORED)
-        return labels
-
-    def _spans(self, input_ids: Tensor, masks: dict[str, Tensor], features: dict[str, Features]) -> Tensor | None:
-        """Return which tokens see each other in both directions [B, S], or None if all attention is causal."""
-        if all(encoder.attention == "causal" for encoder in self.encoders.values()):
-            return None
-        spans, first = torch.full_like(input_ids, TEXT), 0
-        for name, found in features.items():
-            first = mark_spans(spans, name, self.encoders[name].attention, masks[name], found, first)
-        return spans
-
-    def _is_plain(self, facts: BatchFacts, features: dict[str, Features]) -> bool:
-        """Return whether every row is one document without padding, and none of its tokens sees what is behind it."""
-        sees_ahead = any(
-            len(found.tokens) > 0 for name, found in features.items() if self.encoders[name].attention != "causal"
+        joining = Joining(
+            self.language_model,
+            self.traits,
+            self.modality_token_ids,
+            {name: encoder.attention for name, encoder in self.encoders.items()},
+            self.preprocess_llm_callback,
+            self.trains_on_placeholders,
+            self.positions_from_mask,
         )
-        return not (sees_ahead or facts.packed or facts.padding != "none")
-
-    def _counts(self, facts: BatchFacts | None, features: dict[str, Features]) -> Counts | None:
-        if facts is None:
-            return None
-        return count_spans(facts, {name: (self.encoders[name].attention, found) for name, found in features.items()})
-
-    def _starts_with_padding(self, attention_mask: Tensor, rest: dict[str, Any], facts: BatchFacts | None) -> bool:
-        if not self.positions_from_mask or attention_mask.dim() != 2 or rest.get("past_key_values") is not None:
-            return False
-        return not bool(attention_mask[:, 0].all()) if facts is None else facts.starts_with_padding
-
-    def _needs_no_mask(self, facts: BatchFacts, rest: dict[str, Any]) -> bool:
-        """Return whether the language model computes the same without the mask over padding.
-
-        Nothing in front of padding sees it in a causal model. Without a mask, transformers need not look for padding,
-        and attention takes its fastest kernel.
-        """
-        if not self.positions_from_mask or self.preprocess_llm_callback is not None or "past_key_values" in rest:
-            return False
-        config = getattr(unwrap(self.language_model), "config", None)
-        counts_all = rest.get("output_router_logits", getattr(config, "output_router_logits", False))
-        return facts.padding == "none" or (facts.padding == "right" and self.traits.is_causal and not counts_all)
-
-    def _check_left_padding(self) -> None:
-        if not self.traits.takes_left_padding:
-            raise ConfigError(
-                f"{type(unwrap(self.language_model)).__name__} gives a text other logits when padding stands in front "
-                "of it. Pad on the right: tokenizer.padding_side = 'right'."
-            )
+        return joining(
+            features,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            labels=labels,
+            inputs_embeds=inputs_embeds,
+            documents=documents,
+            facts=facts,
+            **rest,
+        )
 
     # ------------------------------------------------------------------ using the model
 

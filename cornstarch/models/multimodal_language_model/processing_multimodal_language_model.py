@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -17,23 +15,21 @@ from transformers import BatchFeature, PreTrainedTokenizerBase
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
 from cornstarch.models.multimodal_language_model.preprocessing import subprocessors
+from cornstarch.models.multimodal_language_model.preprocessing.arguments import given_texts, one_of
 from cornstarch.models.multimodal_language_model.preprocessing.features import FeatureCounter
 from cornstarch.models.multimodal_language_model.preprocessing.placeholders import (
     Items,
     claimed_items,
     count_items,
-    expand,
     group_lengths,
     is_per_sample,
     register_tokens,
-    share_out,
 )
+from cornstarch.models.multimodal_language_model.preprocessing.tokenizing import ItemTokenizer
+from cornstarch.models.multimodal_language_model.storage.processor import ProcessorParts, load_parts, save_parts
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
 
 FeatureFunction = Callable[..., int | Sequence[int] | Sequence[Sequence[int]]]
-
-CONFIG_NAME = "cornstarch_processor.json"
-_FORMAT = 1
 
 # These speak of the text, although a feature extractor has arguments of the same names: the context limit must not
 # cut the sound.
@@ -86,13 +82,13 @@ class MultimodalProcessor:
         feature_extractor: Any = None,
         num_features_calculation_funcs: Mapping[str, FeatureFunction] | None = None,
     ) -> None:
-        self.llm_tokenizer: PreTrainedTokenizerBase = _one_of(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
+        self.llm_tokenizer: PreTrainedTokenizerBase = one_of(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
         if self.llm_tokenizer is None:
             raise ConfigError("The processor needs the language model's tokenizer: pass llm_tokenizer=….")
         self.encoder_processors: dict[str, Any] = subprocessors.collect_processors(
             encoder_processors, image_processor, feature_extractor
         )
-        functions = _one_of(
+        functions = one_of(
             num_feature_calculation_funcs=num_feature_calculation_funcs,
             num_features_calculation_funcs=num_features_calculation_funcs,
         )
@@ -168,7 +164,7 @@ class MultimodalProcessor:
                 are the text's: for an encoder's, use `encoder_inputs`.
         """
         given = self._given_items(encoder_inputs, {"images": images, "audio": audio, "videos": videos})
-        texts, options = _given_texts(llm_inputs, text)
+        texts, options = given_texts(llm_inputs, text)
         self._check_keywords(kwargs)
         outputs = {name: self._run(name, inputs, kwargs) for name, inputs in given.items()}
         batch: dict[str, Any] = {}
@@ -176,7 +172,7 @@ class MultimodalProcessor:
             items = {name: self._count(name, given[name], outputs[name]) for name in given}
             known = subprocessors.keywords(self.llm_tokenizer)
             passed = {key: value for key, value in kwargs.items() if key in known}
-            batch.update(self._tokenize(texts, items, {"return_tensors": return_tensors, **passed, **options}))
+            batch.update(self._item_tokenizer()(texts, items, {"return_tensors": return_tensors, **passed, **options}))
         for name in outputs:
             batch.update(self._laid_out(name, outputs, return_tensors))
         return MultimodalBatch(batch)
@@ -203,7 +199,11 @@ class MultimodalProcessor:
             lengths: By modality, the tokens of each item, in the order of their placeholders.
             options: Of the tokenizer.
         """
-        return self._tokenize(list(texts), {name: Items(list(counts)) for name, counts in lengths.items()}, options)
+        items = {name: Items(list(counts)) for name, counts in lengths.items()}
+        return self._item_tokenizer()(list(texts), items, options)
+
+    def _item_tokenizer(self) -> ItemTokenizer:
+        return ItemTokenizer(self.llm_tokenizer, self.modality_tokens, self.modality_token_ids)
 
     def stand_ins(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
@@ -286,38 +286,6 @@ class MultimodalProcessor:
         lengths = counter.lengths(counter.arguments(outputs))
         return Items(group_lengths(lengths, n_items, name), per_sample)
 
-    def _tokenize(self, texts: list[str], items: dict[str, Items], options: dict[str, Any]) -> dict[str, Any]:
-        """Return the tokenized texts, with each placeholder repeated to the number of its item's tokens."""
-        expanded = texts
-        expected: dict[str, list[int]] = {}
-        for name, token in self.modality_tokens.items():
-            shares = share_out(name, token, texts, items.get(name, Items([])))
-            expected[name] = [sum(share) for share in shares]
-            expanded = [expand(text, token, share) for text, share in zip(expanded, shares, strict=True)]
-        encoded = dict(self.llm_tokenizer(expanded, **options))
-        for name, token_id in self.modality_token_ids.items():
-            for sample, ids in enumerate(encoded["input_ids"]):
-                kept = int((np.asarray(ids) == token_id).sum())
-                if kept != expected[name][sample]:
-                    problem = self._cut_item(name, expanded[sample], kept, expected[name][sample], options)
-                    raise ConfigError(f"Sample {sample} {problem}")
-        return encoded
-
-    def _cut_item(self, name: str, text: str, kept: int, wanted: int, options: dict[str, Any]) -> str:
-        """Say why a text has lost tokens of an item."""
-        if not options.get("truncation"):
-            return (
-                f"has {kept} tokens {self.modality_tokens[name]!r} instead of {wanted}: the tokenizer does not keep "
-                f"this token whole (options: {options})."
-            )
-        length = len(self.llm_tokenizer(text, verbose=False)["input_ids"])
-        limit = options.get("max_length") or self.llm_tokenizer.model_max_length
-        return (
-            f"has {length} tokens, the limit is {limit}: truncation would leave {kept} of its {wanted} {name} tokens, "
-            "and an item is never cut. Raise max_length, or give fewer items or less text beside them (text beyond "
-            "the last item may be cut)."
-        )
-
     def _laid_out(self, name: str, outputs: dict[str, dict[str, Any]], return_tensors: str | None) -> dict[str, Any]:
         """Return one modality's share of the batch: flat, or nested under its name."""
         own = outputs[name]
@@ -382,20 +350,8 @@ class MultimodalProcessor:
 
         Functions cannot be stored; they are passed to `from_pretrained` again.
         """
-        path = Path(folder)
-        modalities: dict[str, Any] = {}
-        for name, processor in self.encoder_processors.items():
-            if not hasattr(processor, "save_pretrained"):
-                raise ConfigError(f"The {name} processor ({type(processor).__name__}) has no save_pretrained.")
-            token, has_function = self.modality_tokens[name], name in self._functions
-            modalities[name] = {"class": type(processor).__name__, "token": token, "has_function": has_function}
-        for name, processor in self.encoder_processors.items():
-            processor.save_pretrained(path / f"{name}_processor")
-        self.llm_tokenizer.save_pretrained(path / "tokenizer")
-        # Last and at once: a folder with this file is complete.
-        temporary = path / f"{CONFIG_NAME}.tmp"
-        temporary.write_text(json.dumps({"format": _FORMAT, "modalities": modalities}, indent=2) + "\n")
-        os.replace(temporary, path / CONFIG_NAME)
+        parts = ProcessorParts(self.llm_tokenizer, self.encoder_processors, self.modality_tokens)
+        save_parts(Path(folder), parts, self._functions)
 
     @classmethod
     def from_pretrained(
@@ -416,26 +372,15 @@ class MultimodalProcessor:
             classes: By modality, the class of a processor that is not in transformers.
             trust_remote_code: Whether code in the tokenizer's folder may be run.
         """
-        path = Path(folder)
-        stored = subprocessors.read_json(path / CONFIG_NAME)
-        if stored.get("format") != _FORMAT:
-            raise ConfigError(f"{path / CONFIG_NAME} has format {stored.get('format')}; this version reads {_FORMAT}.")
         functions = dict(num_feature_calculation_funcs or {})
-        for name, entry in stored["modalities"].items():
-            if entry["has_function"] and name not in functions and model is None:
-                raise ConfigError(
-                    f"The processor in {path} had its own function for the tokens of {name}; functions are not stored. "
-                    f"Pass num_feature_calculation_funcs={{{name!r}: …}} or model=… to from_pretrained."
-                )
+        counted = functions if model is None else None  # a model counts all of them
+        parts = load_parts(Path(folder), counted, classes, trust_remote_code)
         return cls(
-            encoder_processors={
-                name: subprocessors.load_processor(path / f"{name}_processor", name, entry["class"], classes)
-                for name, entry in stored["modalities"].items()
-            },
-            llm_tokenizer=subprocessors.load_tokenizer(path / "tokenizer", trust_remote_code),
+            encoder_processors=parts.processors,
+            llm_tokenizer=parts.tokenizer,
             model=model,
             num_feature_calculation_funcs=functions,
-            predefined_tokens={name: entry["token"] for name, entry in stored["modalities"].items()},
+            predefined_tokens=parts.tokens,
         )
 
     # ------------------------------------------------------------------ checks
@@ -471,29 +416,3 @@ class MultimodalProcessor:
 
 
 MultimodalModelProcessor = MultimodalProcessor
-
-
-def _one_of(**names: Any) -> Any:
-    """Return the value that was given under one of several names of the same argument."""
-    given = {name: value for name, value in names.items() if value is not None}
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are names of one argument: pass one of them.")
-    return next(iter(given.values()), None)
-
-
-def _given_texts(
-    llm_inputs: Mapping[str, Any] | None, text: str | Sequence[str] | None
-) -> tuple[list[str] | None, dict[str, Any]]:
-    """Return the texts, one per sample, and the tokenizer's options."""
-    options = dict(llm_inputs or {})
-    texts = _one_of(llm_inputs=options.pop("text", None), text=text)
-    if texts is None:
-        if options:
-            raise ConfigError(f"llm_inputs has {list(options)} but no 'text'.")
-        return None, {}
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    if not all(isinstance(one, str) for one in texts):
-        raise ConfigError("text must be a string, or a list of strings, one per sample.")
-    if options.get("return_overflowing_tokens"):
-        raise ConfigError("return_overflowing_tokens would spread an item over several rows; leave it out.")
-    return texts, options
