@@ -31,7 +31,7 @@ from cornstarch.compat import compiled
 from cornstarch.plan.tokens import PARTIAL, block_size, distribute, mask_work
 
 RANKS = 8
-ROUNDS = 3  # of all ranks in turn; the median counts: clocks go up and down
+ROUNDS = 7  # of all ranks in turn; the median counts: clocks go up and down
 HEADS, GROUPS, WIDTH = 16, 8, 128
 
 attend = compiled(flex_attention)

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from cornstarch.attention.choice import attends_in_pieces, wants_dense
-from cornstarch.attention.mask import MaskSpec, Visibility, evaluate
+from cornstarch.attention.mask import CAUSAL, MaskSpec, Visibility, evaluate
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces, can_attend
 from cornstarch.errors import ConfigError, UnsupportedModelError
@@ -143,11 +143,10 @@ def make_mask(
     check_mask_function(attention_mask, q_length, use_vmap, options)
     check_index_scaling(config, end)
     spec = _rows(spec, batch_size).to(device).extended(end)
-    pattern = mask_function if attention_mask is None else within_document(mask_function, attention_mask.to(device))
-    asked: Any = mask_function
+    pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
-        in_pieces = asked is causal_mask_function and attends_in_pieces(spec.documents.device, _width(config))
+        in_pieces = pattern is CAUSAL and attends_in_pieces(spec.documents.device, _width(config))
         if in_pieces and spec.counts.in_pieces:
             return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern))
         return spec.block_mask(pattern)
@@ -156,8 +155,13 @@ def make_mask(
     return spec.dense(pattern, queries, keys)
 
 
-def within_document(mask_function: Visibility, attention_mask: Tensor) -> Visibility:
+def within_document(mask_function: Visibility, attention_mask: Tensor | None) -> Visibility:
     """Return transformers' rule on positions within a document."""
+    asked: Any = mask_function
+    if asked is causal_mask_function:
+        return CAUSAL
+    if attention_mask is None:
+        return mask_function
     # transformers counts chunks from the end of the left padding, which it subtracts from the indices it is asked
     # with; positions within a document have no padding, so it is added first. Windows only see differences.
     left_padding = (attention_mask.cumsum(dim=-1) == 0).sum(dim=-1)

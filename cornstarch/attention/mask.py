@@ -2,8 +2,10 @@
 
 Shape letters: B rows of the batch, S tokens of a row, Q queries, K keys.
 
-One function, `MaskSpec.visibility`, states the rule. The dense mask evaluates it on all pairs at once; the
-FlexAttention block mask hands the very same function to the kernel. So the two cannot drift apart.
+One function, `MaskSpec.visibility`, states the rule. The dense mask evaluates it on all pairs at once, and a
+FlexAttention block mask can hand the very same function to the kernel. Where documents and spans are each in one piece,
+what a token sees is a piece of the row too, and `MaskSpec.reach` says which: a kernel then has two numbers to look up
+for a query and compares them with the place of a key, and blocks are found without looking at pairs.
 """
 
 from __future__ import annotations
@@ -152,9 +154,7 @@ class MaskSpec:
         order = self.documents.argsort(dim=1, stable=True)
         grouped = self.documents.gather(1, order)
         index = torch.arange(grouped.shape[1], device=grouped.device).expand_as(grouped)
-        starts = torch.ones_like(grouped, dtype=torch.bool)
-        starts[:, 1:] = grouped[:, 1:] != grouped[:, :-1]
-        rank = index - torch.where(starts, index, 0).cummax(dim=1).values
+        rank = index - torch.where(changes(grouped), index, 0).cummax(dim=1).values
         positions = torch.empty_like(rank).scatter_(1, order, rank)
         return positions.masked_fill(self.documents <= 0, 0)
 
@@ -196,6 +196,28 @@ class MaskSpec:
 
         return visible
 
+    def reach(self, pattern: MaskPattern = CAUSAL) -> tuple[Tensor, Tensor]:
+        """Return the first and the last place that each token sees: int32 [B, S].
+
+        It sees all between them, if `counts.in_pieces`.
+        """
+        index = torch.arange(self.documents.shape[1], device=self.documents.device, dtype=torch.int32)
+        index = index.expand(self.documents.shape)
+        new_document = changes(self.documents)
+        first, end = _ends(new_document, index)
+        start = first
+        last = index if pattern.causal else end
+        if pattern.window is not None:
+            first, last = first.maximum(index - (pattern.window - 1)), last.minimum(index + (pattern.window - 1))
+        if pattern.chunk is not None:
+            chunk = index - (index - start) % pattern.chunk
+            first, last = first.maximum(chunk), last.minimum(chunk + (pattern.chunk - 1))
+        span_first, span_last = _ends(new_document | changes(self.spans), index)
+        in_span, is_padding = self.spans >= 0, self.documents <= 0
+        first = torch.where(in_span, first.minimum(span_first), first)
+        last = torch.where(in_span, last.maximum(span_last), last)
+        return torch.where(is_padding, index, first), torch.where(is_padding, index, last)
+
     def dense(self, pattern: Visibility = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Return the mask as bool [B, 1, Q, K]: of all tokens, or of these token indices."""
         rows, tokens = self.documents.shape
@@ -215,16 +237,22 @@ class MaskSpec:
         Equal to torch's `create_block_mask`, which either compiles for half a minute or builds the whole mask first.
         """
         rows, tokens = self.documents.shape
-        visibility = self.visibility(pattern)
         everyone = torch.arange(tokens, device=self.documents.device)
         asking = everyone if queries is None else queries
         asked = everyone if keys is None else keys
-        some, every = _blocks(visibility, rows, asking, asked)
+        if isinstance(pattern, MaskPattern) and self.counts.in_pieces:
+            first, last = (one if queries is None else one[:, asking] for one in self.reach(pattern))
+            some, every = _blocks_within(first, last, asked)
+            visibility = _within(first, last, None if keys is None else asked.int())
+        else:
+            visibility = self.visibility(pattern)
+            some, every = _blocks(visibility, rows, asking, asked)
+            visibility = visibility if queries is None and keys is None else _placed(visibility, asking, asked)
         return BlockMask.from_kv_blocks(
             *_listed(some & ~every),
             *_listed(every),
             BLOCK_SIZE=_BLOCK,
-            mask_mod=visibility if queries is None and keys is None else _placed(visibility, asking, asked),
+            mask_mod=visibility,
             seq_lengths=(len(asking), len(asked)),
         )
 
@@ -246,9 +274,7 @@ class _Runs(NamedTuple):
 
 def _runs(numbers: Tensor) -> _Runs:
     tokens = numbers.shape[1]
-    begins = torch.ones_like(numbers, dtype=torch.bool)
-    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    places = begins.flatten().nonzero().flatten()
+    places = changes(numbers).flatten().nonzero().flatten()
     lengths = torch.diff(places, append=torch.tensor([numbers.numel()]))
     return _Runs(places // tokens, places % tokens, numbers.flatten()[places], lengths)
 
@@ -268,6 +294,52 @@ def _placed(visibility: Visibility, queries: Tensor, keys: Tensor) -> Visibility
         return visibility(row, head, queries[query], keys[key])
 
     return visible
+
+
+def changes(numbers: Tensor) -> Tensor:
+    """Return where a number in a row is not the one before it: bool [B, S]."""
+    found = torch.ones_like(numbers, dtype=torch.bool)
+    found[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return found
+
+
+def _ends(begins: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and last place of the run that each token is in, given where runs begin."""
+    first = torch.where(begins, index, 0).cummax(dim=1).values
+    ends = torch.ones_like(begins)
+    ends[:, :-1] = begins[:, 1:]
+    behind = begins.shape[1] - 1
+    last = torch.where(ends, index, behind).flip(1).cummin(dim=1).values.flip(1)
+    return first, last
+
+
+def _within(first: Tensor, last: Tensor, places: Tensor | None) -> Visibility:
+    """Return the rule that a query sees the keys from one place to another; without `places` a key's is its number."""
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = key if places is None else places[key]
+        return (place >= first[row, query]) & (place <= last[row, query])
+
+    return visible
+
+
+def _blocks_within(first: Tensor, last: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_blocks` does, for queries that see from one place to another.
+
+    Between keys of a block there may be gaps; a block of whose keys none is seen can then be among those of which some
+    are.
+    """
+    missing = -len(places) % _BLOCK
+    blocks = nn.functional.pad(places, (0, missing), value=-1).unflatten(0, (-1, _BLOCK))
+    highest = blocks.amax(dim=1)
+    lowest = torch.where(blocks < 0, highest[:, None], blocks).amin(dim=1)
+    first, last = first[:, None, :, None], last[:, None, :, None]
+    some, every = (first <= highest) & (last >= lowest), (first <= lowest) & (last >= highest)
+    if missing:  # of a block that is not full not every key is seen
+        every[..., -1].fill_(False)
+    gap = (0, 0, 0, -first.shape[2] % _BLOCK)
+    some, every = (nn.functional.pad(one, gap).unflatten(2, (-1, _BLOCK)) for one in (some, every))
+    return some.any(dim=3), every.all(dim=3)
 
 
 def _blocks(visibility: Visibility, rows: int, asking: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cornstarch.attention.mask import Counts, MaskSpec
+from cornstarch.attention.mask import Counts, MaskSpec, changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,16 +61,14 @@ class Cut(NamedTuple):
 def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]) -> Pieces:
     """Return the pieces of a causal mask with spans. Nothing is read from the device."""
     rows, tokens = spec.documents.shape
-    new_row = torch.zeros_like(spec.documents, dtype=torch.bool)
-    new_row[:, 0].fill_(True)
-    begins = (new_row | (spec.documents != spec.documents.roll(1, dims=1))).flatten()
+    begins = changes(spec.documents).flatten()
     documents = spans = None
     if not counts.whole_rows:
         documents = _listed(begins, torch.ones_like(begins), _power(counts.documents))
     if counts.longest_span > 1:
         inside = ((spec.spans >= 0) & (spec.documents > 0)).flatten()
-        changes = begins | (spec.spans != spec.spans.roll(1, dims=1)).flatten()
-        spans = _listed(changes & inside, inside, _power(counts.spans))
+        new_span = begins | changes(spec.spans).flatten()
+        spans = _listed(new_span & inside, inside, _power(counts.spans))
         spans[1] = (spans[1] - 1).clamp(min=0)
     longest = tokens if counts.whole_rows else min(_power(counts.longest), tokens)
     sizes = torch.tensor([rows, longest, min(_power(counts.longest_span), tokens)])

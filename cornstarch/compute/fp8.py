@@ -10,6 +10,7 @@ scaling is then part of the kernels before a product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -107,18 +108,26 @@ def _lines(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> _Lines:
     missing = -matrix.shape[1] % _BLOCK
     if missing:
         matrix = F.pad(matrix, (0, missing))
-    sizes = matrix.abs()
-    largest = (sizes.amax(1, keepdim=True) if scaling == "rowwise" else sizes.amax()).float()
+    # In fp32, though all of it is bf16: a compiled kernel would else go on with a number that is not rounded yet, and
+    # leave the rounded one to others, which may be the other side of a power of two.
+    sizes = matrix.float().abs()
+    largest = sizes.amax(1, keepdim=True) if scaling == "rowwise" else sizes.amax()
     # No clamping, neither here nor of what is scaled, which cannot leave the range. Triton may write numbers of 8 bits
     # wrongly beside it (triton-lang/triton#11111).
-    largest = torch.where(largest > _TINY, largest, _TINY)
-    factor = _power_of_two(torch.finfo(dtype).max / largest)
-    return _Lines((matrix * factor.to(matrix.dtype)).to(dtype).contiguous(), factor.reciprocal())
+    factor, back = _powers_of_two(torch.where(largest > _TINY, largest, _TINY), dtype)
+    return _Lines((matrix * factor.to(matrix.dtype)).to(dtype).contiguous(), back)
 
 
-def _power_of_two(values: Tensor) -> Tensor:
-    """Return the powers of two at or below positive values: their exponents alone."""
-    return (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+def _powers_of_two(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the largest powers of two that keep positive numbers in the range of a type, and one divided by them.
+
+    From the bits of the numbers alone. A division is not exact in compiled kernels; where it decides between two powers
+    of two, one kernel would scale by one of them and another kernel scale back by the other.
+    """
+    # Both types end at 1.75 · 2^top. `power` is the exponent of a number, one more if it is above 1.75 · 2^exponent.
+    top = math.frexp(torch.finfo(dtype).max)[1] - 1
+    power = (largest.view(torch.int32) + 0x1FFFFF) >> 23
+    return ((254 + top - power) << 23).view(torch.float32), ((power - top) << 23).view(torch.float32)
 
 
 def _multiplied(a: _Lines, b: _Lines, exactly: bool) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
@@ -92,6 +92,38 @@ def test_some_queries_and_keys_are_a_part_of_the_whole(
     queries, keys = (torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))) for _ in "qk")
     part = spec.dense(pattern)[:, :, queries][..., keys]
     assert torch.equal(spec.dense(pattern, queries, keys), part)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize(
+    "pattern", [MaskPattern(), MaskPattern(window=50), MaskPattern(chunk=64, causal=False)], ids=str
+)
+def test_a_block_mask_of_some_queries_and_keys(pattern: MaskPattern, in_pieces: bool) -> None:
+    documents, (start, length) = LONG["documents across blocks"]
+    spans = [0 if start <= token < start + length else -1 for token in range(len(documents))]
+    spec = MaskSpec(torch.tensor([documents * 2]), torch.tensor([spans * 2]))
+    if in_pieces:
+        spec = MaskSpec(torch.tensor([documents + [one and one + 3 for one in documents]]), spec.spans)
+    assert spec.counts.in_pieces == in_pieces
+    places = torch.arange(640).split(40)
+    queries, keys = (
+        torch.cat([places[number] for number in numbers]) for numbers in ([1, 4, 5, 9, 14, 15], range(8, 0, -1))
+    )
+    mask, found = spec.dense(pattern, queries, keys), spec.block_mask(pattern, queries, keys)
+    assert torch.equal(create_mask(found.mask_mod, 1, 1, len(queries), len(keys), "cpu"), mask)
+    padded = torch.nn.functional.pad(mask, (0, -len(keys) % BLOCK, 0, -len(queries) % BLOCK))
+    blocks = padded.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    assert (found.to_dense().bool() >= blocks.any(dim=3).any(dim=-1)).all()  # between keys there may be gaps
+    assert torch.equal(found.full_kv_num_blocks, blocks.all(dim=3).all(dim=-1).sum(dim=-1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(packed_rows(), patterns)
+def test_what_is_seen_is_a_piece_of_the_row(spec: MaskSpec, pattern: MaskPattern) -> None:
+    assume(spec.counts.in_pieces)
+    first, last = (one[:, None, :, None] for one in spec.reach(pattern))
+    places = torch.arange(spec.documents.shape[1])
+    assert torch.equal((first <= places) & (places <= last), expected(spec, pattern))
 
 
 @settings(max_examples=100, deadline=None)

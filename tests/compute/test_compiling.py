@@ -37,7 +37,7 @@ def step(model: nn.Module, tokens: int, packed: bool) -> tuple[Tensor, dict[str,
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # layers of one kind and of two
 def test_ragged_batches_compute_the_same_and_compile_no_more(name: str) -> None:
     model = zoo.LANGUAGE_MODELS[name].build(num_hidden_layers=4)
     model.config.use_cache = False

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cornstarch.compat import TorchDispatchMode, compile_counts
 from cornstarch.compute.compiling import compile_layers
-from cornstarch.compute.fp8 import Fp8Linear, Scaling, multiply_in_fp8, why_not
+from cornstarch.compute.fp8 import Fp8Linear, Scaling, _powers_of_two, multiply_in_fp8, why_not
 from cornstarch.parallel.units import wrapping_units
 from tests import zoo
 
@@ -53,6 +53,17 @@ def step(model: nn.Module, x: Tensor, gradient: Tensor, cast: bool) -> dict[str,
     assert x.grad is not None
     found = {"output": y.detach(), "input": x.grad}
     return found | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scales_are_the_largest_powers_of_two_that_fit(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    edges = torch.tensor([most * 2.0**power for power in range(-50, 60)])
+    values = torch.cat([edges, edges * (1 + 2**-23), edges * (1 - 2**-23), 10 ** torch.linspace(-12, 12, 999)])
+    factor, back = _powers_of_two(values, dtype)
+    assert torch.equal(factor * back, torch.ones_like(factor))
+    assert torch.equal(torch.frexp(factor).mantissa, torch.full_like(factor, 0.5))
+    assert (values * factor <= most).all() and (values * factor * 2 > most).all()
 
 
 @pytest.mark.parametrize("rows", [(2, 16), (3, 7), (1, 1)])

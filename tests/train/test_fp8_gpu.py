@@ -54,6 +54,9 @@ def test_layers_are_near_bf16(scaling: Scaling, is_compiled: bool, weights: torc
         for (name, a), b in zip(made.named_parameters(), plain.parameters(), strict=True):
             assert a.grad is not None and b.grad is not None and a.grad.dtype == weights
             assert off(a.grad, b.grad) < BOUND[scaling], (name, rows)
+            for lines in (0, -1):  # none of which was scaled back by another number than it was scaled by
+                apart, size = (one.double().norm(dim=lines) for one in (a.grad - b.grad, b.grad))
+                assert rows == 1 or bool((apart <= 0.3 * size).all()), (name, rows)
 
 
 @pytest.mark.parametrize("compile", ["off", "layers"])
@@ -71,5 +74,5 @@ def test_a_run_ends_where_bf16_does(
         assert trainer.speed.fp8.get("language_model", 0) == (0 if fp8 == "off" else 14)
     right, found = losses(tmp_path / "off"), losses(tmp_path / scaling)
     assert list(found) == list(right) == list(range(1, 31))
-    assert found == pytest.approx(right, rel=0.05)  # of the loss in each step
+    assert found == pytest.approx(right, abs=0.05 * right[1])  # they fall steeply: of where they began
     assert found[30] < 0.7 * found[1]
