@@ -9,10 +9,12 @@ All contenders live in the same two processes and take turns of so many steps, i
 both; before each turn the processes wait for one another. A turn takes as long as it does in the slower process. All
 contenders are made anew several times. Reported: the median over these repetitions of the ratio to the loop by hand
 (the median over rounds), with its smallest and largest value, in wall time and in the mean CPU time of both processes.
-The loop by hand runs twice, to show how far two equal things differ here.
+The loop by hand runs twice, to show how far two equal things differ here. Below the table stand the quartiles of the
+ratios of all rounds. No new repetition begins that would probably end after --seconds.
 
-Cornstarch runs twice under DDP: with its defaults, which look for parameters that a step did not use, and with
-find_unused: false, which is torch's default.
+Cornstarch runs three times under DDP: with its defaults, which look for parameters that a step did not use; with
+find_unused: false, which is torch's default; and in the loop by hand with nothing of it but what wraps the model and
+keeps replicas together (compression: none), which must add nothing to torch's DDP.
 
 For weak scaling, rank 0 trains its own half of each batch alone while the other process waits ("1 process"), and both
 train their own halves at the same time without a word to each other ("2 processes, apart"): the first to the second is
@@ -30,6 +32,7 @@ import json
 import os
 import platform
 import random
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,14 +68,18 @@ from trainer_overhead import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cornstarch.launch import current_world, launch, start_process_group
-from cornstarch.parallel import processes
+from cornstarch.parallel import apply_data_parallel, data_mesh, processes
+from cornstarch.parallel.exchange import exchange_of
+from cornstarch.plan import DataPlan
 from cornstarch.train import Trainer
 
 KINDS = ("ddp", "fsdp2")
 OURS, DEFAULTS, BY_HAND, AGAIN = "Cornstarch", "Cornstarch, defaults", "torch by hand", "torch by hand, again"
+WRAPPED = "Cornstarch's DDP by hand"
 ACCELERATE, FABRIC = "Accelerate", "Lightning Fabric"
 ALONE, APART = "1 process", "2 processes, apart"
-LIMIT = 1.02  # of torch by hand
+LIMIT, LIMIT_WRAPPED = 1.02, 1.01  # of torch by hand
+STEPS = {"tiny": 10, "small": 5, "larger": 1}  # of a turn, if none are given: short turns are disturbed alike
 Steps = Iterator[Tensor]
 """Does a step each time it is asked, and hands out this process's loss; their mean over processes is the step's."""
 
@@ -105,6 +112,15 @@ def by_hand(job: Job, kind: str) -> Steps:
     if kind == "ddp":
         return loop(job, DistributedDataParallel(job.model, gradient_as_bucket_view=True), job.optimizer())
     return loop(job, sharded(job.model), job.optimizer())
+
+
+def wrapped_by_ours(job: Job, kind: str) -> Steps:
+    """Train by hand with our DDP, nothing compressed."""
+    mesh, plan, optimizer = data_mesh("cpu"), DataPlan(find_unused=False), job.optimizer()
+    wrapped = apply_data_parallel(job.model, mesh, plan)
+    if exchange_of(job.model, wrapped, mesh, plan, optimizer) is not None:
+        raise RuntimeError("with nothing compressed a loop should have nothing to call")
+    return loop(job, wrapped, optimizer)
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -208,6 +224,7 @@ def apart(job: Job, kind: str) -> Steps:
 CONTENDERS: dict[str, Callable[[Job, str], Steps]] = {
     OURS: ours_like_torch,
     DEFAULTS: ours,
+    WRAPPED: wrapped_by_ours,
     BY_HAND: by_hand,
     AGAIN: by_hand,
     ACCELERATE: with_accelerate,
@@ -221,7 +238,7 @@ def chosen(kind: str, found: dict[str, str]) -> tuple[list[str], list[str]]:
     """Return who takes part, and why the others do not."""
     names, absent = [OURS, BY_HAND, AGAIN, ALONE, APART], []
     if kind == "ddp":
-        names += [DEFAULTS]
+        names += [DEFAULTS, WRAPPED]
         if found["accelerate"] == "not installed":
             absent.append("Accelerate is left out: it is not installed (pip install accelerate).")
         else:
@@ -308,18 +325,34 @@ def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
 # ---------------------------------------------------------------------------------------------------- what it says
 
 
-def measure(
-    case: Case, kind: str, repetitions: int, rounds: int, steps: int, folder: Path, only: list[str]
-) -> dict[str, Any]:
+def repeated(given: argparse.Namespace, case: Case, kind: str, names: list[str]) -> dict[str, list[list[Seconds]]]:
+    """Return what the steps of each contender took, by repetition; both processes must call it."""
+    chance, began = random.Random(0), time.monotonic()
+    taken: dict[str, list[list[Seconds]]] = {name: [] for name in names}
+    for number in range(given.repetitions):
+        own = given.folder / f"{case.name}-{kind}-{number}"
+        steps = given.steps or STEPS[case.name]
+        for name, seconds in take_turns(case, kind, names, given.rounds, steps, own, chance).items():
+            taken[name].append(seconds)
+        passed = max(processes.gather_data(time.monotonic() - began))
+        if passed * (number + 2) / (number + 1) > given.seconds:
+            break
+    return taken
+
+
+def paired(found: list[list[Seconds]], base: list[list[Seconds]]) -> str:
+    """Return the quartiles of the ratios of all rounds."""
+    ratios = [a.wall / b.wall for one, other in zip(found, base, strict=True) for a, b in zip(one, other, strict=True)]
+    low, middle, high = statistics.quantiles(ratios)
+    return f"{middle:.3f} ({low:.3f} – {high:.3f}) of {len(ratios)}"
+
+
+def measure(given: argparse.Namespace, case: Case, kind: str) -> dict[str, Any]:
     """Measure one case under one kind of parallelism, print its tables, and return its numbers."""
     names, absent = chosen(kind, versions())
-    names = [name for name in names if name in (only or names)]
-    chance = random.Random(0)
-    taken: dict[str, list[list[Seconds]]] = {name: [] for name in names}
-    for number in range(repetitions):
-        own = folder / f"{case.name}-{kind}-{number}"
-        for name, seconds in take_turns(case, kind, names, rounds, steps, own, chance).items():
-            taken[name].append(seconds)
+    names = [name for name in names if name in (only(given) or names)]
+    taken = repeated(given, case, kind, names)
+    pairs = {name: paired(taken[name], taken[BY_HAND]) for name in names if name not in (BY_HAND, ALONE, APART)}
     results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
     others = {name: compared(taken[OURS], taken[name]) for name in names if name in (ACCELERATE, FABRIC)}
     # The time of one process alone divided by that of two with as many rows each.
@@ -330,8 +363,14 @@ def measure(
             f"\n{kind}, {case.name}: {parameters / 1e6:.1f} M parameters, 2 × {case.batch} rows of {case.length} tokens"
         )
         print(table(results))
-        verdict = "within" if results[OURS].ratio <= LIMIT else "above"
-        print("; ".join([f"{OURS} is {verdict} {LIMIT} of torch by hand", *map(against, others, others.values())]))
+        told = [f"{name} {text}" for name, text in pairs.items()]
+        print(f"{len(taken[BY_HAND])} repetitions; to torch by hand, median and quartiles of rounds: {'; '.join(told)}")
+        limits = {name: limit for name, limit in ((OURS, LIMIT), (WRAPPED, LIMIT_WRAPPED)) if name in results}
+        told = [
+            f"{name} is {'within' if results[name].ratio <= limit else 'above'} {limit} of torch by hand"
+            for name, limit in limits.items()
+        ]
+        print("; ".join([*told, *map(against, others, others.values())]))
         told = [f"{name} {one.ratio:.2f} ({one.range[0]:.2f} – {one.range[1]:.2f})" for name, one in weak.items()]
         print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(told)}" if told else "")
         print("\n".join(absent), flush=True)
@@ -340,6 +379,7 @@ def measure(
         "kind": kind,
         "parameters": parameters,
         "results": {name: asdict(result) for name, result in results.items()},
+        "rounds": pairs,
         "ours_to": {name: asdict(result) for name, result in others.items()},
         "weak_scaling": {name: {"ratio": one.ratio, "range": one.range} for name, one in weak.items()},
         "left_out": absent,
@@ -356,15 +396,11 @@ def work(given: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             print(", ".join(f"{name} {text}" for name, text in found.items()))
             print(
-                f"{machine}, 2 processes, {given.repetitions} × {given.rounds} rounds of {given.steps} steps",
+                f"{machine}, 2 processes, up to {given.repetitions} × {given.rounds} rounds of "
+                f"{given.steps or ', '.join(f'{STEPS[name]} ({name})' for name in given.cases)} steps",
                 flush=True,
             )
-        cases = [
-            measure(case, kind, given.repetitions, given.rounds, given.steps, given.folder, only(given))
-            for kind in given.kinds
-            for case in CASES
-            if case.name in given.cases
-        ]
+        cases = [measure(given, case, kind) for kind in given.kinds for case in CASES if case.name in given.cases]
         if given.output is not None and dist.get_rank() == 0:
             result = {
                 "command": f"python benchmarks/dp_overhead.py {' '.join(arguments(given))}",
@@ -385,7 +421,8 @@ def only(given: argparse.Namespace) -> list[str]:
 def arguments(given: argparse.Namespace) -> list[str]:
     """Return what was given, so that it can be given again."""
     numbers = [f"--repetitions={given.repetitions}", f"--rounds={given.rounds}"]
-    numbers += [f"--steps={given.steps}", f"--threads={given.threads}"]
+    numbers += [f"--seconds={given.seconds:g}", f"--threads={given.threads}"]
+    numbers += [f"--steps={given.steps}"] if given.steps else []
     chosen_ones = ["--only", *given.only] if given.only else []
     return [*numbers, "--kinds", *given.kinds, "--cases", *given.cases, *chosen_ones]
 
@@ -394,7 +431,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=10, help="of a round")
+    parser.add_argument("--steps", type=int, help="of a turn; default: 10 (tiny), 5 (small), 1 (larger)")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of one case under one kind, about")
     parser.add_argument("--threads", type=int, default=1, help="of each process")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])

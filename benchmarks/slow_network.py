@@ -15,10 +15,12 @@ and the last rank for three times as many. Counted is how many steps the other r
 ranks without a straggler.
 
     python benchmarks/slow_network.py --rate 100mbit 1gbit --output slow_network.json       # needs root and iproute2
+    python benchmarks/slow_network.py --rate 100mbit --ways gossip --steps 96 --output slow_network.json
     python benchmarks/slow_network.py --straggler --output slow_network.json
-    python benchmarks/slow_picture.py slow_network.json --picture loss.svg                  # tables and a picture
+    python benchmarks/slow_picture.py slow_network.json --page tables.md --picture loss.svg
 
-A file that is there already is added to: a way that was measured before is replaced.
+A file that is there already is added to: a way that was measured before is replaced. So all can be measured bit by bit.
+A way that takes long in a slow network can be given fewer steps; its loss is then not compared with that of the others.
 """
 
 from __future__ import annotations
@@ -158,6 +160,7 @@ def fast_steps(seen: dict[str, Any]) -> float:
 
 def measured(given: argparse.Namespace, name: str, rate: str, ranks: int, slowed: bool) -> dict[str, Any]:
     """Run a way on a network of its own."""
+    before = os.getloadavg()[0]
     with TemporaryDirectory() as folder, network(ranks, rate) as joined:
         told = Path(folder) / "told.json"
         command = [sys.executable, __file__, "--told", str(told), "--ways", name, "--steps", str(given.steps)]
@@ -165,7 +168,7 @@ def measured(given: argparse.Namespace, name: str, rate: str, ranks: int, slowed
         if given.straggler:
             command += ["--pretended", str(given.pretended), *(["--slowed"] if slowed else [])]
         joined.run(command, Path(folder) / "logs", given.seconds)
-        return {**json.loads(told.read_text()), "rate": rate}
+        return {**json.loads(told.read_text()), "rate": rate, "load": [before, os.getloadavg()[0]]}
 
 
 def compare(given: argparse.Namespace, name: str, rate: str) -> dict[str, Any]:
@@ -220,6 +223,8 @@ def main() -> int:
         return 0
     from slow_ways import WAYS
 
+    if unknown := [name for name in given.ways or () if name not in WAYS]:
+        parser.error(f"--ways {' '.join(unknown)}: expected some of {', '.join(WAYS)}")
     failed = 0
     for rate in given.rate:
         for name in given.ways or WAYS:

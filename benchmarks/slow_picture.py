@@ -1,6 +1,9 @@
-"""Tables and a picture of what slow_network.py has measured.
+"""Tables and a picture of what slow_network.py has measured, in one file or in several.
 
-python benchmarks/slow_picture.py slow_network.json --picture docs/images/slow_networks.svg
+python benchmarks/slow_picture.py slow_network.json --page tables.md --picture docs/images/slow_networks.svg
+
+Of a way that is in several files, or in one of them twice, the last counts. Losses are compared with those of DDP only
+after as many steps. The load is the system's, before and after a way was measured, its own two ranks included.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,14 @@ from slow_network import figures_of
 from cornstarch.report.curves import Axis, Point, linear_axis, log_axis, smooth
 from cornstarch.report.markup import Markup, element
 
-DRAWN = ("ddp", "torch-bf16", "torch-powersgd", "int8", "sign", "topk", "powersgd", "local", "diloco-int8")
-_COLOURS = ("#1b2733", "#8b98a5", "#b7791f", "#0f766e", "#7c3aed", "#c2410c", "#2563eb", "#15803d", "#db2777")
+DRAWN = (
+    "ddp", "torch-powersgd", "int8", "int4", "sign", "topk", "randomk", "powersgd", "local", "diloco", "async",
+    "gossip-now",
+)  # fmt: skip
+_COLOURS = (
+    "#1b2733", "#8b98a5", "#b7791f", "#ca8a04", "#0f766e", "#7c3aed", "#a78bfa", "#c2410c", "#2563eb", "#15803d",
+    "#db2777", "#0891b2",
+)  # fmt: skip
 _WIDTH, _HEIGHT = 1040, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 310, 56, 52
 _SMOOTHED = 0.1  # the share of the steps that a point of a curve is the mean of
@@ -27,11 +36,12 @@ _LEAST = 0.5  # seconds at which the picture begins
 
 def ways_table(ways: Sequence[dict[str, Any]]) -> str:
     """Return what a network has shown, as Markdown."""
-    plain = next(figures_of(one) for one in ways if one["way"] == "ddp")
+    ddp = next(one for one in ways if one["way"] == "ddp")
+    plain = figures_of(ddp)
     lines = [
-        "| | ms per step: quickest block | median | mean of all | to DDP: quickest | median | mean | of CPU | "
-        "MB a step and rank | counters to formula | held-out loss | to DDP |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| | steps | ms per step: quickest block | median | mean of all | to DDP: quickest | median | mean | "
+        "ms of CPU | MB a step and rank | counters to formula | held-out loss | to DDP | load |",
+        f"|{'---|' * 14}",
     ]
     for one in ways:
         found = figures_of(one)
@@ -39,10 +49,11 @@ def ways_table(ways: Sequence[dict[str, Any]]) -> str:
         times = ("step_ms", "median_ms", "mean_ms")
         ratios = [f"{plain[key] / found[key]:.1f} ×" for key in times]
         shown = " | ".join([f"{found[key]:.0f}" for key in times] + ratios)
+        worse = f"{100 * (found['held_out'] / plain['held_out'] - 1):+.2f} %" if one["steps"] == ddp["steps"] else ""
+        load = " – ".join(f"{value:.0f}" for value in one.get("load", ()))
         lines.append(
-            f"| {one['words']} | {shown} | {found['cpu_ms']:.0f} | "
-            f"{found['bytes'] / 1e6:.3f} | {ratio:.3f} | {found['held_out']:.4f} | "
-            f"{100 * (found['held_out'] / plain['held_out'] - 1):+.2f} % |"
+            f"| {one['words']} | {one['steps']} | {shown} | {found['cpu_ms']:.0f} | "
+            f"{found['bytes'] / 1e6:.3f} | {ratio:.3f} | {found['held_out']:.4f} | {worse} | {load} |"
         )
     return "\n".join(lines)
 
@@ -125,7 +136,7 @@ def _grid(across: Axis, up: Axis) -> Iterator[Markup]:
 def _legend(curves: dict[str, list[Point]]) -> Iterator[Markup]:
     left = _WIDTH - _RIGHT + 18
     for row, ((name, points), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
-        middle = _TOP + 10 + 40 * row
+        middle = _TOP + 6 + 37 * row
         yield element("path", d=f"M{left} {middle}h18", stroke=colour, stroke_width="3")
         yield element("text", name, x=left + 26, y=middle + 5)
         yield element("text", f"{points[-1][0]:.0f} s", x=left + 26, y=middle + 22, fill_opacity="0.6")
@@ -134,28 +145,59 @@ def _legend(curves: dict[str, list[Point]]) -> Iterator[Markup]:
 # ------------------------------------------------------------------------------------------------ all of it
 
 
-def main() -> int:
-    """Print tables, and draw."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("measured", type=Path, help="what slow_network.py --output wrote")
-    parser.add_argument("--picture", type=Path, help="an SVG of the slowest network")
-    given = parser.parse_args()
-    content = json.loads(given.measured.read_text())
+def merged(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Return what several files hold, by part and then by network and way."""
+    content: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for part, found in json.loads(path.read_text()).items():
+            content.setdefault(part, {}).update(found)
+    return content
+
+
+def by_network(ways: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return what was measured in each network, in the order of slow_ways.py."""
     from slow_ways import WAYS
 
     order = list(WAYS)
-    by_rate: dict[str, list[dict[str, Any]]] = {}
-    for one in sorted(content.get("ways", {}).values(), key=lambda one: order.index(one["way"])):
-        by_rate.setdefault(one["rate"], []).append(one)
-    for rate, ways in sorted(by_rate.items()):
-        print(f"\n{rate}, {ways[0]['ranks']} ranks, {ways[0]['numbers']:,} numbers, {ways[0]['steps']} steps\n")
-        print(ways_table(ways))
-    if found := list(content.get("straggler", {}).values()):
-        print(f"\nstraggler: {found[0]['ranks']} ranks, {found[0]['pretended_ms']:g} ms a step\n")
-        print(straggler_table(found))
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in sorted(ways, key=lambda one: order.index(one["way"])):
+        found.setdefault(one["rate"], []).append(one)
+    return dict(sorted(found.items()))
+
+
+def page(networks: dict[str, list[dict[str, Any]]], stragglers: Sequence[dict[str, Any]]) -> str:
+    """Return all tables."""
+    parts = []
+    for rate, ways in networks.items():
+        parts.append(f"{rate}, {ways[0]['ranks']} ranks, {ways[0]['numbers']:,} numbers")
+        parts.append(ways_table(ways))
+    if stragglers:
+        parts.append(f"straggler: {stragglers[0]['ranks']} ranks, {stragglers[0]['pretended_ms']:g} ms a step")
+        parts.append(straggler_table(stragglers))
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Print tables, and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("measured", type=Path, nargs="+", help="what slow_network.py --output wrote")
+    parser.add_argument("--page", type=Path, help="a file for the tables, in Markdown; default: they are printed")
+    parser.add_argument("--picture", type=Path, help="an SVG of the slowest network")
+    given = parser.parse_args()
+    if missing := [str(path) for path in given.measured if not path.is_file()]:
+        parser.error(f"there is no {' and no '.join(missing)}.")
+    content = merged(given.measured)
+    networks = by_network(content.get("ways", {}).values())
+    if lacking := [rate for rate, ways in networks.items() if not any(one["way"] == "ddp" for one in ways)]:
+        parser.error(f"{' and '.join(lacking)}: all is compared with ddp, which was not measured there.")
+    text = page(networks, list(content.get("straggler", {}).values()))
+    if given.page is None:
+        print(text, end="")
+    else:
+        given.page.write_text(text, encoding="utf-8")
     if given.picture is not None:
-        rate = min(by_rate, key=lambda rate: ("mbit" not in rate, rate))
-        ways = [one for name in DRAWN for one in by_rate[rate] if one["way"] == name]
+        rate = min(networks, key=lambda rate: ("mbit" not in rate, rate))
+        ways = [one for name in DRAWN for one in networks[rate] if one["way"] == name]
         steps, ranks = ways[0]["steps"], ways[0]["ranks"]
         title = f"{steps} steps of {ranks} ranks over {rate.replace('mbit', ' Mbit/s').replace('gbit', ' Gbit/s')}"
         given.picture.write_text(picture(ways, title) + "\n", encoding="utf-8")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from cornstarch.compat import buffer_options
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.bucket_size import ChosenBucket, chosen_bucket
+from cornstarch.parallel.carriage import Carriage
 from cornstarch.parallel.exchange.attach import compressed, exchange_within
 from cornstarch.parallel.exchange.hooks import CompressedCopies
 from cornstarch.parallel.units import wrapping_units
@@ -262,9 +263,28 @@ def measured_bucket(wrapped: nn.Module) -> ChosenBucket | None:
     return wrapped.measured_bucket if isinstance(wrapped, _Replicated) else None
 
 
+def forget_stand_ins(model: nn.Module, items: Mapping[str, float]) -> None:
+    """Drop the gradients of encoders that no process had an item for: they are those of stand-ins.
+
+    Args:
+        model: What is trained.
+        items: How many all processes had, by encoder.
+    """
+    if isinstance(model, MultimodalModel):
+        for name, count in items.items():
+            if not count:
+                for parameter in model.encoders[name].parameters():
+                    parameter.grad = None
+
+
 def full_value(tensor: Tensor) -> Tensor:
     """Return a tensor whole, on every process."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if Carriage.of(tensor.device_mesh.get_group(0), tensor.device).through_cpu:
+        # gloo crashes when it gathers parts that are on GPUs (pytorch/pytorch#152645).
+        return cast(DTensor, tensor.cpu()).full_tensor().to(tensor.device)
+    return tensor.full_tensor()
 
 
 def local_value(tensor: Tensor) -> Tensor:

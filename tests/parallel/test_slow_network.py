@@ -91,6 +91,44 @@ def test_namespaces_of_a_killed_program_are_removed(namespaces: ModuleType) -> N
         assert forgotten not in listed
 
 
+def way(name: str, seconds: float, steps: int, rate: str = "100mbit") -> dict[str, Any]:
+    """Return what a way with even steps would have seen."""
+    moments = [seconds * step for step in range(1, steps + 1)]
+    return {
+        "way": name, "words": name, "rate": rate, "ranks": 2, "numbers": 7, "steps": steps, "held_out": 2.0 * seconds,
+        "moments": [moments], "worked": [moments], "sent": [list(range(steps + 1))], "formula": 1.0,
+    }  # fmt: skip
+
+
+def test_what_was_measured_bit_by_bit_is_one_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    network, picture = loaded("slow_network", monkeypatch), loaded("slow_picture", monkeypatch)
+    first, second, page = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "page.md"
+    network.keep(first, "ways", way("ddp", 1.0, 48))
+    network.keep(first, "ways", way("int8", 0.9, 48))
+    network.keep(second, "ways", {**way("int8", 0.5, 48), "load": [0.2, 2.1]})  # measured again
+    network.keep(second, "ways", way("gossip", 1.0, 32))
+    monkeypatch.setattr(sys, "argv", ["slow_picture.py", str(first), str(second), "--page", str(page)])
+    assert picture.main() == 0
+    rows = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in map(split, page.read_text().splitlines())}
+    assert rows["int8"][0] == "48" and rows["int8"][4] == "2.0 ×" and rows["int8"][-2:] == ["-50.00 %", "0 – 2"]
+    assert rows["gossip"][0] == "32" and rows["gossip"][-2:] == ["", ""]  # its loss is that of fewer steps
+
+
+def split(line: str) -> list[str]:
+    return line.split("|") if line.startswith("|") else ["", "", ""]
+
+
+def test_a_page_without_ddp_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network, picture = loaded("slow_network", monkeypatch), loaded("slow_picture", monkeypatch)
+    network.keep(tmp_path / "one.json", "ways", way("int8", 0.5, 48))
+    monkeypatch.setattr(sys, "argv", ["slow_picture.py", str(tmp_path / "one.json")])
+    with pytest.raises(SystemExit):
+        picture.main()
+    assert "100mbit: all is compared with ddp" in capsys.readouterr().err
+
+
 def test_figures_are_those_of_the_quickest_block(monkeypatch: pytest.MonkeyPatch) -> None:
     module = loaded("slow_network", monkeypatch)
     block, steps = module.BLOCK, 3 * module.BLOCK + 1

@@ -10,7 +10,9 @@ computed from there. A rank does not begin a step after which the next message c
 times slower than the others makes nobody wait if k - 1, and the steps that a message takes, are within the bound.
 
 A rank has two threads for each other rank, which sleep until there is something to send or to receive. What a link
-cannot carry in time is added up and goes in one message.
+cannot carry in time is added up and goes in one message. Where a message takes longer than all the steps that a rank
+may make before it waits, it leaves when the rank waits, with all of them in it, and when the one before is applied: if
+it left earlier, it would only be in the way of the next one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,11 +31,12 @@ from torch import Tensor, nn
 
 from cornstarch.parallel.exchange.flat import FlatWeights
 from cornstarch.parallel.exchange.mean import CompressedMean
-from cornstarch.parallel.exchange.messages import Background, Peer, own_group
+from cornstarch.parallel.exchange.messages import Background, Inflow, Peer, own_group
 from cornstarch.plan.exchange import Compression
 from cornstarch.plan.plan import DataPlan
 
 _HEADER = 4  # numbers in front of each message: steps, applied, whether changes follow, whether it is the last
+_NEWS, _CHANGES = 0, 1  # tags of headers, and of what follows them
 
 
 class Box:
@@ -68,10 +72,12 @@ class Other:
     """What this process knows of another one since all were together last; guarded by the lock."""
 
     peer: Peer
+    inflow: Inflow
+    """Its changes."""
     out: Box
     """Changes for it that are not on their way yet."""
-    has_news: bool = False
-    """Whether something is to be told, even if no change."""
+    sent: int = 0
+    """Own steps that are there, or on their way."""
     arrived: int = 0
     """Steps of it that are here."""
     applied: int = 0
@@ -82,6 +88,8 @@ class Other:
     """Own steps that it had applied when it sent its last message: its next changes are computed from there."""
     oldest: int | None = None
     """The same for what has arrived and is not applied."""
+    travel: float = 0.0
+    """The seconds that the last changes took to it."""
     has_ended: bool = False
     """Whether it said that it makes no more steps."""
 
@@ -99,15 +107,18 @@ class AsynchronousUpdates:
         self._weights, self._mean = FlatWeights(parameters), CompressedMean(Compression(), group)
         self._bound, self._scales = plan.asynchronous.staleness, plan.asynchronous.scale_learning_rate
         self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self._peers: list[Peer] = []
+        self._peers: list[tuple[Peer, Inflow]] = []
         if self._ranks > 1 and self._bound and self._weights.numbers:
             messages = own_group(group)
-            self._peers = [Peer(messages, other) for other in range(self._ranks) if other != rank]
+            for peer in (Peer(messages, other) for other in range(self._ranks) if other != rank):
+                self._peers.append((peer, Inflow(peer, self._weights.numbers, self._weights.dtype, _CHANGES)))
         self._changed = Condition()
         self._others: list[Other] = []
         self._before: Tensor | None = None
         self._sent = 0
         self._staleness = 0
+        self._resumed = self._pace = 0.0
+        """When the step began that is made now, and the seconds that the one before took without waiting."""
         self._reset()
 
     # ------------------------------------------------------------------------------------------ the loop's calls
@@ -162,18 +173,21 @@ class AsynchronousUpdates:
         with self._changed:
             self._check()
             self._steps += 1
+            self._pace = perf_counter() - self._resumed
             change.mul_(self._scale() / self._ranks)
             self._staleness = self._apply(weights)
             here = change.cpu()
             for other in self._others:
                 other.out.put(here)
-                other.has_news = True
+            self._is_waiting = not self._may_go_on()
             self._changed.notify_all()
             while not self._may_go_on():
                 self._changed.wait_for(lambda: self._inbox.is_filled or self._may_go_on())
                 self._check()
                 self._staleness = max(self._staleness, self._apply(weights))
-                self._tell()
+                self._changed.notify_all()  # the others may wait for what is applied now
+            self._is_waiting = False
+            self._resumed = perf_counter()
         return weights.add_(change)
 
     def _scale(self) -> float:
@@ -189,17 +203,20 @@ class AsynchronousUpdates:
             other.applied, other.oldest = other.arrived, None
         return max(0, self._steps - min(bases) - 1) if bases else 0
 
-    def _tell(self) -> None:
-        """Tell the others what is applied, if they do not know: they may wait for it."""
-        for other in self._others:
-            if other.applied > other.told:
-                other.has_news = True
-        self._changed.notify_all()
-
     def _may_go_on(self) -> bool:
         """Say whether nothing can become too stale in the next step."""
         late = (other for other in self._others if not other.has_ended and self._steps - other.base > self._bound)
         return self._error is not None or not any(late)
+
+    def _has_changes(self, other: Other) -> bool:
+        """Say whether there are changes for another process that should not wait for those of the next steps."""
+        is_slow = other.travel > self._pace * (self._bound + 1)
+        is_due = self._is_ending or (self._is_waiting and other.base == other.sent)
+        return other.out.is_filled and (is_due or not is_slow)
+
+    def _has_news(self, other: Other) -> bool:
+        """Say whether something is to be told to another process: changes, what was applied, or the end."""
+        return self._has_changes(other) or other.applied > other.told or self._is_ending
 
     def _check(self) -> None:
         if self._error is not None:
@@ -209,14 +226,15 @@ class AsynchronousUpdates:
 
     def _reset(self) -> None:
         self._steps = self._talking = 0
-        self._is_ending = False
+        self._is_waiting = self._is_ending = False
         self._error: BaseException | None = None
         self._inbox = Box(self._weights.numbers if self._peers else 0, self._weights.dtype)
 
     def _start(self) -> None:
         numbers, dtype = self._weights.numbers, self._weights.dtype
-        self._others = [Other(peer, Box(numbers, dtype)) for peer in self._peers]
+        self._others = [Other(peer, inflow, Box(numbers, dtype)) for peer, inflow in self._peers]
         self._talking = 2 * len(self._others)
+        self._resumed = perf_counter()
         for other in self._others:
             Background(partial(self._guarded, self._send, other))
             Background(partial(self._guarded, self._receive, other))
@@ -228,8 +246,6 @@ class AsynchronousUpdates:
             return
         with self._changed:
             self._is_ending = True
-            for other in self._others:
-                other.has_news = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._error is not None or not self._talking)
             self._check()
@@ -260,32 +276,39 @@ class AsynchronousUpdates:
         is_last = False
         while not is_last:
             with self._changed:
-                self._changed.wait_for(lambda: other.has_news)
-                has_changes, is_last = other.out.is_filled, self._is_ending
-                header = torch.tensor([self._steps, other.applied, has_changes, is_last])
-                other.told, other.has_news = other.applied, False
+                self._changed.wait_for(lambda: self._has_news(other))
+                has_changes, is_last = self._has_changes(other), self._is_ending
                 if has_changes:
-                    spare = other.out.swap(spare)
+                    spare, other.sent = other.out.swap(spare), self._steps
+                header = torch.tensor([other.sent, other.applied, has_changes, is_last])
+                other.told = other.applied
                 self._sent += header.nbytes + has_changes * spare.nbytes
-            other.peer.send(header)
+            other.peer.send(header, _NEWS)
             if has_changes:
-                other.peer.send(spare)
+                began = perf_counter()
+                other.peer.send(spare, _CHANGES)
+                other.travel = perf_counter() - began
 
     def _receive(self, other: Other) -> None:
         """Take in what another process sends, until its end."""
         header = torch.empty(_HEADER, dtype=torch.int64)
-        values = torch.empty(self._weights.numbers, dtype=self._weights.dtype)
         while not other.has_ended:
-            other.peer.receive(header)
+            other.peer.receive(header, _NEWS)
             steps, applied, has_changes, is_last = header.tolist()
-            if has_changes:
-                other.peer.receive(values)
-            with self._changed:
-                if has_changes:
-                    self._inbox.put(values)
-                    other.oldest = other.base if other.oldest is None else other.oldest
-                other.arrived, other.base, other.has_ended = steps, applied, bool(is_last)
-                self._changed.notify_all()
+            if not has_changes:
+                self._hear(other, steps, applied, is_last)
+                continue
+            with other.inflow.next() as values:
+                self._hear(other, steps, applied, is_last, values)
+
+    def _hear(self, other: Other, steps: int, applied: int, is_last: int, values: Tensor | None = None) -> None:
+        """Take in one message."""
+        with self._changed:
+            if values is not None:
+                self._inbox.put(values)
+                other.oldest = other.base if other.oldest is None else other.oldest
+            other.arrived, other.base, other.has_ended = steps, applied, bool(is_last)
+            self._changed.notify_all()
 
 
 __all__ = ["AsynchronousUpdates"]

@@ -146,7 +146,7 @@ class GossipUpdates:
         own = self._weights.read().cpu()
         for other, weight in weights.items():
             peer, room = Peer(self._group, other), self._spare.pop() if self._spare else torch.empty_like(own)
-            works = [*peer.begin_receive(room), *peer.begin_send(own)]
+            works = [peer.begin_receive(room), peer.begin_send(own)]
             watched = None if self._plan.wait else Background(partial(wait_for, works))
             self._swaps[other] = Swap(own, room, weight, works, watched)
             self._begun[other] += 1

@@ -79,7 +79,7 @@ class CompressedBuckets(MeetingGradients):
         self._buckets: dict[int, _Bucket] = {}
         self._restored: dict[str, Tensor] = {}
         self._rounds = 0
-        self._line: _Line | None = None
+        self._line: Line | None = None
         wrapped.register_comm_hook(self, _bucket_hook)
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -91,7 +91,7 @@ class CompressedBuckets(MeetingGradients):
         if bucket.is_last():
             self._rounds += 1
         if self._line is None:
-            self._line = _Line(flat.device)
+            self._line = Line(flat.device)
 
         def work() -> Tensor:
             self.bytes_sent += self.mean(flat, memory, step, number, scale)
@@ -144,7 +144,7 @@ def _bucket_hook(exchange: CompressedBuckets, bucket: dist.GradBucket) -> torch.
     return exchange.exchange(bucket)
 
 
-class _Line:
+class Line:
     """Work that is done in the order in which it was given, while others do theirs."""
 
     def __init__(self, device: torch.device) -> None:
@@ -261,4 +261,4 @@ class _Unit:
         self.waiting: Tensor | None = None
 
 
-__all__ = ["CompressedBuckets", "CompressedCopies", "MeetingGradients", "Scale"]
+__all__ = ["CompressedBuckets", "CompressedCopies", "Line", "MeetingGradients", "Scale"]

@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cornstarch.parallel.exchange.compress import chosen, codec_of
+from cornstarch.parallel.exchange.compress import Codec, chosen, codec_of
+from cornstarch.parallel.exchange.messages import Deal
 from cornstarch.plan.exchange import Compression
+
+_PIECE = 2**19
+"""Numbers that are encoded at once where others travel meanwhile."""
 
 
 class CompressedMean:
@@ -85,8 +89,7 @@ class CompressedMean:
         numbers = len(wanted)
         if self.how.gathers(self.ranks):
             rows_1P = _padded(wanted, 1, self.how.part(numbers, 1))
-            said = codec.decode(self._gathered(codec.encode(rows_1P, chance)), rows_1P.shape[1])
-            return said.mean(0)[:numbers], (rows_1P[0] - said[self.rank])[:numbers]
+            return self._told(rows_1P, codec, chance)[:numbers], rows_1P[0, :numbers]
         rows_RP = _padded(wanted, self.ranks, self.how.part(numbers, self.ranks))
         sent = codec.encode(rows_RP, chance)
         heard = codec.decode(self._dealt(sent), rows_RP.shape[1])
@@ -98,6 +101,25 @@ class CompressedMean:
         left[self.rank] = (part - mean_RP[self.rank]) * self.ranks
         return mean_RP.view(-1)[:numbers], left.view(-1)[:numbers]
 
+    def _told(self, rows_1P: Tensor, codec: Codec, chance: torch.Generator) -> Tensor:
+        """Return the mean of what all tell one another, and leave in the row what this process could not tell."""
+        if rows_1P.device.type != "cpu":
+            said = codec.decode(self._gathered(codec.encode(rows_1P, chance)), rows_1P.shape[1])
+            rows_1P.sub_(said[self.rank])
+            return said.mean(0)
+        # A piece is encoded while those before it travel, and decoded while those behind it do.
+        size = self.how.part(_PIECE, 1)
+        pieces = rows_1P[0].split(size)
+        deals = [Deal(self.group, self.how.encoded(len(piece))) for piece in pieces]
+        for deal, piece in zip(deals, pieces, strict=True):
+            self._send(deal, codec.encode(piece[None], chance).expand(self.ranks, -1))
+        mean = torch.empty_like(rows_1P[0])
+        for deal, piece, mean_of_piece in zip(deals, pieces, mean.split(size), strict=True):
+            said = codec.decode(deal.wait(), len(piece))
+            torch.mean(said, 0, out=mean_of_piece)
+            piece.sub_(said[self.rank])
+        return mean
+
     def _chance(self, device: torch.device, step: int, place: int, everywhere: bool = False) -> torch.Generator:
         who = 0 if everywhere else self.rank + 1
         parts = (self.how.seed, step, place, who)
@@ -105,6 +127,8 @@ class CompressedMean:
 
     def _gathered(self, own_1E: Tensor) -> Tensor:
         """Return the bytes of all processes, [R, E]."""
+        if own_1E.device.type == "cpu":
+            return self._dealt(own_1E.expand(self.ranks, -1))
         found = own_1E.new_empty(self.ranks, own_1E.shape[1])
         dist.all_gather_into_tensor(found, own_1E.contiguous(), group=self.group)
         self.bytes_sent += (self.ranks - 1) * own_1E.numel()
@@ -112,10 +136,18 @@ class CompressedMean:
 
     def _dealt(self, rows_RE: Tensor) -> Tensor:
         """Return what each process has in the row of this one, [R, E]."""
+        if rows_RE.device.type == "cpu":
+            deal = Deal(self.group, rows_RE.shape[1])
+            self._send(deal, rows_RE)
+            return deal.wait()
         found = torch.empty_like(rows_RE)
         dist.all_to_all_single(found, rows_RE.contiguous(), group=self.group)
         self.bytes_sent += (self.ranks - 1) * rows_RE.shape[1]
         return found
+
+    def _send(self, deal: Deal, rows_RE: Tensor) -> None:
+        deal.send(rows_RE)
+        self.bytes_sent += (self.ranks - 1) * rows_RE.shape[1]
 
 
 def _padded(flat: Tensor, rows: int, numbers: int) -> Tensor:

@@ -1,23 +1,26 @@
-"""Messages between two processes over gloo, in pieces, and threads that wait for them.
+"""Messages between two processes over gloo, and threads that wait for them.
 
 gloo does not say whether a message has come unless one waits for it. Whoever wants to do something else meanwhile lets
 a thread wait: it sleeps until then.
+
+gloo begins to send when it has heard that the other process is ready to receive, and that word waits behind what the
+other one sends itself. So whoever sends and receives begins to receive first. Else the two take turns, as they do in
+gloo's own collectives if one process comes later: a slow link then needs up to twice the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Generic, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-
-_PIECE = 4 * 1024 * 1024
-"""Bytes of a piece. Two processes that send each other one long message nearly take turns; with pieces of this size
-both directions are used at once."""
 
 
 def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -29,39 +32,92 @@ def own_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 class Peer:
     """Another process of a group, to send to and to receive from; tensors are on the CPU, without gaps.
 
+    Messages of the same tag arrive in the order in which they were sent.
+
     Args:
         group: Of gloo; nobody else uses it.
         rank: The other process's number in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._group, self._rank = group, dist.get_global_rank(group, rank)
+        self.rank = rank
+        self._group, self._global_rank = group, dist.get_global_rank(group, rank)
 
-    def begin_send(self, values: Tensor) -> list[dist.Work]:
+    def begin_send(self, values: Tensor, tag: int = 0) -> dist.Work:
         """Begin to send a tensor, which must stay as it is meanwhile."""
-        return [_begun(dist.isend(piece, self._rank, group=self._group)) for piece in _pieces(values)]
+        return _begun(dist.isend(values, self._global_rank, group=self._group, tag=tag))
 
-    def begin_receive(self, values: Tensor) -> list[dist.Work]:
+    def begin_receive(self, values: Tensor, tag: int = 0) -> dist.Work:
         """Begin to receive into a tensor."""
-        return [_begun(dist.irecv(piece, self._rank, group=self._group)) for piece in _pieces(values)]
+        return _begun(dist.irecv(values, self._global_rank, group=self._group, tag=tag))
 
-    def send(self, values: Tensor) -> None:
+    def send(self, values: Tensor, tag: int = 0) -> None:
         """Send a tensor; return when it may be written to again."""
-        wait_for(self.begin_send(values))
+        self.begin_send(values, tag).wait()
 
-    def receive(self, values: Tensor) -> None:
+    def receive(self, values: Tensor, tag: int = 0) -> None:
         """Receive into a tensor."""
-        wait_for(self.begin_receive(values))
-
-
-def _pieces(values: Tensor) -> Sequence[Tensor]:
-    assert values.is_contiguous()
-    return values.view(-1).split(max(1, _PIECE // values.itemsize)) if values.numel() else ()
+        self.begin_receive(values, tag).wait()
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process is not in the group"
     return work
+
+
+class Inflow:
+    """Vectors that another process sends now and then, one after the other; always ready for the next two.
+
+    Args:
+        peer: Who sends them.
+        numbers: Of a vector.
+        dtype: Theirs.
+        tag: Theirs alone.
+    """
+
+    def __init__(self, peer: Peer, numbers: int, dtype: torch.dtype, tag: int) -> None:
+        self._peer, self._tag = peer, tag
+        self._coming: deque[tuple[Tensor, dist.Work]] = deque()
+        for _ in range(2):
+            self._make_room(torch.empty(numbers, dtype=dtype))
+
+    def _make_room(self, values: Tensor) -> None:
+        self._coming.append((values, self._peer.begin_receive(values, self._tag)))
+
+    @contextmanager
+    def next(self) -> Iterator[Tensor]:
+        """Wait for the next vector, and lend it to a block."""
+        values, work = self._coming.popleft()
+        work.wait()
+        yield values
+        self._make_room(values)
+
+
+class Deal:
+    """Rows of bytes that each process of a group sends to each other one; begins to receive when it is made.
+
+    Args:
+        group: Of gloo. Deals are made, and sent, in the same order everywhere.
+        columns: Bytes of a row.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, columns: int) -> None:
+        ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._peers = [Peer(group, rank) for rank in range(ranks) if rank != self._rank]
+        self._received_RE = torch.empty(ranks, columns, dtype=torch.uint8)
+        self._works = [peer.begin_receive(self._received_RE[peer.rank]) for peer in self._peers]
+        self._rows_RE = self._received_RE
+
+    def send(self, rows_RE: Tensor) -> None:
+        """Begin to send row r to process r; rows must have no gaps within."""
+        self._rows_RE = rows_RE  # gloo reads them until they are sent
+        self._received_RE[self._rank] = rows_RE[self._rank]
+        self._works += [peer.begin_send(rows_RE[peer.rank]) for peer in self._peers]
+
+    def wait(self) -> Tensor:
+        """Wait until all rows have arrived, here and there; return those of all processes, [R, E]."""
+        wait_for(self._works)
+        return self._received_RE
 
 
 def wait_for(works: Sequence[dist.Work]) -> None:
@@ -104,4 +160,4 @@ class Background(Generic[T]):
         return cast(T, self._found)
 
 
-__all__ = ["Background", "Peer", "own_group", "wait_for"]
+__all__ = ["Background", "Deal", "Inflow", "Peer", "own_group", "wait_for"]

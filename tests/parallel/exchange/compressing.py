@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.parallel import apply_data_parallel, data_mesh
 from cornstarch.parallel.data import full_value, gradients_kept_here, local_value
 from cornstarch.parallel.exchange import CompressedMean, Exchange, exchange_of
+from cornstarch.parallel.exchange import mean as mean_module
 from cornstarch.plan import Compression, DataPlan
 from tests import zoo
 from tests.parallel.work import layered
@@ -38,6 +44,13 @@ def averaged(how: Mapping[str, Any], numbers: int, dtype: str = "float32") -> di
         sent = mean(flat, memory, step)
         found.append((flat, sent))
     return {"means": [flat for flat, _ in found], "sent": [sent for _, sent in found], "memory": memory}
+
+
+def averaged_in_pieces(how: Mapping[str, Any], numbers: int, piece: int) -> dict[str, Any]:
+    """Take the same means, so many numbers at a time."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(mean_module, "_PIECE", piece)
+        return averaged(how, numbers)
 
 
 def rows(step: int) -> Tensor:
@@ -81,6 +94,31 @@ def trained(
         "own": own,
         "figures": exchange.figures(),
     }
+
+
+def left_to_torch() -> bool:
+    """Say whether torch's DDP is all there is of a plan that compresses nothing: no hook, no call in a step."""
+    model, mesh, plan = layered(), data_mesh("cpu", None), DataPlan()
+    wrapped = apply_data_parallel(model, mesh, plan)
+    assert isinstance(wrapped, DistributedDataParallel)
+    exchange = exchange_of(model, wrapped, mesh, plan, torch.optim.SGD(model.parameters(), lr=RATE))
+    wrapped.register_comm_hook(None, allreduce_hook)  # torch refuses a second one
+    return exchange is None
+
+
+def threads_of_powersgd(plan: Mapping[str, Any]) -> set[str]:
+    """Train with torch's hook; return the names of the threads that have ended a step of it."""
+    found = set()
+    increase = PowerSGDState.maybe_increase_iter
+
+    def noted(state: PowerSGDState, bucket: dist.GradBucket) -> None:
+        found.add(threading.current_thread().name)
+        increase(state, bucket)
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(PowerSGDState, "maybe_increase_iter", noted)
+        trained(plan)
+    return found
 
 
 def _step(

@@ -18,6 +18,7 @@ from tests.parallel.exchange.updates import (
     flat,
     left_alone,
     marked_step,
+    over_a_slow_link,
     put,
     resumed,
     slow_one,
@@ -136,6 +137,13 @@ def test_a_slow_rank_is_waited_for_only_at_the_bound(workers: Pool, ranks: int) 
     counted = workers.run(ranks, slow_one, plan(bound), bound, 6)[0]  # it would hang if rank 0 waited earlier
     assert counted[:bound] == [0.0] * bound
     assert counted[bound] >= 1  # the next step may not be left before a change has come
+
+
+def test_what_a_slow_link_cannot_carry_goes_in_one_message(workers: Pool) -> None:
+    """Only the first message leaves before its sender waits; how many steps one has depends on when the other waits."""
+    for messages, weights in workers.run(2, over_a_slow_link, plan(4), 101):
+        assert messages < 34  # two for each five steps, one of them and the four others, would be 40
+        torch.testing.assert_close(weights[3:5], torch.full((2,), 101 * 500.0, dtype=torch.float64))
 
 
 def test_a_rank_that_has_gone_is_noticed_and_threads_do_not_keep_the_other(tmp_path: Path) -> None:

@@ -15,7 +15,18 @@ from cornstarch.parallel.exchange import exchange_of
 from cornstarch.parallel.exchange.compress import codec_of
 from cornstarch.plan import Compression, DataPlan
 from tests import zoo
-from tests.parallel.exchange.compressing import RATE, STEPS, averaged, interrupted, rows, trained, vectors
+from tests.parallel.exchange.compressing import (
+    RATE,
+    STEPS,
+    averaged,
+    averaged_in_pieces,
+    interrupted,
+    left_to_torch,
+    rows,
+    threads_of_powersgd,
+    trained,
+    vectors,
+)
 from tests.parallel.exchange.reference import means
 from tests.parallel.work import layered
 from tests.parity.pool import Pool
@@ -61,6 +72,15 @@ def test_a_mean_is_that_of_the_formula_and_sends_its_bytes(workers: Pool, name: 
         assert one["sent"] == [
             bytes_whole if step < how.warmup else how.sent(numbers, 4, ranks) for step in range(STEPS)
         ]
+
+
+@pytest.mark.parametrize("how", [*CHANCE.values(), HOWS["signs"], HOWS["topk"], HOWS["bf16"]])
+def test_pieces_that_travel_one_after_the_other_are_the_whole(workers: Pool, how: dict[str, Any]) -> None:
+    whole = workers.run(2, averaged, how, 333)
+    for one, other in zip(whole, workers.run(2, averaged_in_pieces, how, 333, 64), strict=True):
+        assert one["sent"] == other["sent"]
+        assert torch.equal(one["memory"], other["memory"])
+        assert all(torch.equal(mine, its) for mine, its in zip(one["means"], other["means"], strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -202,6 +222,16 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
     "powersgd": (2, {"compression": {"kind": "powersgd", "rank": 1}, "bucket_mb": 0.001}),
     "hsdp": (4, {"kind": "hsdp", "replicate": 2, "compression": HOWS["signs"]}),
 }
+
+
+def test_no_thread_of_gloo_takes_part_in_powersgd(workers: Pool) -> None:
+    """A process that ends would wait for it, and it for the interpreter."""
+    plan = {"compression": {"kind": "powersgd", "rank": 2, "warmup": 2}, "bucket_mb": 0.001}
+    assert workers.run(2, threads_of_powersgd, plan) == [{"exchange"}] * 2
+
+
+def test_nothing_stands_between_a_model_and_torch_if_nothing_is_compressed(workers: Pool) -> None:
+    assert workers.run(2, left_to_torch) == [True, True]
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -45,7 +45,7 @@ def test_doubles_stay_doubles_and_nothing_is_something() -> None:
 
 
 @pytest.mark.parametrize("numbers", [1, 3 * 2**20 + 5])
-def test_both_directions_at_once_in_pieces(workers: Pool, numbers: int) -> None:
+def test_both_directions_at_once(workers: Pool, numbers: int) -> None:
     assert workers.run(2, swapped, numbers) == [True, True]
 
 

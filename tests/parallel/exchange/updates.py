@@ -8,19 +8,21 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
-from threading import Event
+from threading import Event, local
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cornstarch.parallel.exchange import asynchronous
 from cornstarch.parallel.exchange.asynchronous import AsynchronousUpdates
 from cornstarch.parallel.exchange.exchange import Exchange
 from cornstarch.parallel.exchange.gossip import GossipUpdates
 from cornstarch.parallel.exchange.local import LocalUpdates
 from cornstarch.parallel.exchange.messages import Background, Peer, own_group, wait_for
-from cornstarch.plan import DataPlan
+from cornstarch.plan import Compression, DataPlan
 from tests import zoo
 
 RATE = 0.05
@@ -203,6 +205,40 @@ def slow_one(plan: Mapping[str, Any], alone: int, more: int) -> list[float]:
     return found
 
 
+class SlowLink:
+    """A clock on which a message of so many numbers takes a second, and nothing else any time; one for each thread."""
+
+    def __init__(self, numbers: int) -> None:
+        self._clock, self._numbers, self._send = local(), numbers, Peer.send
+
+    def now(self) -> float:
+        """Return the seconds of this thread."""
+        return float(getattr(self._clock, "seconds", 0.0))
+
+    def send(self, peer: Peer, values: Tensor, tag: int = 0) -> None:
+        """Send, and let time go by."""
+        self._send(peer, values, tag)
+        self._clock.seconds = self.now() + (values.numel() == self._numbers)
+
+
+def over_a_slow_link(plan: Mapping[str, Any], steps: int) -> tuple[int, Tensor]:
+    """Train while each message takes longer than all steps; return how many there were, and the weights."""
+    model = Marked(1000)  # so that headers are little beside a message
+    numbers = flat(model).numel()
+    link = SlowLink(numbers)
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(asynchronous, "perf_counter", link.now)
+        changed.setattr(Peer, "send", lambda *given: link.send(*given))
+        exchange = exchange_for(model, DataPlan(**plan))
+        for step in range(1, steps + 1):
+            exchange.before_step()
+            marked_step(model, dist.get_rank(), step)
+            exchange.after_step(step)
+        exchange.finish()
+    together = Compression().sent(numbers, 8, dist.get_world_size())
+    return int(exchange.figures()["bytes_sent"] - together) // (8 * numbers), flat(model)
+
+
 def left_alone(rank: int, meeting: Path, plan: Mapping[str, Any]) -> None:
     """Let rank 1 end without a word, and rank 0 with 7 if it says so."""
     store = dist.FileStore(str(meeting), 2)
@@ -230,7 +266,7 @@ def swapped(numbers: int) -> bool:
     peer = Peer(own_group(dist.group.WORLD), 1 - rank)
     sent = torch.randn(numbers, generator=zoo.generator(rank))
     received = torch.full_like(sent, float("nan"))
-    works = [*peer.begin_receive(received), *peer.begin_send(sent)]
+    works = [peer.begin_receive(received), peer.begin_send(sent)]
     Background(lambda: wait_for(works)).result()
     return torch.equal(received, torch.randn(numbers, generator=zoo.generator(1 - rank)))
 
