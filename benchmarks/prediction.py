@@ -4,7 +4,8 @@ Each configuration is predicted twice by the planner (`cornstarch.plan.predict`)
 shapes and the device's data sheet alone (`run_cost`: *analytic*; of a CPU, how quickly it multiplies and copies is
 measured), and from costs that were measured on this device, one layer of each kind by itself (`cornstarch profile`:
 *measured layers*). Then its steps are done. Errors are those of the prediction, in per cent of what was measured. On a
-CPU, one process has one thread, and the processor's time counts; two processes count the clock's.
+CPU, one process has one thread, and the processor's time counts; two processes count the clock's. Its pace changes from
+minute to minute: half of the steps are done before layers are measured, half after.
 
     python benchmarks/prediction.py --device cuda --output FILE.md      # one GPU, about 5 minutes
     python benchmarks/prediction.py --output FILE.md                    # this CPU: one process, two, virtual devices
@@ -29,6 +30,7 @@ import torch
 import transformers
 
 LIMITS = {"mean": 8.0, "worst": 15.0, "memory": 5.0}
+SECONDS = {"cuda": 345.0, "cpu": 900.0}
 HEADER = (
     "| configuration | measured ms | from measured layers | | analytic | | measured GiB | from measured layers | | "
     "analytic | |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
@@ -146,9 +148,12 @@ def main() -> None:
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given.add_argument("--output", type=Path, help="a Markdown file")
-    given.add_argument("--cases", help="numbers of configurations, from 0; default: all")
+    given.add_argument("--cases", help="numbers of configurations of one process, from 0; default: all, and all others")
+    given.add_argument("--several", action="store_true", help="only what several processes do, on a CPU")
     given.add_argument("--steps", type=int, default=8)
-    given.add_argument("--seconds", type=float, default=345, help="no configuration is begun after so many")
+    given.add_argument(
+        "--seconds", type=float, help=f"no configuration of one process is begun after so many; default: {SECONDS}"
+    )
     given.add_argument("--only", help=argparse.SUPPRESS)
     given.add_argument("--limit", type=float, default=float("inf"), help=argparse.SUPPRESS)
     asked = given.parse_args()
@@ -166,8 +171,12 @@ def main() -> None:
             asked.output.write_text("\n".join(["# Predictions", "", *lines, ""]), encoding="utf-8")
 
     cases = ON_GPU if asked.device == "cuda" else ON_CPU
-    chosen = list(map(int, asked.cases.split(","))) if asked.cases else list(range(len(cases)))
-    rows = rows_of(asked.device, chosen, asked.steps, asked.seconds)
+    numbers = [str(number) for number in range(len(cases))]
+    names = [] if asked.several else asked.cases.split(",") if asked.cases else numbers
+    if not set(names) <= set(numbers):
+        given.error(f"--cases {asked.cases}: expected some of {','.join(numbers)}")
+    chosen = list(map(int, names))
+    rows = rows_of(asked.device, chosen, asked.steps, asked.seconds or SECONDS[asked.device])
     if asked.device == "cpu" and not asked.cases:
         from prediction_ranks import on_two_ranks, on_virtual_devices
 

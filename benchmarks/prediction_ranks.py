@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from prediction_steps import LLAMA, QWEN, SMALL, TINY, Case, Steps, batch_of, build, this_device
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from virtual_devices import Job, run
 
@@ -29,7 +31,7 @@ from cornstarch.train.costing import Portion, model_cost, profile_model
 from cornstarch.train.precision import Placement
 
 SIZES = (2**16, 2**20, 2**24)  # bytes that the two processes sum to find out what joins them
-STEPS = 4
+STEPS = 4  # before the layers are measured, and again after that: the pace of a CPU changes from minute to minute
 ON_TWO = (Case(SMALL, 4, 256, images=1), Case(TINY, 4, 128, images=1), Case(TINY, 2, 256, images=2))
 PLACES = ((1, 3), (2, 6), (4, 12), (4, 20))
 """Stages of the encoder, and of the language model."""
@@ -73,13 +75,31 @@ def _work(rank: int, port: int, case: Case, told: Connection) -> None:
     batch = batch_of(case, model, where)
     placement = Placement(where, "fp32")
     portion = Portion(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
-    # Both measure at the same time, as they will compute: what they share of the machine is shared then, too.
-    profiled = profile_model(without_weights(model), portion, placement, batch=2 * case.rows)
-    link = fit_links([Timing("all_reduce", size, 2, _summed(size)) for size in SIZES])
-    machine = this_device(where)
-    reckoned = model_cost(without_weights(model), portion, machine, "fp32", batch=2 * case.rows)
+    bare = without_weights(model)
     steps = Steps(case, model, batch, placement)
     wrapped = apply_data_parallel(model, init_device_mesh("cpu", (2,)), DataPlan("ddp"))
+    times = _timed(steps, wrapped)
+    # Both measure at the same time, as they compute: what they share of the machine is shared then, too.
+    profiled = profile_model(bare, portion, placement, batch=2 * case.rows)
+    link = fit_links([Timing("all_reduce", size, 2, _summed(size)) for size in SIZES])
+    machine = this_device(where)
+    reckoned = model_cost(bare, portion, machine, "fp32", batch=2 * case.rows)
+    times += _timed(steps, wrapped)
+    if rank == 0:
+        told.send(
+            {
+                "case": f"2 processes: {case.name} each",
+                "seconds": median(times),
+                "measured": _predicted(case, profiled, machine, link),
+                "analytic": _predicted(case, reckoned, machine, link),
+            }
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(steps: Steps, wrapped: nn.Module) -> list[float]:
+    """Return the seconds of some steps of both processes; one more is done before them."""
     times = []
     for _ in range(1 + STEPS):
         dist.barrier()
@@ -87,17 +107,7 @@ def _work(rank: int, port: int, case: Case, told: Connection) -> None:
         steps(wrapped)
         dist.barrier()
         times.append(time.perf_counter() - begin)
-    if rank == 0:
-        told.send(
-            {
-                "case": f"2 processes: {case.name} each",
-                "seconds": min(times[1:]),
-                "measured": _predicted(case, profiled, machine, link),
-                "analytic": _predicted(case, reckoned, machine, link),
-            }
-        )
-    dist.barrier()
-    dist.destroy_process_group()
+    return times[1:]
 
 
 def _summed(size: int) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -294,8 +295,8 @@ class Steps:
         return loss.detach()
 
 
-def done(steps: Steps, count: int) -> tuple[float, int]:
-    """Return the seconds of a step, and the most bytes that were there."""
+def done(steps: Steps, count: int) -> tuple[list[float], int]:
+    """Return the seconds of steps, on a GPU their mean, and the most bytes that were there."""
     device = steps.placement.device
     for _ in range(WARM if device.type == "cuda" else 1):
         steps()
@@ -308,14 +309,14 @@ def done(steps: Steps, count: int) -> tuple[float, int]:
             steps()
         end.record()
         torch.cuda.synchronize(device)
-        return begin.elapsed_time(end) / 1e3 / count, torch.cuda.max_memory_allocated(device)
+        return [begin.elapsed_time(end) / 1e3 / count], torch.cuda.max_memory_allocated(device)
     times = []
     with most_resident() as most:
         for _ in range(count):
             start = time.process_time()  # one thread: what else the machine does is left out
             steps()
             times.append(time.process_time() - start)
-    return sorted(times)[len(times) // 2], most[0]
+    return times, most[0]
 
 
 @contextmanager
@@ -360,38 +361,53 @@ def bandwidth(where: torch.device) -> float:
     return 2 * source.nbytes / time_of(lambda: target.copy_(source), where)
 
 
-def measure(case: Case, where: torch.device, known: dict[str, CallCost], count: int) -> dict[str, Any]:
-    """Predict and do the steps of a case."""
-    placement = Placement(where, "bf16" if where.type == "cuda" else "fp32")
-    began, before = time.perf_counter(), resident()
-    model = build(case, where)
-    batch = batch_of(case, model, where)
-    bare = without_weights(model)
-    portion = Portion(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
+def foretold(
+    case: Case, bare: nn.Module, portion: Portion, placement: Placement, known: dict[str, CallCost]
+) -> dict[str, Any]:
+    """Return what is predicted of a case, from shapes alone and from measured layers."""
+    where, began = placement.device, time.perf_counter()
     machine = this_device(where)
     analytic = predicted(case, model_cost(bare, portion, machine, placement.precision), machine)
     if where.type == "cuda":
         torch.compiler.reset()
     profiled = profile_model(bare, portion, placement, known=known)
     measured = predicted(case, profiled, replace(machine, bandwidth=bandwidth(where)))
-    told = time.perf_counter()
-    gc.collect()
-    steps = Steps(case, model, batch, placement)
+    flops, took = profiled.flops * case.rows, time.perf_counter() - began
+    return {"analytic": analytic, "measured": measured, "flops": flops, "took": took}
+
+
+def measure(case: Case, where: torch.device, known: dict[str, CallCost], count: int) -> dict[str, Any]:
+    """Predict and do the steps of a case.
+
+    The pace of a CPU changes from minute to minute. There, half of the steps are done before the layers are measured
+    and half of them after, and what was measured for another case is measured again.
+    """
+    placement = Placement(where, "bf16" if where.type == "cuda" else "fp32")
+    began, before = time.perf_counter(), resident()
+    model = build(case, where)
+    batch = batch_of(case, model, where)
+    bare = without_weights(model)
+    portion = Portion(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
     if where.type == "cuda":
+        found = foretold(case, bare, portion, placement, known)
+        gc.collect()
+        steps = Steps(case, model, batch, placement)
         torch.compiler.reset()
-    seconds, most = done(steps, count)
-    own = 0 if where.type == "cuda" else before
-    flops = profiled.flops * case.rows
+        times, most = done(steps, count)
+    else:
+        steps = Steps(case, model, batch, placement)
+        times, most = done(steps, count - count // 2)
+        found = foretold(case, bare, portion, placement, {})
+        times, most = times + done(steps, count // 2)[0], most - before
     del model, steps, batch
     gc.collect()
     if where.type == "cuda":
         torch.cuda.empty_cache()
+    took = found["took"]
     return {
+        **found,
         "case": case.name,
-        "seconds": seconds,
-        "bytes": most - own,
-        "analytic": analytic,
-        "measured": measured,
-        "flops": flops,
-        "took": [told - began, time.perf_counter() - told],
+        "seconds": median(times),
+        "bytes": most,
+        "took": [took, time.perf_counter() - began - took],
     }

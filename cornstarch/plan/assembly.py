@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from cornstarch.errors import ConfigError
 from cornstarch.plan.choice import Choice, Crossing, crossing
 from cornstarch.plan.communication import send
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.holding import GATHERED, held, step_end, together
 from cornstarch.plan.memory import Memory
-from cornstarch.plan.passes import Passes, PassTable, Way
+from cornstarch.plan.passes import Numbers, Passes, PassTable, Way
 from cornstarch.plan.plan import DataKind, ModulePlan
 from cornstarch.plan.simulate import StepEnd
 
@@ -265,11 +267,36 @@ class Assembly:
             working = max(working, part.working)
         return round(kept + working)
 
+    def passing(self, place: int) -> int:
+        """Return the most bytes of activations and gradients together, while the only microbatch of a step passes.
+
+        Backward, layer by layer, activations go and gradients come. Where layers keep little, because they are computed
+        again, more comes than goes: then the first layers have least room.
+        """
+        parts = self.places[place]
+
+        def of_all(name: str) -> Numbers:
+            return np.concatenate([getattr(self.passes[part.module], name)[part.first : part.last] for part in parts])
+
+        own = of_all("gradients")
+        share = self.memory(place).gradients / own.sum() if own.any() else 0.0  # sharded kinds keep a part
+        made = share * (own + of_all("shared"))
+        behind = made[::-1].cumsum()[::-1] - made
+        has_backward = of_all("inputs") + of_all("weights") > 0
+        return round(float((of_all("kept").cumsum() + of_all("working") + behind * has_backward).max()))
+
+    def peak(self, place: int, in_flight: dict[tuple[str, int], int] | None = None) -> int:
+        """Return the most bytes that a rank of a place has; `in_flight`: as in `activations`."""
+        states, activations = self.memory(place), self.activations(place, in_flight)
+        accumulated = self.choice.microbatches > 1
+        if not accumulated and not states.gradients_stay:
+            activations = max(activations, self.passing(place))
+        return states.peak(activations, accumulated)
+
     @cached_property
     def least_peak(self) -> int:
         """The most bytes that any rank has, at least; exactly with naive, gpipe and 1f1b."""
-        accumulated = self.choice.microbatches > 1
-        return max(self.memory(p).peak(self.activations(p), accumulated) for p in range(len(self.places)))
+        return max(map(self.peak, range(len(self.places))))
 
     # ---------------------------------------------------------------------------------------- bound
 

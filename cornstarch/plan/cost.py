@@ -58,6 +58,8 @@ class LayerCost:
     """What is there for a moment while a pass is computed, beside what is kept: gradients, a head's logits."""
     again: float | None = None
     """Seconds of the forward pass that checkpointing computes again: all but a head's. Default: all of it."""
+    shared_bytes: int = 0
+    """Of trained weights that an earlier layer has: a tied head's. Their gradients are there from its backward on."""
     items: float = 0.0
     """What cp deals out whole, of a microbatch: an encoder's images or tiles. 0: it cuts tokens, evenly."""
 
@@ -203,6 +205,7 @@ def scaled(
         output_bytes=round(layer.output_bytes * tokens),
         working_bytes=round(layer.working_bytes * tokens / over),
         kv_bytes=round(layer.kv_bytes * samples / over),
+        shared_bytes=-(-layer.shared_bytes // over),
         whole_bytes=0,
         sums=layer.sums if cuts else 0,
     )

@@ -89,6 +89,10 @@ class Passes:
     """Bytes kept until the backward pass; none where there is none."""
     working: Numbers
     """Bytes that are there while one layer computes, beyond what is kept."""
+    gradients: Numbers
+    """Bytes of the gradients of its weights."""
+    shared: Numbers
+    """Bytes of gradients that it makes of weights that an earlier layer has."""
 
     @cached_property
     def total(self) -> Numbers:
@@ -167,6 +171,8 @@ def _row(one: LayerCost, way: Way, upstream: bool) -> tuple[float, ...]:
         again,
         kept,
         one.activation_bytes - kept + one.working_bytes,
+        one.parameter_bytes * one.changing / one.parameters if one.parameters else 0,
+        one.shared_bytes,
     )
 
 

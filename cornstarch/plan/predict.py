@@ -215,8 +215,7 @@ def _memory(assembly: Assembly, timeline: Timeline) -> tuple[PlaceMemory, ...]:
     for place, parts in enumerate(assembly.places):
         states, activations = assembly.memory(place), assembly.activations(place, held)
         words = " + ".join(f"{part.module} {part.index}" for part in parts)
-        peak = states.peak(activations, accumulated=assembly.choice.microbatches > 1)
-        found.append(PlaceMemory(place, words, states, activations, peak))
+        found.append(PlaceMemory(place, words, states, activations, assembly.peak(place, held)))
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from cornstarch.schedule.actions import Schedule
 from cornstarch.schedule.kinds import COMPUTE, Kind
-from cornstarch.schedule.policies import in_flight
+from cornstarch.schedule.policies import in_flight, without_collection
 from cornstarch.schedule.timing import Transfers, makespan, times
 
 MOST_COLUMNS = 400
@@ -188,15 +188,18 @@ def simulate(schedule: Schedule, transfer: Transfers = 0, ends: Sequence[StepEnd
         transfer: The time of every transfer between two places, during which both may compute; or by edge.
         ends: By place, what comes beside its passes. A step ends when the last place is done with that.
     """
-    spans = times(schedule.graph, schedule.actions, transfer)
-    events = tuple(
-        tuple(
-            Event(place, action.stage, action.microbatch, action.kind, start, end)
-            for action, (start, end) in zip(actions, own, strict=True)
-            if action.kind in COMPUTE
+    with without_collection():
+        spans = times(schedule.graph, schedule.actions, transfer)
+        events = tuple(
+            tuple(
+                [
+                    Event(place, stage, microbatch, kind, start, end)
+                    for (kind, stage, microbatch, _), (start, end) in zip(actions, own, strict=True)
+                    if kind in COMPUTE
+                ]
+            )
+            for place, (actions, own) in enumerate(zip(schedule.actions, spans, strict=True))
         )
-        for place, (actions, own) in enumerate(zip(schedule.actions, spans, strict=True))
-    )
     if not ends:
         return Timeline(schedule, events, makespan(spans))
     done = [

@@ -29,7 +29,7 @@ BLOCK = 128
 _BLOCKS_PER_RANK = 8  # fewer leave too little choice
 _BALANCED = 1.05  # largest share over mean share that is as good as even
 _SWAPS = 64
-PARTIAL = 5.5 * BLOCK * BLOCK
+PARTIAL = 1.3 * BLOCK * BLOCK
 """What a tile of 128 × 128 pairs costs more if only some are visible than if all are, in pairs: FlexAttention looks up
 who sees whom (measured on an H200)."""
 

@@ -38,19 +38,21 @@ def stage_lines(
     for stage in range(len(graph.nodes)):
         forwards = [Action(Kind.F, stage, m) for m in range(microbatches)]
         kinds = backward_of(graph, stage, split=lags is not None)
-        backwards = [[Action(kind, stage, m) for kind in kinds] for m in range(microbatches)]
+        backwards: list[tuple[Action, ...]] = [
+            tuple([Action(kind, stage, m) for kind in kinds]) for m in range(microbatches)
+        ]
         if lags is not None and len(kinds) > 1:
-            backwards = _lagging(backwards, lags[stage])
+            backwards = _lagging(backwards, min(lags[stage], microbatches))  # more is no later
         lines.append(in_turn(forwards, backwards, ahead[stage]))
     return lines
 
 
-def _lagging(backwards: Sequence[Sequence[Action]], lag: int) -> list[list[Action]]:
+def _lagging(backwards: Sequence[tuple[Action, ...]], lag: int) -> list[tuple[Action, ...]]:
     """Return backwards of two actions each, the second of them `lag` microbatches after the first."""
-    none: list[Action] = []
-    first = [*(backward[:1] for backward in backwards), *([none] * lag)]
-    second = [*([none] * lag), *(backward[1:] for backward in backwards)]
-    return [[*one, *other] for one, other in zip(first, second, strict=True)]
+    none: list[tuple[Action, ...]] = [()] * lag
+    first = [*(backward[:1] for backward in backwards), *none]
+    second = [*none, *(backward[1:] for backward in backwards)]
+    return [one + other for one, other in zip(first, second, strict=True)]
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Iterable[Action]], ahead: int) -> Line:

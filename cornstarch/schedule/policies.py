@@ -38,14 +38,14 @@ def make_schedule(graph: StageGraph, microbatches: int, policy: str = "1f1b") ->
         raise ConfigError(f"schedule = {policy!r}: expected one of {', '.join(POLICIES)}.")
     if type(microbatches) is not int or microbatches < 1:
         raise ConfigError(f"microbatches = {microbatches!r}: expected a whole number of at least 1.")
-    with _no_collection():
+    with without_collection():
         if policy == "auto":
             return _best(graph, microbatches)
         return Schedule(graph, microbatches, policy, _lists(graph, microbatches, policy)[0])
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Do not look for cycles among 10^5 new actions, which have none: it would take a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -61,7 +61,7 @@ def _lists(graph: StageGraph, microbatches: int, policy: str) -> tuple[Lists, fl
     if policy == "interleaved":
         return interleaved(graph, microbatches)
     if policy == "zero_bubble":
-        return zero_bubble(graph, microbatches, timed(graph, _lists(graph, microbatches, "1f1b")))
+        return zero_bubble(graph, microbatches, _lists(graph, microbatches, "1f1b"))
     stages = len(graph.nodes)
     ahead = {"naive": [1] * stages, "gpipe": [microbatches] * stages, "1f1b": depths(graph)}[policy]
     return by_place(graph, stage_lines(graph, microbatches, ahead))

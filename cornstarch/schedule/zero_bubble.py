@@ -14,33 +14,36 @@ from cornstarch.schedule.kinds import Action, Kind, backward_of, duration
 from cornstarch.schedule.orders import Line, Lists, by_place, depths, stage_lines, timed
 
 
-def zero_bubble(graph: StageGraph, microbatches: int, usual: tuple[Lists, float]) -> tuple[Lists, float]:
+def zero_bubble(graph: StageGraph, microbatches: int, usual: tuple[Lists, float | None]) -> tuple[Lists, float]:
     """Return the fastest of some orders, in simulation with the graph's costs, and its time: never more than 1F1B's.
 
     No stage holds more microbatches than the fullest of its module does with 1F1B. Of equally fast orders the first is
     taken; one that cannot be beaten ends the search.
 
-    usual: 1F1B, and its time.
+    usual: 1F1B, and its time, if it is known.
     """
     best: Lists = ()
     least = float("inf")
-    bound = _least_time(graph, microbatches)
+    bound = least_time(graph, microbatches)
     for lists, took in _candidates(graph, microbatches, usual):
         if took < least:
             best, least = lists, took
-        if least <= bound:
-            break
+        if least <= bound:  # 1F1B takes no less, either
+            return best, least
+    usual = timed(graph, usual)
     if least <= usual[1]:
         return best, least
     # 1F1B itself, but that gradients of inputs are on their way before those of weights are computed.
     return timed(graph, (tuple(_split(graph, mine) for mine in usual[0]), None))
 
 
-def _candidates(graph: StageGraph, microbatches: int, usual: tuple[Lists, float]) -> Iterator[tuple[Lists, float]]:
+def _candidates(
+    graph: StageGraph, microbatches: int, usual: tuple[Lists, float | None]
+) -> Iterator[tuple[Lists, float]]:
     """Yield orders and how long each takes."""
-    lists, took = usual
     own, fullest = depths(graph), _fullest(graph)
     if all(graph.backward(stage) != "both" for stage in range(len(graph.nodes))):  # there is nothing to split
+        lists, took = timed(graph, usual)
         yield tuple(_split(graph, mine) for mine in lists), took
     elif graph.places == len(graph.nodes):
         # Gradients of weights as late as the memory allows: best for equal stages, one at each place.
@@ -74,18 +77,29 @@ def _lines(graph: StageGraph, microbatches: int) -> list[Line]:
     return [[Action(kind, stage, m) for m in range(microbatches)] for kind, stage in works]
 
 
-def _least_time(graph: StageGraph, microbatches: int) -> float:
-    """Return a time that no order can beat: for each place, its work after the first input can be there."""
+def least_time(graph: StageGraph, microbatches: int) -> float:
+    """Return a time that no order can beat.
+
+    A place does all its work after its first input can be there. The last that a stage does, gradients of weights left
+    out, are gradients of inputs, after all its forwards; from there they go back to where the first weights are.
+    """
     earliest: dict[int, float] = {}
-    for stage in sorted(range(len(graph.nodes)), key=graph.depth):
-        before = [earliest[source] + graph.nodes[source].forward for source in graph.predecessors(stage)]
-        earliest[stage] = max(before, default=0)
-    least: float = 0
+    back: dict[int, float] = {}  # from the end of a stage's gradients of inputs to that of its and all earlier ones
+    by_depth = sorted(range(len(graph.nodes)), key=graph.depth)
+    last = [backward_of(graph, stage, split=True)[:1] for stage in range(len(graph.nodes))]
+    for stage in by_depth:
+        before = graph.predecessors(stage)
+        earliest[stage] = max((earliest[source] + graph.nodes[source].forward for source in before), default=0)
+        own = graph.nodes[stage].backward_weight if graph.backward(stage) == "both" else 0
+        ways = [back[s] + duration(graph, kind, s) for s in before for kind in last[s]]
+        back[stage] = max([own, *ways])
+    bounds: list[float] = []
     for place in range(graph.places):
-        work = sum(
-            duration(graph, kind, stage)
-            for stage in graph.at(place)
-            for kind in (Kind.F, *backward_of(graph, stage, split=True))
-        )
-        least = max(least, min(earliest[stage] for stage in graph.at(place)) + microbatches * work)
-    return least
+        stages = graph.at(place)
+        works = [(kind, stage) for stage in stages for kind in (Kind.F, *backward_of(graph, stage, split=True))]
+        work = sum(duration(graph, kind, stage) for kind, stage in works)
+        bounds.append(min(earliest[stage] for stage in stages) + microbatches * work)
+    for stage, kinds in enumerate(last):
+        needed = sum(duration(graph, kind, stage) for kind in (Kind.F, *kinds))
+        bounds.append(earliest[stage] + microbatches * needed + back[stage])
+    return max(bounds)

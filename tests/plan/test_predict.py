@@ -12,12 +12,12 @@ from cornstarch.errors import ConfigError
 from cornstarch.plan import DataPlan, Layout, ModulePlan, Plan
 from cornstarch.plan.assembly import Assembly, Costs
 from cornstarch.plan.choice import Choice, crossing
-from cornstarch.plan.cost import RunCost
+from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.memory import textbook
 from cornstarch.plan.predict import predict
 from cornstarch.plan.simulate import StepEnd
 from cornstarch.plan.space import Space, choices
-from tests.plan.runs import cluster, module, random_run
+from tests.plan.runs import cluster, layer, module, random_run
 
 CHAIN = RunCost((module("model", 4),), batch=8, tokens=10, flops=1e12)
 FAST = {"inside": 1e30, "between": 1e30}
@@ -143,6 +143,24 @@ def test_stages_keep_whole_gradients_until_the_last_microbatch() -> None:
         predict(chain(2, dp=2, microbatches=m, kind="zero3"), CHAIN, cluster(1, 4)).memory[0].states for m in (4, 1)
     )
     assert many.gradients == 2 * one.gradients == 400
+
+
+def test_gradients_come_as_activations_go() -> None:
+    """Four layers of 200 bytes of gradients each, which work with 500 bytes; the head shares 100 with the first.
+
+    Computed again, a layer keeps 10 of 40 bytes: backward, more comes than goes, and the first layer is the fullest
+    moment. If each keeps 1,000 bytes, it is the last one.
+    """
+    plan = Plan({"model": ModulePlan(activation_checkpointing=True)})
+    states = 4 * (200 + 8 * 100)
+    layers = [layer(working_bytes=500) for _ in range(3)] + [layer(working_bytes=500, shared_bytes=100)]
+    cost = RunCost((ModuleCost("model", tuple(layers)),), batch=2, samples=2)
+    assert predict(Choice.of(plan, 1, 1), cost, cluster(1, 1)).peak == states + (40 + 500) + 3 * 200 + 100
+    many = replace(cost, samples=1)  # the gradients of the first microbatch are there when the second comes
+    assert predict(Choice.of(plan, 1, 2), many, cluster(1, 1)).peak == states + 4 * 200 + 4 * 10 + 30 + 500
+    kept = ModuleCost("model", tuple(replace(one, activation_bytes=1000) for one in layers))
+    found = predict(Choice.of(Plan({"model": ModulePlan()}), 1, 1), replace(cost, modules=(kept,)), cluster(1, 1))
+    assert found.peak == states + 4 * 1000 + 500
 
 
 def test_activations_in_flight_follow_the_schedule() -> None:

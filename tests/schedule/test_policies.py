@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cornstarch.errors import ConfigError
 from cornstarch.schedule import POLICIES, Action, Kind, Schedule, StageGraph, StageNode, in_flight, make_schedule
 from cornstarch.schedule.timing import Deadlock, makespan, times
+from cornstarch.schedule.zero_bubble import least_time
 from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, run_as_processes, whole
 
 COMPUTE = {
@@ -107,6 +108,18 @@ def test_memory_is_bounded(graph: StageGraph, many: int) -> None:
 @given(graphs(), st.integers(1, 9))
 def test_zero_bubble_is_never_slower_than_1f1b(graph: StageGraph, many: int) -> None:
     assert took(make_schedule(graph, many, "zero_bubble")) <= took(make_schedule(graph, many, "1f1b"))
+
+
+@given(graphs(), st.integers(1, 9), st.sampled_from(POLICIES_OF_ANY_GRAPH))
+def test_no_schedule_beats_the_bound_at_which_zero_bubble_stops(graph: StageGraph, many: int, policy: str) -> None:
+    assert took(make_schedule(graph, many, policy)) >= least_time(graph, many)
+
+
+@given(st.integers(1, 12), st.integers(1, 24))
+def test_zero_bubble_of_equal_stages_reaches_the_bound_where_microbatches_are_few(stages: int, many: int) -> None:
+    """With one stage for each microbatch or more, the way there and back is what takes longest."""
+    graph = StageGraph.chain(stages + many)
+    assert took(make_schedule(graph, many, "zero_bubble")) == least_time(graph, many)
 
 
 @given(graphs(), st.integers(1, 9))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from cornstarch import MultimodalModel
@@ -30,7 +32,10 @@ from cornstarch.train.costing import (
     run_cost,
     write_costs,
 )
+from cornstarch.train.costing.calls import Setting
+from cornstarch.train.costing.measured import TURNS, Measured
 from cornstarch.train.costing.run import described_model
+from cornstarch.train.costing.segments import Called
 from cornstarch.train.precision import Placement
 
 H100 = device("H100")
@@ -148,6 +153,27 @@ def test_head_counts_labels_only() -> None:
     assert heads[0].again == 0 and language_layers(run_cost(text(), H100))[1].again
 
 
+def test_two_portions_of_logits_are_there_at_once_where_there_are_several() -> None:
+    """Logits of 512 words in half precision: 2^20 rows are a portion of 1 GiB; of half as many more, two portions."""
+    model, precision = described_model(text(), H100)
+    heads = [
+        language_layers(model_cost(model, Portion(2**15, TOKENS, trained=count), H100, precision))[-1]
+        for count in (2**20, 3 * 2**19)
+    ]
+    picked = [count * 64 * 2 for count in (2**20, 3 * 2**19)]  # the states of rows with a label
+    assert [head.working_bytes for head in heads] == [2**30 + picked[0], 2 * 3 * 2**28 + picked[1]]
+
+
+def test_a_tied_head_shares_its_weights() -> None:
+    untied = {"config": {**LANGUAGE, "tie_word_embeddings": False}}
+    tied, own = (language_layers(run_cost(config(language=given), H100)) for given in ({}, untied))
+    assert [one.shared_bytes for one in tied[:-1]] == [0] * (len(tied) - 1)
+    assert tied[-1].shared_bytes == tied[0].parameter_bytes - tied[1].parameter_bytes > 0
+    assert own[-1].shared_bytes == 0 and own[-1].parameters > tied[-1].parameters
+    frozen = language_layers(run_cost(config(language={"train": "frozen"}), H100))
+    assert frozen[-1].shared_bytes == 0
+
+
 def test_data_is_taken_into_account() -> None:
     run = config()
     model, _ = described_model(run, H100)
@@ -211,6 +237,32 @@ def test_layers_are_measured_once_for_each_kind() -> None:
         assert all(layer.forward > 0 for layer in one.layers)
     first, second = language_layers(found)[1:3]
     assert first.forward == second.forward and first.input_gradient > 0 and first.weight_gradient > 0
+
+
+class Moody(nn.Linear):
+    """A layer that is slow at times."""
+
+    is_slow = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute it, and something else before."""
+        ends = time.process_time() + (0.02 if Moody.is_slow else 0.0)
+        while time.process_time() < ends:
+            pass
+        return super().forward(input)
+
+
+def test_what_is_slow_for_a_moment_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured in three turns, the first of them slow."""
+    torch.set_num_threads(1)
+    called = Called(Moody(8, 8, device="meta"), (torch.empty(4, 8, device="meta"),), {})
+    meter = Measured(Placement(torch.device("cpu"), "fp32"), Setting(torch.float32, False, False, False, 1))
+    monkeypatch.setattr(Moody, "is_slow", True)
+    assert meter(called).forward >= 0.02
+    monkeypatch.setattr(Moody, "is_slow", False)
+    for _ in range(TURNS - 1):
+        meter.again()
+    assert 0 < meter(called).forward < 0.01
 
 
 def test_longer_rows_take_longer() -> None:

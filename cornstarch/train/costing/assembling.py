@@ -111,6 +111,7 @@ def _layer(segment: Segment, costs: Sequence[CallCost], seen: set[int], items: i
     cost = sum(costs, CallCost())
     every = {id(p): p for module in segment.modules for p in module.parameters()}
     own = [parameter for key, parameter in every.items() if key not in seen]
+    shared = [parameter for key, parameter in every.items() if key in seen and parameter.requires_grad]
     seen.update(every)
     trained = sum(p.numel() for p in own if p.requires_grad)
     total = sum(p.numel() for p in own)
@@ -135,6 +136,7 @@ def _layer(segment: Segment, costs: Sequence[CallCost], seen: set[int], items: i
         whole_bytes=min(2 * inputs, cost.kept),
         working_bytes=cost.working,
         again=sum(one.forward for _, one in layers),
+        shared_bytes=sum(p.numel() * p.element_size() for p in shared),
         items=float(items),
     )
 

@@ -112,7 +112,7 @@ class Reckoned:
             cost,
             kept=kept,
             recomputed=min(kept, given) if called.is_layer else kept,
-            working=most,
+            working=most + (outputs if called.is_layer else 0),  # what goes past its parts needs the output's gradient
             output=outputs,
             flops=cost.flops + _backward_flops(found, upstream),
         )
@@ -177,13 +177,15 @@ def head_cost(called: Called, pace: Pace, setting: Setting) -> CallCost:
         forward += pace.moved(table * (1 + 2 * len(sizes)))
     selected = states if rows < called.inputs[0].numel() // width else 0
     kept = int(upstream) * states + int(trained) * table
+    # A portion's logits go when the next one's are there. Torch's own kernels copy them.
+    at_once = 1 if setting.on_gpu and len(sizes) == 1 else 2
     return CallCost(
         forward=forward,
         input_gradient=pace.moved(3 * states) if upstream else 0.0,
         weight_gradient=pace.moved(table + words * width * weight.element_size()) if trained else 0.0,
         kept=kept,
         recomputed=kept,
-        working=max(sizes) * words * itemsize * (1 if setting.on_gpu else 2) + selected,  # torch's kernels copy them
+        working=at_once * max(sizes) * words * itemsize + selected,
         output=4,
         flops=products * product.flops,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
@@ -26,6 +26,9 @@ from cornstarch.train.costing.segments import Called
 from cornstarch.train.precision import Placement
 
 _ROUNDS = 3  # of which the median counts
+TURNS = 3
+"""How often the kinds of a run are measured on a CPU, one after the other; the median counts. What else a machine does
+makes it slower for seconds, and what is measured once, and taken for every layer, would be that much too slow."""
 _SECONDS = 0.08  # that a round takes, about
 _MOST = 20  # runs in a round
 _AHEAD = 24  # large products, which a GPU is busy with while what is timed is handed to it
@@ -55,6 +58,8 @@ class Measured:
     ) -> None:
         self.placement, self.setting, self._tell = placement, setting, tell
         self._known = {} if known is None else known
+        self._own: dict[str, tuple[Called, list[CallCost]]] = {}
+        self._rounds = _ROUNDS if placement.device.type == "cuda" else 1  # on a CPU in turns
         self._reckoned = Reckoned(Pace(_NOMINAL, ON_GPU if setting.on_gpu else ON_CPU), setting)
 
     def __call__(self, called: Called) -> CallCost:
@@ -63,14 +68,21 @@ class Measured:
         if key not in self._known:
             self._tell(f"{type(called.module).__name__}{' with its loss' if called.is_head else ''}")
             self._known[key] = self._measured(called)
+            self._own[key] = called, [self._known[key]]
         return self._known[key]
+
+    def again(self) -> None:
+        """Measure once more what this one measured; from now on the median counts."""
+        for key, (called, found) in self._own.items():
+            found.append(self._measured(called))
+            self._known[key] = _median(found)
 
     def _measured(self, called: Called) -> CallCost:
         reckoned = self._reckoned(called)
         run = _Run(called, self.placement, self.setting)
         try:
-            forward = run.seconds(backward=False)
-            both = run.seconds(backward=True) if run.has_backward else forward
+            forward = run.seconds(self._rounds, backward=False)
+            both = run.seconds(self._rounds, backward=True) if run.has_backward else forward
             cost = _shared_out(reckoned, forward, max(0.0, both - forward))
             if self.placement.device.type != "cuda":
                 return cost
@@ -88,6 +100,14 @@ def _shared_out(reckoned: CallCost, forward: float, backward: float) -> CallCost
     total = reckoned.input_gradient + reckoned.weight_gradient
     share = reckoned.input_gradient / total if total else 0.0
     return replace(reckoned, forward=forward, input_gradient=backward * share, weight_gradient=backward * (1 - share))
+
+
+def _median(found: Sequence[CallCost]) -> CallCost:
+    """Return costs that differ only in their times with the medians of these."""
+    times = {
+        name: median(getattr(one, name) for one in found) for name in ("forward", "input_gradient", "weight_gradient")
+    }
+    return replace(found[0], **times)
 
 
 @dataclass(frozen=True)
@@ -153,7 +173,7 @@ class _Run:
         for tensor in (*self._made.module.parameters(), *self._made.inputs):
             tensor.grad = None
 
-    def seconds(self, backward: bool) -> float:
+    def seconds(self, rounds: int, backward: bool) -> float:
         """Return the time of a forward pass, or of both."""
 
         def once() -> None:
@@ -161,7 +181,7 @@ class _Run:
             if backward:
                 self.backward(result)
 
-        return time_of(once, self.device)
+        return time_of(once, self.device, rounds)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that a forward pass leaves, its result among them, and the most that a pass takes."""
@@ -190,24 +210,24 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def time_of(once: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of something: on a GPU, those in which it is busy with it.
+def time_of(once: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS) -> float:
+    """Return the seconds of something, the median of some rounds: on a GPU, those in which it is busy with it.
 
-    On a CPU with one thread the processor's time counts, so that what else the machine does is left out.
+    On a CPU with one thread the processor's time counts, so that waiting for what else the machine does is left out.
     """
     if device.type == "cuda":
         for _ in range(3):  # the first time compiles it
             once()
-        return _median_of(lambda times: _gpu_seconds(once, times, device))
+        return _median_of(rounds, lambda times: _gpu_seconds(once, times, device))
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     once()
-    return _median_of(lambda times: _cpu_seconds(once, times, clock))
+    return _median_of(rounds, lambda times: _cpu_seconds(once, times, clock))
 
 
-def _median_of(seconds: Callable[[int], float]) -> float:
+def _median_of(rounds: int, seconds: Callable[[int], float]) -> float:
     """Return the median of some rounds, each of as many runs as there is time for."""
     times = max(2, min(_MOST, int(_SECONDS / max(seconds(1), 1e-9))))
-    return median(seconds(times) / times for _ in range(_ROUNDS))
+    return median(seconds(times) / times for _ in range(rounds))
 
 
 def _cpu_seconds(once: Callable[[], Any], times: int, clock: Callable[[], float]) -> float:
@@ -232,4 +252,4 @@ def _gpu_seconds(once: Callable[[], Any], times: int, device: torch.device) -> f
     return begin.elapsed_time(end) / 1e3
 
 
-__all__ = ["Measured", "filled", "time_of"]
+__all__ = ["TURNS", "Measured", "filled", "time_of"]
