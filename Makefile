@@ -8,7 +8,7 @@ PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install -c constraints.txt
 # One thread per test worker: two workers with two threads each would fight for the cores. Tests with processes of their
 # own are among them: while those wait for one another, the other worker has something to do.
-TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+TESTS  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
 
 .PHONY: help demo test parity lint docs clean setup
 

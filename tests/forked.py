@@ -32,4 +32,14 @@ def context() -> ForkServerContext:
 
 def process(target: Callable[..., None], *arguments: Any, daemon: bool = False) -> ForkServerProcess:
     """Return a process that calls a function; it is not started yet."""
-    return context().Process(target=target, args=arguments, daemon=daemon)
+    usual = multiprocessing.get_start_method()
+    return context().Process(target=_as_usual, args=(usual, target, *arguments), daemon=daemon)
+
+
+def _as_usual(method: str, target: Callable[..., None], *arguments: Any) -> None:
+    """Call a function, in a process that starts others as any process does.
+
+    By itself it would start them as it was started, from a server of its own, which would import everything anew.
+    """
+    multiprocessing.set_start_method(method, force=True)
+    target(*arguments)

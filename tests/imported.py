@@ -10,10 +10,13 @@ from importlib import import_module
 from PIL import Image
 
 _NEEDED = [
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
     "torch.distributed.fsdp",
     "transformers.models.auto.image_processing_auto",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
+    "transformers.models.clip.image_processing_pil_clip",
     "cornstarch.cli.train",
     "cornstarch.plugin",
     "cornstarch.report.page",

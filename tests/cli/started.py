@@ -20,10 +20,16 @@ _PATIENCE = 120  # seconds, on a machine with other things to do
 
 
 def _run(
-    arguments: list[str], folder: str, output: str, largest_file: int | None, environment: Mapping[str, str]
+    arguments: list[str],
+    folder: str,
+    output: str,
+    largest_file: int | None,
+    environment: Mapping[str, str],
+    python: str | None,
 ) -> None:
     """Be the command."""
     os.chdir(folder)
+    sys.executable = python or sys.executable
     os.environ.update(environment)
     if "PYTHONPATH" in environment:  # read when Python starts, which it has
         sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
@@ -73,13 +79,26 @@ class Started:
 
 
 def start(
-    *arguments: str, folder: Path, largest_file: int | None = None, environment: Mapping[str, str] | None = None
+    *arguments: str,
+    folder: Path,
+    largest_file: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    python: str | None = None,
 ) -> Started:
-    """Start `cornstarch` in a folder; no file that it writes may become larger than so many bytes."""
+    """Start `cornstarch` in a folder.
+
+    Args:
+        arguments: The command.
+        folder: Where it runs.
+        largest_file: No file that it writes may become larger than so many bytes.
+        environment: More variables.
+        python: What it starts processes with; without it the interpreter of the tests.
+    """
     number = sum(1 for _ in folder.glob("output-*.txt"))
     output = folder / f"output-{number}.txt"
     output.touch()
-    process = forked.process(_run, list(arguments), str(folder), str(output), largest_file, dict(environment or {}))
+    variables = dict(environment or {})
+    process = forked.process(_run, list(arguments), str(folder), str(output), largest_file, variables, python)
     process.start()
     return Started(process, output)
 

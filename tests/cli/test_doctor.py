@@ -101,10 +101,10 @@ def test_a_probe_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "torch/distributed.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(doctor, "PROBE_SECONDS", 3)
-    assert found(doctor.process_groups_and_devices, "torch probe").status == "ok"
-    gloo = found(doctor.process_groups_and_devices, "gloo probe")
-    assert gloo.status == "fail"
-    assert "longer than 3 s" in gloo.detail
+    findings = {finding.name: finding for finding in doctor.process_groups_and_devices()}
+    assert findings["torch probe"].status == "ok"
+    assert findings["gloo probe"].status == "fail"
+    assert "longer than 3 s" in findings["gloo probe"].detail
 
 
 @pytest.mark.parametrize(("free", "status"), [(0.5, "fail"), (5, "warn"), (50, "ok")])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +12,11 @@ import pytest
 
 from cornstarch.cli import main as command_line
 from cornstarch.train.source import dump_config
+from tests import warm
 from tests.train.tiny import tiny_config
 
 Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     Path("run.yaml").write_text(dump_config(tiny_config(tmp_path)))
 
     def run_command(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
+        with warm.used(warm.interpreter()), pytest.raises(SystemExit) as ended:
             command_line.main(["verify", "run.yaml", *arguments])
         captured = capfd.readouterr()
         assert "Traceback" not in captured.err
@@ -47,6 +52,19 @@ def test_a_pipeline_that_is_right(run: Run) -> None:
     assert code == 0
     assert [line.split("  ")[0] for line in out.splitlines() if "e-" in line or " 0" in line][-1] == "loss"
     assert out.endswith("The plan does what one process does.\n")
+
+
+def test_a_process_of_a_trial_starts_by_itself(tmp_path: Path) -> None:
+    """As users have it: with an interpreter that has imported nothing yet."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "cornstarch.train.verification", "nowhere.yaml", "record"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 1 and ran.stderr.startswith("ConfigError: nowhere.yaml"), ran.stderr
 
 
 WRONG = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cornstarch.parallel.context import exchange, ring
 from tests.generality.context import judge_context, judge_here
@@ -55,7 +56,7 @@ def defective(defect: str) -> Any:
     summed, share = exchange._Gather.backward, ring._share
     if defect == "gradients are not summed":
         exchange._Gather.backward = staticmethod(
-            lambda ctx, *found: (found[0].split(ctx.sizes, ctx.dim)[0], None, None, None)
+            lambda ctx, *found: (found[0].split(ctx.sizes, ctx.dim)[dist.get_rank(ctx.group)], None, None, None)
         )
     else:
         ring._share = lambda part, total: torch.full_like(part, 0.5).unsqueeze(-1)

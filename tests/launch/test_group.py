@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import warm
 from tests.launch.started import PATIENCE, ROOT, start
 
 _REDUCES = """
@@ -95,7 +96,12 @@ def test_the_same_under_torchrun_which_may_start_it_again(tmp_path: Path) -> Non
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     ran = subprocess.run(
         [*torchrun, "--monitor-interval=0.1", str(tmp_path / "worker.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PYTHON_EXEC": warm.interpreter(),  # what torchrun starts its processes with
+        },
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -148,7 +154,9 @@ def test_processes_share_a_gpu_through_gloo(tmp_path: Path) -> None:
             distributed.all_reduce(number)
             tell(f"found_{rank}", f"{device} {distributed.get_backend_config()} {number.item()}")
     """
-    code, _, stderr = start(tmp_path, script, 2, environment={"PYTHONPATH": str(ROOT)}).ended()
+    # A process that may have asked for GPUs cannot be forked.
+    quickly = "" if torch.cuda.is_available() else f"sys.executable = {warm.interpreter()!r}"
+    code, _, stderr = start(tmp_path, script, 2, before=quickly, environment={"PYTHONPATH": str(ROOT)}).ended()
     assert code == 0, stderr
     assert "more processes than GPUs" in stderr
     assert {(tmp_path / f"found_{rank}").read_text() for rank in (0, 1)} == {"cuda:0 cpu:gloo,cuda:gloo 3.0"}

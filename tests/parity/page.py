@@ -408,8 +408,9 @@ the Trainer: `model.keep_encoders_running(processor.stand_ins())`, torch's own w
 make parity
 ```
 
-writes this page. `make test` runs some of the cells: every row and every column with every kind of batches. A new
-column is an entry in `tests/parity/columns.py`, a new row one in `tests/parity/rows.py`.
+writes this page. `make test` runs some of the cells: every row with every kind of batches, and every column, those
+that are no combination of others with every kind of batches, too. A new column is an entry in
+`tests/parity/columns.py`, a new row one in `tests/parity/rows.py`.
 
 Some of the cells (`tests/parity/on_device.py`) are also run on a GPU, in fp32 and bf16, all processes on the same one:
 `python -m tests.parity --device cuda --jobs 2` writes `benchmarks/results/gpu_parity.md`, with the bounds.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from cornstarch.train.witness import TOLERANCE
@@ -9,8 +11,11 @@ from tests.parity.cell import Matrix
 from tests.parity.frozen import COMBINATIONS, SCHEDULES
 from tests.parity.page import frozen
 
+# All of them with the schedule that has backward passes of two kinds; the others take turns. `make parity` runs each.
+CASES = [(trained, "zero_bubble") for trained in COMBINATIONS]
+CASES += zip(COMBINATIONS, cycle(schedule for schedule in SCHEDULES if schedule != "zero_bubble"), strict=False)
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("trained", COMBINATIONS)
+
+@pytest.mark.parametrize(("trained", "schedule"), CASES)
 def test_whatever_is_frozen(matrix: Matrix, trained: tuple[bool, bool, bool], schedule: str) -> None:
     assert frozen(matrix, trained, schedule).worst < TOLERANCE

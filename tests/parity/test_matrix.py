@@ -1,4 +1,4 @@
-"""Some cells of the matrix: every row with every load, every column with every load. `make parity` runs all of them."""
+"""Some cells of the matrix: every row with every load, every column. `make parity` runs all of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 DELICATE = [(row, column, "mixed") for row in ("projector", "lora") for column in ("fsdp1", "fsdp2", "hsdp")]
 # What flows back through a head that is cut and frozen.
 DELICATE += [("projector", "tp_vocabulary", "plain")]
+# What meets every load, as the kinds of data parallelism do. What is put together of these has one, in turns.
+SIMPLE = ("ring", "pp", "pp_zero_bubble", "pp_interleaved", "pp_dp", "own")
 
 
 def some() -> list[tuple[str, str, str]]:
-    """Return cells in which every row and every column meet every load."""
+    """Return cells in which every row meets every load, and every column one; the simple columns every load, too."""
     working = [name for name, column in COLUMNS.items() if column.refused is None]
     chosen = [*DELICATE]
     for place, name in enumerate(working):
         column = COLUMNS[name]
         rows = [row for row in ROWS if column.fits(ROWS[row]) and not column.refusal(row)]
         some = [(rows[(place + 3 * turn) % len(rows)], load) for turn, load in enumerate(LOADS)]
-        chosen += [(row, name, load) for row, load in some if load in column.loads(row)][: 1 if column.is_cut else 3]
+        meeting = [(row, name, load) for row, load in some if load in column.loads(row)]
+        is_simple = name in SIMPLE or not column.parallel(ROWS[rows[0]])["modules"]
+        first = 0 if column.is_cut else place % len(meeting)
+        chosen += meeting if is_simple else meeting[first : first + 1]
     met = {(row, load) for row, _, load in chosen}
     chosen += [(row, "fsdp2", load) for row in ROWS for load in LOADS if (row, load) not in met]
     return list(dict.fromkeys(chosen))
