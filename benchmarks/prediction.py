@@ -63,8 +63,9 @@ def rows_of(device: str, chosen: Sequence[int], steps: int, limit: float) -> Ite
 
 def _lines(command: list[str]) -> Iterator[dict[str, Any]]:
     """Yield what a process tells, line by line."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed is given back, and so counted right
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    from prediction_steps import GIVEN_BACK
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **GIVEN_BACK}) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):

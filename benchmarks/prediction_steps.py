@@ -51,6 +51,9 @@ from cornstarch.train.precision import Placement
 from cornstarch.train.recompute import recompute_activations
 from cornstarch.train.speed import speed_up
 
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Environment in which memory that is freed on a CPU is given back: it is counted right, and a tensor costs the same in
+steps, which take much memory and free it, as where a layer is measured again and again (glibc)."""
 IMAGE_TOKEN = 5
 WARM = 3
 

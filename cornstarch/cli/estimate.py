@@ -101,7 +101,7 @@ def _computing(meant: Device | None, found: Device, world: int) -> Device:
     from cornstarch.plan.cluster import this_cpu
     from cornstarch.plan.devices import device
 
-    if found.name == "cpu":  # each rank on a machine of its own: they are joined by a network
+    if found.is_cpu:  # each rank on a machine of its own: they are joined by a network
         return this_cpu()
     return meant or device(found.name)
 
@@ -124,7 +124,7 @@ def _shared(device: Device, world: int) -> Device:
     """Return one rank's share: the processes of a CPU have its memory together."""
     from dataclasses import replace
 
-    return replace(device, memory=device.memory // world) if device.name == "cpu" else device
+    return replace(device, memory=device.memory // world) if device.is_cpu else device
 
 
 # ------------------------------------------------------------------------------------------------ tables

@@ -87,7 +87,8 @@ class Costs:
     def step_end(self, way: Way, first: int, last: int, kind: DataKind, ranks: int, copies: int) -> StepEnd:
         """Return what some layers of a module add to a step, which does not depend on microbatches either."""
         links = way.links
-        key = (way.module, way.tp, way.vocabulary, links.data, links.copies, first, last, kind, ranks, copies)
+        over = (links.data, links.copies, links.beside)
+        key = (way.module, way.tp, way.vocabulary, over, first, last, kind, ranks, copies)
         if key not in self._ends:
             layers, device = self.passes(way).layers[first:last], self.cluster.device
             self._ends[key] = step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies)

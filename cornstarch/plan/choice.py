@@ -163,11 +163,13 @@ def crossing(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int = 1
         every = (starts[:, None] + np.arange(span.stages) * span.stage_ranks).reshape(-1)
         tensor = (every[:, None] + np.arange(span.cp) * span.tp).reshape(-1)
         data = (starts[:, None] + np.arange(span.cp) * span.tp).reshape(copies, -1)
+        summed_over = _widest(cluster, data)
         one = Links(
             tp=_slowest(cluster, tensor, span.tp),
             cp=_slowest(cluster, every, span.stage_ranks),
-            data=_widest(cluster, data),
+            data=summed_over,
             copies=_widest(cluster, data.T) if copies > 1 else None,
+            beside=not cluster.device.is_cpu or summed_over is not cluster.inside,
         )
         ends = (starts + span.ranks - span.stage_ranks, placement.starts(last))
         meets = _farthest(cluster, *ends) if span is not last else one.cp

@@ -73,7 +73,7 @@ class Cluster:
             one = device(name)
         except ConfigError as error:
             raise ConfigError(f"cluster {text!r}: {error}") from None
-        if one.name == "cpu":
+        if one.is_cpu:
             one = this_cpu(per_node)
         elif per_node > MOST_IN_A_NODE:
             split = f"{per_node // 8}x8x{name}" if per_node % 8 == 0 and not second else f"2x8x{name}"

@@ -152,7 +152,7 @@ class _Reader:
     def _known(self, name: str, path: mistakes.Path, missing: list[str] | None = None) -> Device | None:
         try:
             found = device(name)
-            return this_cpu(self._processes) if found.name == "cpu" else found
+            return this_cpu(self._processes) if found.is_cpu else found
         except ConfigError as error:
             more = (
                 f"\nOr describe it: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing."

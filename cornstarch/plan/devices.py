@@ -35,6 +35,11 @@ class Device:
     """What joins several of them in a node, by its name in `cornstarch.plan.links.LINKS`."""
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it is cores of a machine, which also carry what ranks on that machine exchange."""
+        return self.name == "cpu"
+
+    @property
     def usable(self) -> int:
         """Bytes to plan with."""
         return int(self.memory * (1 - KEPT_FREE))

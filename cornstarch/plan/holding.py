@@ -83,7 +83,8 @@ def step_end(
 
     Gradients are read twice, for their norm and by the optimizer, which reads parameters and states, too, and writes
     both; at most of the speed that the maker promises for the device's memory. hsdp sums gradients within each copy
-    first, and then each rank its part over the copies.
+    first, and then each rank its part over the copies. The cores of one machine sum gradients after they have computed
+    them, as they do both.
     """
     link, shards = links.data, ranks // copies
     trained = [layer for layer in layers if layer.changing]
@@ -99,4 +100,4 @@ def step_end(
     if copies > 1 and links.copies is not None:
         reduced += all_reduce(gradients / shards, copies, links.copies)
     after = all_gather(gradients, ranks, link) if kind == "zero1" and trained else 0.0
-    return StepEnd(reduced if trained else 0.0, len(trained), optimizer, after)
+    return StepEnd(reduced if trained else 0.0, len(trained), optimizer, after, beside=links.beside)

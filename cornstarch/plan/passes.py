@@ -7,7 +7,8 @@ What costs time inside a layer, beside computing:
 - cp: keys and values go round once in a forward pass, and twice in a backward pass, with their gradients.
 - checkpointing: a backward pass does the forward pass again, what it exchanges included.
 - zero3: parameters are gathered before each pass, while the layer before computes: it takes the longer of both. zero2
-  keeps them from forward to backward, and gathers them for the next microbatch's forward.
+  keeps them from forward to backward, and gathers them for the next microbatch's forward. The cores of one machine,
+  which carry parameters and compute, take as long as both.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Links:
     """Of those that hold the same parameters together; with hsdp, of one copy."""
     copies: Link | None = None
     """hsdp: of the ranks that hold the same part of each copy."""
+    beside: bool = True
+    """Whether gradients and parameters travel over `data` while ranks compute; else one comes after the other."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,9 @@ def _row(one: LayerCost, way: Way, upstream: bool) -> tuple[float, ...]:
     gather = 0.0
     if way.gathered_over > 1:
         whole = all_gather(one.parameter_bytes, way.gathered_over, way.links.data)
-        late = max(0.0, whole - forward)
-        later = max(0.0, whole - inputs - weights) if has_backward and way.gathered_again else 0.0
+        hidden = (forward, inputs + weights) if way.links.beside else (0.0, 0.0)
+        late = max(0.0, whole - hidden[0])
+        later = max(0.0, whole - hidden[1]) if has_backward and way.gathered_again else 0.0
         forward, inputs, gather = forward + late, inputs + later, late + later
     times = 1 + recomputed
     tensor *= times + upstream

@@ -64,6 +64,8 @@ class StepEnd:
     """zero1: gathering the new parameters."""
     earlier: int = 0
     """Microbatches before the last whose gradients are summed, too, each while the next one is computed."""
+    beside: bool = True
+    """Whether sums go on while passes are computed; else they come after them."""
 
     def __add__(self, other: StepEnd) -> StepEnd:
         return StepEnd(
@@ -72,6 +74,7 @@ class StepEnd:
             self.optimizer + other.optimizer,
             self.after + other.after,
             max(self.earlier, other.earlier),
+            self.beside and other.beside,
         )
 
     def exposed(self, backward: float) -> float:
@@ -82,6 +85,8 @@ class StepEnd:
         """
         if not self.buckets:
             return 0.0
+        if not self.beside:
+            return (1 + self.earlier) * self.reduced
         late = max(self.reduced / self.buckets, self.reduced - backward * (1 - 1 / self.buckets))
         return late + self.earlier * max(0.0, self.reduced - backward)
 
@@ -93,7 +98,8 @@ class StepEnd:
         """Yield what a place does beside its passes, the last of which ends at `end`."""
         done = end + self.exposed(backward)
         if self.reduced:
-            yield Stretch("sums", max(0.0, end - backward * (1 - 1 / self.buckets)) if self.buckets else end, done)
+            hidden = backward * (1 - 1 / self.buckets) if self.buckets and self.beside else 0.0
+            yield Stretch("sums", max(0.0, end - hidden), done)
         for name, lasts in (("optimizer", self.optimizer), ("gather", self.after)):
             if lasts:
                 yield Stretch(name, done, done + lasts)

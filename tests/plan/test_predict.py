@@ -54,10 +54,24 @@ def test_data_parallel_sums_overlap_with_the_last_backward() -> None:
     assert StepEnd(reduced=4.0, buckets=4).exposed(backward=100.0) == 1.0
     assert StepEnd(reduced=40.0, buckets=4).exposed(backward=20.0) == 25.0
     assert StepEnd(reduced=0.0, buckets=0).exposed(backward=1.0) == 0.0
+    assert StepEnd(reduced=4.0, buckets=4, earlier=2, beside=False).exposed(backward=100.0) == 12.0
     slow = cluster(1, 2, inside=100.0)  # 800 bytes over 2 ranks at 100 bytes/s: 8 s; backward takes 7 s
     found = predict(chain(1, dp=2, microbatches=4), CHAIN, slow)
     assert found.step == pytest.approx(4 * 11 + max(8 / 4, 8 - 7 * 3 / 4))
     assert found.shares.data == pytest.approx(2.75)
+
+
+def test_cores_that_carry_gradients_do_not_compute_meanwhile() -> None:
+    """Processes of one machine exchange by its cores; between machines a network does it, while they compute."""
+    inside, between = cluster(1, 2, inside=100.0), cluster(2, 1, between=100.0)
+    for machines, beside in ((inside, False), (between, True)):
+        cores = replace(machines, device=replace(machines.device, name="cpu"))
+        found = predict(chain(1, dp=2, microbatches=4), CHAIN, cores)
+        assert found.shares.data == pytest.approx(2.75 if beside else 8.0)
+        # zero3: of a layer's 200 bytes half are sent; that takes 1 s, no longer than its shortest pass
+        gathered = predict(chain(1, dp=2, microbatches=4, kind="zero3"), CHAIN, cores)
+        layers = 4 * 4 * 2
+        assert gathered.shares.gather == pytest.approx(0.0 if beside else layers * 1.0)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2", "zero3"])

@@ -59,7 +59,7 @@ class Pace:
                 f"How quickly {device.name} reads its memory is not known. Describe it in a file with "
                 "`device.bandwidth`, or measure it: cornstarch doctor --measure."
             )
-        if device.name == "cpu":
+        if device.is_cpu:
             return cls(device, ON_CPU)
         return cls(device, ON_MEASURED_GPU if is_measured else ON_GPU)
 
