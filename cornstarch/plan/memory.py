@@ -137,16 +137,21 @@ class Memory:
         """What tensors hold that last: parameters, gradients, optimizer, averages and buffers."""
         return self.parameters + self.gradients + self.optimizer + self.averages + self.buffers
 
-    def peak(self, activations: int = 0, accumulated: bool = False) -> int:
+    def peak(self, activations: int = 0, accumulated: bool = False, last: int = 0) -> int:
         """Return the most bytes of a step on the device that computes.
 
         In backward gradients come as activations go, so that they are not all there together, unless gradients are
         there before: in buckets that stay, or those of an earlier portion of the step (`accumulated`).
+
+        Args:
+            activations: The most that there are.
+            accumulated: Whether a step has several portions.
+            last: Activations that are there until all gradients are: those of the layer whose backward pass is last.
         """
         gradients = 0 if self.offloaded else self.gradients
         resting = self.buffers if self.offloaded else self.held - gradients + self.buckets + self.exchanged
         together = self.gradients_stay or accumulated
-        passing = gradients + activations if together else max(gradients, activations)
+        passing = gradients + activations if together else max(gradients + last, activations)
         return resting + self.gathered + passing
 
 

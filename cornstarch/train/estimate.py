@@ -40,6 +40,8 @@ class KindEstimate:
     """Why."""
     activations: int | None = None
     """Bytes; None if they could not be estimated."""
+    last: int = 0
+    """Those of them that are there with nearly all gradients: the largest layer's."""
     accumulated: bool = False
     """Whether a step has several portions."""
 
@@ -47,7 +49,7 @@ class KindEstimate:
     def peak(self) -> int:
         """The most bytes at one time, activations included as far as they are known."""
         assert self.memory is not None
-        return self.memory.peak(self.activations or 0, self.accumulated)
+        return self.memory.peak(self.activations or 0, self.accumulated, self.last)
 
     def fits(self, device: Device) -> bool:
         """Say whether a device has room for it."""
@@ -109,9 +111,10 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     for data, copies in _data_plans(plan, world, ranks_per_node):
         found, _ = activations(data.param_dtype != precision)
         most = None if found is None else found.most(config.recomputes, loop.activation_bytes)
+        last = 0 if found is None else found.layer
         memory, refused = _memory(model, config, data, world, copies)
         label = "one process" if world == 1 else _label(data.kind, copies)
-        kinds.append(KindEstimate(data, label, memory, refused, most, loop.accumulation > 1))
+        kinds.append(KindEstimate(data, label, memory, refused, most, last, loop.accumulation > 1))
     chosen = next(kind for kind in kinds if kind.data is plan.data)
     known, unknown = activations(chosen.data.param_dtype != precision)
     notes = [*_notes(config, world, rows, kinds), *unknown]
@@ -273,7 +276,7 @@ def _rescue(
     assert smallest.memory is not None
     loop, remedies = config.loop, []
     if known is not None and not config.recomputes:
-        peak = smallest.memory.peak(known.most(recomputed=True), smallest.accumulated)
+        peak = smallest.memory.peak(known.most(recomputed=True), smallest.accumulated, known.layer)
         remedies.append(f"loop.activation_checkpointing=true (then {show_size(peak)})")
     if loop.batch_size > loop.accumulation * world:
         remedies.append("a larger loop.accumulation")

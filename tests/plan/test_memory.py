@@ -172,6 +172,7 @@ def test_gradients_come_as_activations_go() -> None:
     alone = memory_of(EVEN, DataPlan("ddp"), 1)  # parameters 4, gradients 4, states 8
     assert alone.peak(3 * PSI) == 16 * PSI and alone.peak(5 * PSI) == 17 * PSI
     assert alone.peak(5 * PSI, accumulated=True) == 21 * PSI
+    assert alone.peak(3 * PSI, last=2 * PSI) == 18 * PSI and alone.peak(7 * PSI, last=2 * PSI) == 19 * PSI
     views = memory_of(EVEN, DataPlan("ddp"), 2)  # gradients lie in buckets, which stay
     assert views.peak(5 * PSI) == 21 * PSI
     copies = memory_of(EVEN, DataPlan("ddp", gradient_as_bucket_view=False), 2)
