@@ -1,6 +1,6 @@
 """A training step in fp8 against bf16 on one GPU: time, memory, and the loss curves side by side.
 
-    PYTHONPATH=. python benchmarks/h200_fp8.py [--ways bf16,rowwise,tensorwise] [--steps 100] [--json results.json]
+    python benchmarks/h200_fp8.py [--ways bf16,rowwise,tensorwise] [--steps 100] [--json results.json]
 
 The reference case of `h200_step.py`: SigLIP-so400m frozen, an MLP projector, Qwen3-1.7B trained from random weights,
 fused AdamW, clipping at 1.0; 4 rows of 4,096 tokens with 2 images of 729 tokens each. Text is a random Markov chain, so
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from h200_step import CASES, IMAGE_TOKEN, Case, parts, work
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from benchmarks.h200_step import CASES, IMAGE_TOKEN, Case, parts, work
 from cornstarch import ModalEncoderModule, MultimodalModel
 from cornstarch.attention.choice import attend_with
 from cornstarch.compat import step_dividing

@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import known_models
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 PEAK = 989e12  # bf16 of an H100 or H200, dense
 IMAGE_TOKENS = 729
@@ -72,39 +72,14 @@ WAYS = ("eager", "compiled", "ours")
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-def sizes(case: Case) -> dict[str, Any]:
-    """Return the language model's config."""
-    if case.size == "8B":
-        return {
-            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-        }  # fmt: skip
-    return {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    }  # fmt: skip
-
-
 def parts(case: Case, device: torch.device) -> tuple[Any, Any, nn.Module]:
     """Return language model, vision encoder and projector, always with the same weights."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            language = Qwen3ForCausalLM(
-                Qwen3Config(vocab_size=151_936, max_position_embeddings=40_960, use_cache=False, **sizes(case))
-            )
-            vision = SiglipVisionModel(
-                SiglipVisionConfig(
-                    hidden_size=1152,
-                    intermediate_size=4304,
-                    num_hidden_layers=27,
-                    num_attention_heads=16,
-                    image_size=384,
-                    patch_size=14,
-                    vision_use_head=False,
-                )  # fmt: skip
-            )
+            language = known_models.language_model(f"Qwen3-{case.size}", use_cache=False)
+            vision = known_models.encoder("SigLIP-so400m")
             width = language.config.hidden_size
             projector = nn.Sequential(nn.Linear(1152, width), nn.GELU(), nn.Linear(width, width))
     finally:

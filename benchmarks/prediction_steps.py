@@ -9,26 +9,17 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import known_models
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-)
 
 from cornstarch import ModalEncoderModule, MultimodalModel
 from cornstarch.compat import divides_gradients, step_dividing
@@ -80,7 +71,7 @@ class Case:
 
 
 QWEN, LLAMA = "SigLIP-so400m + Qwen3-1.7B", "CLIP-L/336 + Llama-3.2-3B"
-SMALL, TINY = "small SigLIP + Qwen3", "small CLIP + Llama"
+SMALL, TINY = "small SigLIP + small Qwen3", "small CLIP + small Llama"
 ON_GPU = (
     Case(QWEN, 4, 4096),
     Case(QWEN, 2, 4096),
@@ -109,119 +100,14 @@ WARMING = Case(TINY, 1, 128, images=1)
 # ---------------------------------------------------------------------------------------------------- models
 
 
-def _parts(name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return what makes the language model, and the encoder."""
-    if name == QWEN:
-        return (
-            lambda: Qwen3ForCausalLM(
-                Qwen3Config(
-                    vocab_size=151_936,
-                    hidden_size=2048,
-                    intermediate_size=6144,
-                    num_hidden_layers=28,
-                    num_attention_heads=16,
-                    num_key_value_heads=8,
-                    head_dim=128,
-                    tie_word_embeddings=True,
-                )  # fmt: skip
-            ),
-            lambda: SiglipVisionModel(
-                SiglipVisionConfig(
-                    hidden_size=1152,
-                    intermediate_size=4304,
-                    num_hidden_layers=27,
-                    num_attention_heads=16,
-                    image_size=384,
-                    patch_size=14,
-                    vision_use_head=False,
-                )  # fmt: skip
-            ),
-        )
-    if name == LLAMA:
-        return (
-            lambda: LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=128_256,
-                    hidden_size=3072,
-                    intermediate_size=8192,
-                    num_hidden_layers=28,
-                    num_attention_heads=24,
-                    num_key_value_heads=8,
-                    head_dim=128,
-                    tie_word_embeddings=True,
-                    max_position_embeddings=131_072,
-                )  # fmt: skip
-            ),
-            lambda: CLIPVisionModel(
-                CLIPVisionConfig(
-                    hidden_size=1024,
-                    intermediate_size=4096,
-                    num_hidden_layers=24,
-                    num_attention_heads=16,
-                    image_size=336,
-                    patch_size=14,
-                )  # fmt: skip
-            ),
-        )
-    if name == SMALL:
-        return (
-            lambda: Qwen3ForCausalLM(
-                Qwen3Config(
-                    vocab_size=16_384,
-                    hidden_size=512,
-                    intermediate_size=1536,
-                    num_hidden_layers=6,
-                    num_attention_heads=8,
-                    num_key_value_heads=4,
-                    head_dim=64,
-                    tie_word_embeddings=True,
-                )  # fmt: skip
-            ),
-            lambda: SiglipVisionModel(
-                SiglipVisionConfig(
-                    hidden_size=384,
-                    intermediate_size=1536,
-                    num_hidden_layers=4,
-                    num_attention_heads=6,
-                    image_size=128,
-                    patch_size=16,
-                    vision_use_head=False,
-                )  # fmt: skip
-            ),
-        )
-    return (
-        lambda: LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=8_192,
-                hidden_size=384,
-                intermediate_size=1024,
-                num_hidden_layers=8,
-                num_attention_heads=6,
-                num_key_value_heads=6,
-                tie_word_embeddings=False,
-            )  # fmt: skip
-        ),
-        lambda: CLIPVisionModel(
-            CLIPVisionConfig(
-                hidden_size=256,
-                intermediate_size=1024,
-                num_hidden_layers=6,
-                num_attention_heads=4,
-                image_size=128,
-                patch_size=16,
-            )  # fmt: skip
-        ),
-    )
-
-
 def build(case: Case, device: torch.device) -> MultimodalModel:
     """Return a model with random weights: on a GPU in bfloat16, else in float32."""
     torch.manual_seed(0)
-    make_language, make_vision = _parts(case.model)
+    encoder, _, language_model = case.model.partition(" + ")
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     try:
         with device:
-            language, vision = make_language(), make_vision()
+            language, vision = known_models.language_model(language_model), known_models.encoder(encoder)
             width = language.config.hidden_size
             projector = nn.Sequential(nn.Linear(vision.config.hidden_size, width), nn.GELU(), nn.Linear(width, width))
     finally:
