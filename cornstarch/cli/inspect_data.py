@@ -168,6 +168,12 @@ def advice(found: Inspection) -> list[str]:
                 f"({', '.join(one.dominated)}): balancing cannot even that. Use larger batches (loop.batch_size), or "
                 "cp for the modules, which spreads the images and tokens of each sample over ranks."
             )
+            several = [name for name in found.phases[:-1] if max(size.items[name] for size in found.sizes) > 1]
+            if not data.split_images and (lent := [name for name in several if name in one.dominated]):
+                lines.append(
+                    f"data.split_images=true lets replicas encode one another's items ({', '.join(lent)}), where a "
+                    "sample has several."
+                )
             break
     return lines
 

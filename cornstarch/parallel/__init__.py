@@ -4,6 +4,7 @@ from cornstarch.parallel.apply import spread
 from cornstarch.parallel.clipping import clip_gradients
 from cornstarch.parallel.context import shard_items, shard_tokens
 from cornstarch.parallel.data import apply_data_parallel
+from cornstarch.parallel.lending import lend_items, lending
 from cornstarch.parallel.loading import load_cut, load_sharded, loaded_whole
 from cornstarch.parallel.mesh import data_mesh
 from cornstarch.parallel.tensor import ColumnParallelLinear, RowParallelLinear, shard_tensors
@@ -17,6 +18,8 @@ __all__ = [
     "apply_data_parallel",
     "clip_gradients",
     "data_mesh",
+    "lend_items",
+    "lending",
     "load_cut",
     "load_sharded",
     "loaded_whole",

@@ -12,6 +12,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import shard_items, shard_tokens, tokens_are_cut, whole_rows
 from cornstarch.parallel.data import apply_data_parallel, check_data_plan
+from cornstarch.parallel.lending import lend_items
 from cornstarch.parallel.loading import loaded_whole
 from cornstarch.parallel.mesh import Meshes, StageMeshes
 from cornstarch.parallel.tensor import cut_added_adapters, is_cut, shard_tensors
@@ -41,7 +42,9 @@ def tensor_cut(layout: Layout, meshes: Meshes, name: str, is_encoder: bool = Fal
     return TensorCut(plan, meshes, is_encoder) if plan.tp > 1 else None
 
 
-def spread(model: nn.Module, layout: Layout, device_type: str, meshes: Meshes | None = None) -> nn.Module:
+def spread(
+    model: nn.Module, layout: Layout, device_type: str, meshes: Meshes | None = None, lend: bool = False
+) -> nn.Module:
     """Return what to call instead of the model, whose parameters and tokens are now shared out as the layout says.
 
     All processes must call it, with the same weights. Make the optimizer afterwards. A loss that a process then has is
@@ -52,11 +55,16 @@ def spread(model: nn.Module, layout: Layout, device_type: str, meshes: Meshes | 
         layout: How it is shared out.
         device_type: cpu or cuda.
         meshes: Those of the layout, if there are some already: modules must be cut over the same ones.
+        lend: Let the encoders of replicas lend items to one another in passes of training (`lending`).
     """
     check_data_plan(model, layout.plan.data)
     meshes = meshes or Meshes(layout, device_type)
     for module, plan in planned_modules(model, layout):
         spread_inside(module, plan, meshes)
+    if lend and layout.dp > 1 and isinstance(model, MultimodalModel):
+        replicas = meshes.replicas()
+        for encoder in model.encoders.values():
+            lend_items(encoder, replicas)
     if meshes.data.size() == 1 and layout.plan.data.kind == "ddp":
         return model  # there is nobody to average with
     return apply_data_parallel(model, meshes.data, layout.plan.data)

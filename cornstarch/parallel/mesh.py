@@ -90,6 +90,12 @@ class Meshes:
             self._context[cp] = _mesh_of_all(self._device, shape, ("other", "cp", "tp"))["cp"]
         return self._context[cp]
 
+    def replicas(self) -> DeviceMesh:
+        """Return the processes with this one's place in each replica, over a process group that nothing else uses."""
+        rank = processes.rank()
+        line = self._layout.group("dp", self._span.modules[0], rank)
+        return _mesh_of(line, ("replica",), rank, self._device)
+
 
 class StageMeshes:
     """The device meshes of one stage, whose ranks are its own.

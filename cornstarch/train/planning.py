@@ -132,7 +132,7 @@ def _space(config: RunConfig) -> Space:
 
 def _is_whole(config: RunConfig) -> bool:
     """Whether every process must hold whole modules: see the checks of `RunConfig`."""
-    return config.features.cache
+    return config.features.cache or config.data.split_images
 
 
 def _allowed(config: RunConfig, cost: RunCost) -> RunCost:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.compat import move_present
+from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import spread
@@ -198,13 +199,27 @@ class Spreading:
             self.pipeline.set_call(loss_of)
         else:
             self._meshes = self._meshes or Meshes(layout, self._placement.device.type)
-            self.task.wrapped = spread(self.model, layout, self._placement.device.type, self._meshes)
+            lend = self._lends()
+            self.task.wrapped = spread(self.model, layout, self._placement.device.type, self._meshes, lend)
             if (measured := measured_bucket(self.task.wrapped)) is not None:
                 self.buckets = measured.line
                 self._note(f"gradients travel in {measured.line}.")
         # Sharded parameters are new objects, and with FSDP 1 of other shapes.
         parts = parts_of(self.model, config.model, config.optimizer, is_stage=self._is_pipeline)
         self.parts = [replace(part, shapes=shapes) for part in parts]
+
+    def _lends(self) -> bool:
+        """Whether replicas lend items to one another; say so."""
+        if not self._config.data.split_images:
+            return False
+        if not isinstance(self.task, ConversationTask) or not self.task.model.encoders:
+            raise ConfigError(
+                "data.split_images = true: replicas lend the images and sounds of conversations to one another, which "
+                "encoders read; this model has no encoder, or another task.\n  Leave it out."
+            )
+        if self._layout.dp > 1:
+            self._note("Replicas lend images to one another where one has more than its share (data.split_images).")
+        return self._layout.dp > 1
 
     def exchange(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Exchange | None:
         """Return how replicas keep together, if torch does not see to it alone; all processes must ask."""

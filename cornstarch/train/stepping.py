@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cornstarch.parallel.data import gradients_kept_here
+from cornstarch.parallel.lending import lending, lends
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.train.attribution import LOSS
 from cornstarch.train.counting import Totals
@@ -69,6 +71,7 @@ class Passes:
     ) -> None:
         self._loss, self._feed, self._pipeline, self._ahead = loss, feed, pipeline, ahead
         self._scaler, self._shares = scaler, shares
+        self._lends = lends(loss.task.model)
 
     def __call__(self, batch: StepBatch, totals: Totals) -> Tensor:
         """Add the gradients of a step to the parameters, and return this process's share of its loss.
@@ -91,7 +94,8 @@ class Passes:
         if self._pipeline is not None:
             self._pipeline.train([portion.inputs for portion in batch.portions], scaled)
         else:
-            self._one_by_one(batch if self._ahead is None else self._ahead(batch), scaled)
+            with lending(self._loss.task.model) if self._lends else nullcontext():
+                self._one_by_one(batch if self._ahead is None else self._ahead(batch), scaled)
         if not losses:
             return self._loss.placement.nothing()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

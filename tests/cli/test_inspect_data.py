@@ -50,6 +50,20 @@ def test_what_is_configured_is_marked_and_not_advised(run: Path, command: Comman
     assert code == 0 and "packed, balanced *" in said and "would make" not in said
 
 
+def test_samples_with_many_images_can_be_split(run: Path, command: Command) -> None:
+    code, said, _ = command("inspect-data", str(run), *BATCHES)
+    assert code == 0 and "(audio): balancing cannot even that" in said and "split_images" not in said  # one sound each
+    rows = json.loads(Path("train.json").read_text())
+    for row in rows[:8]:
+        row["image"] = [row["image"]] * 8
+        row["conversations"][0]["value"] = "<image>" * 8
+    Path("train.json").write_text(json.dumps(rows))
+    code, said, _ = command("inspect-data", str(run), *BATCHES)
+    assert code == 0 and "data.split_images=true lets replicas encode one another's items (vision)" in said
+    code, said, _ = command("inspect-data", str(run), *BATCHES, "data.split_images=true")
+    assert code == 0 and "balancing cannot even that" in said and "split_images" not in said
+
+
 def test_facts(run: Path, command: Command) -> None:
     code, said, error = command("inspect-data", str(run), *BATCHES, "--output", "facts.yaml")
     assert code == 0 and "Written to facts.yaml." in said, error

@@ -96,6 +96,8 @@ class ModalEncoderModule(nn.Module):
         self.postprocess_module_callback = postprocess_module_callback
         self.postprocess_projector_callback = postprocess_projector_callback
         self._is_settled = False
+        self.is_standing_in = False
+        """Whether it runs on a stand-in now, whose tokens go nowhere."""
         self.keep: Callable[[Mapping[str, Any], Tensor | None], None] | None = None
         """Called with what is known of items and the tokens [total, D] of those that were encoded now."""
 
@@ -236,6 +238,14 @@ class ModalEncoderModule(nn.Module):
             return Features(token_states(self(**{**inputs, KNOWN: known})), list(known["lengths"]))
         told = {name: named.get(name, value) for name, value in inputs.items()}
         return split_items(self.module, told, token_states(self(**inputs)))
+
+    def stand_in_features(self, inputs: dict[str, Any]) -> Features:
+        """Return the tokens of a stand-in; meanwhile `is_standing_in` tells whoever looks on."""
+        self.is_standing_in = True
+        try:
+            return self.features(inputs)
+        finally:
+            self.is_standing_in = False
 
     def set_trainable(self, encoder: bool, projector: bool) -> None:
         """Train or freeze the encoder and the projector: `requires_grad` and train/eval mode together."""

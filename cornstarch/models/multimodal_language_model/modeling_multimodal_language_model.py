@@ -294,7 +294,7 @@ class MultimodalModel(nn.Module):
                 on_host = None if facts is None else facts.known(name)
                 features[name] = encoder.features(self._in_step(name, encoder_inputs[name]), on_host)
             elif name in self._stand_ins:
-                touched += encoder.features(self.stand_in(name, self.device) or {}).given()
+                touched += encoder.stand_in_features(self.stand_in(name, self.device) or {}).given()
         return features, touched
 
     def _in_step(self, name: str, inputs: dict[str, Any]) -> dict[str, Any]:

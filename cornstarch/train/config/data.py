@@ -49,6 +49,9 @@ class DataConfig(Section):
     balance: Literal["off", "cost"] = "off"
     """cost: deal out the samples of a step so that processes, and portions, have as much to compute as one another.
     What a sample costs is predicted from its text and the headers of its media; the loss stays the same."""
+    split_images: bool = False
+    """Let processes lend images (and sounds) to one another: what a sample has beyond an even share is encoded by
+    others. The loss stays the same, and each process reads its own samples only."""
     pad_to: Literal["auto"] | Positive = "auto"
     """Fill rows of conversations and documents up to a multiple of so many tokens, at most `max_length`. auto: not at
     all; or, where the model is compiled, to one of eight lengths, packed rows to `max_length`."""

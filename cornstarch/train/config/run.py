@@ -126,6 +126,37 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _splits_images(self) -> RunConfig:
+        if not self.data.split_images:
+            return self
+        plan, said = self.parallel.plan(), "`data.split_images` = true"
+        if plan.data.kind in ("local_sgd", "diloco", "async", "gossip"):
+            raise ValueError(
+                f"{said} with `parallel.data.kind` = {plan.data.kind}: processes train by themselves between "
+                "exchanges, and would have to wait for one another's images. Set `data.split_images` to false"
+            )
+        if plan.is_pipeline:
+            raise ValueError(
+                f"{said} with stages, or encoders on ranks of their own: replicas of a pipeline do not encode at the "
+                "same moment. Put all modules on the same ranks (`parallel.ranks` = shared, one stage), or set "
+                "`data.split_images` to false"
+            )
+        encoders = [name for name in plan.modules if name != "language_model" or len(plan.modules) == 1]
+        if cut := sorted(name for name in encoders if plan.modules[name].cp > 1):
+            raise ValueError(
+                f"{said} with cp > 1 for {', '.join(cut)}: the ranks of a replica share out its images already. Use "
+                "cp = 1 for encoders, with `parallel.ranks` = shared, or set `data.split_images` to false"
+            )
+        if self.features.cache:
+            raise ValueError(
+                f"{said} with `features.cache`: what is kept needs no encoder, and processes that have all of their "
+                "images would not take part. Leave one of them out"
+            )
+        if self.model.language_model is not None and not self.model.encoders:
+            raise ValueError(f"{said} lends what encoders read; `model` has none")
+        return self
+
+    @model_validator(mode="after")
     def _trains_apart(self) -> RunConfig:
         kind = self.parallel.data.kind
         if kind not in ("local_sgd", "diloco", "async", "gossip"):

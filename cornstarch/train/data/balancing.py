@@ -30,6 +30,7 @@ from cornstarch.train.data.sizes import SampleSizer, Step
 from cornstarch.train.runs import RunFolder
 
 COSTS = "sample_costs.npz"
+_OF_NO_WEIGHT = {"evaluation", "workers", "prefetch", "balance", "packing", "split_images"}
 _TOLD = 8  # steps that the gain is told of
 
 
@@ -84,7 +85,10 @@ def balancer_of(
         )
     sizer = SampleSizer(collator, step)
     costs = _shared(lambda numbers: weighed(sizer, source, numbers), len(sizer.phases), len(source), config, folder)
-    return Balancer(costs / _ranks_of(sizer.phases, layout)[:, None], not config.data.packing)
+    costs = costs / _ranks_of(sizer.phases, layout)[:, None]
+    # Encoders that lend items are even however samples are dealt out: only the language model, the last, is left.
+    lends = config.data.split_images and layout.dp > 1
+    return Balancer(costs[-1:] if lends else costs, not config.data.packing)
 
 
 def told_gain(balancer: Balancer, order: EpochOrder, config: RunConfig, ranks: int) -> str:
@@ -152,7 +156,7 @@ def _stored(folder: RunFolder, key: str, shape: tuple[int, int]) -> Costs | None
 
 def _key(config: RunConfig) -> str:
     """Return what stands for everything that decides what samples cost."""
-    data = config.data.model_dump(mode="json", exclude={"evaluation", "workers", "prefetch", "balance", "packing"})
+    data = config.data.model_dump(mode="json", exclude=_OF_NO_WEIGHT)
     said = {"model": config.model.model_dump(mode="json"), "data": data, "recomputes": config.recomputes}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 

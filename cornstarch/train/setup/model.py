@@ -11,6 +11,7 @@ from torch import nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.parallel.lending import lends
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.train.budget import Recomputation, fit_activations
 from cornstarch.train.config import RunConfig
@@ -110,7 +111,8 @@ def ready_model(start: Start, task: Task, verify: Callable[[], None], held: Exit
         recomputation,
         flops,
         features,
-        encoded_ahead(task, config, placement),
+        # Encoders that lend items are called once for each portion, in every replica.
+        None if lends(task.model) else encoded_ahead(task, config, placement),
         speed,
         spreading.memory,
     )

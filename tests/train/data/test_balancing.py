@@ -13,6 +13,7 @@ from cornstarch.compute.flops import FlopCounter
 from cornstarch.errors import ConfigError
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import Plan
+from cornstarch.train import load_config
 from cornstarch.train.data import balancing
 from cornstarch.train.data.balancing import COSTS, Balancer, balancer_of, told_gain, weighed
 from cornstarch.train.data.collate import ChatCollator
@@ -171,6 +172,13 @@ def test_work_on_more_ranks_takes_less_time(tmp_path: Path) -> None:
     assert np.array_equal(apart.costs[0], shared.costs[0]) and np.allclose(apart.costs[1], shared.costs[1] / 2)
 
 
+def test_encoders_that_lend_are_even_anyhow(tmp_path: Path) -> None:
+    both = balancer(tmp_path)
+    lent = balancer(tmp_path, split_images=True)
+    assert both is not None and lent is not None
+    assert np.array_equal(lent.costs, both.costs[1:]) and len(lent.costs) == 1
+
+
 def test_the_gain_is_told(tmp_path: Path) -> None:
     found = balancer(tmp_path)
     assert found is not None
@@ -193,3 +201,36 @@ def test_processes_that_train_by_themselves_are_refused(tmp_path: Path, kind: st
     with pytest.raises(ConfigError, match="`data.balance` = cost with `parallel.data.kind`"):
         tiny_config(tmp_path, data={"balance": "cost"}, parallel={"data": {"kind": kind}})
     assert tiny_config(tmp_path, data={"balance": False}).data.balance == "off"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"parallel": {"data": {"kind": "diloco"}}}, "`parallel.data.kind` = diloco"),
+        ({"parallel": {"modules": {"vision": {}, "language_model": {"stages": 2}}}}, "or encoders on ranks of"),
+        (
+            {"parallel": {"modules": {"vision": {}, "language_model": {}}, "ranks": "own"}},
+            "stages, or encoders on ranks",
+        ),
+        ({"parallel": {"modules": {"model": {"cp": 2}}}}, "cp > 1 for model"),
+        ({"parallel": {"modules": {"vision": {"cp": 2}, "language_model": {"cp": 2}}}}, "cp > 1 for vision:"),
+        ({"model": {"encoders": {"vision": {"train": "projector"}}}, "features": {"cache": True}}, "`features.cache`"),
+    ],
+)
+def test_what_cannot_lend_is_refused(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"`data.split_images` = true with .*{said}"):
+        tiny_config(tmp_path, data={"split_images": True}, **sections)
+
+
+def test_lending_goes_with_tokens_that_are_cut(tmp_path: Path) -> None:
+    modules = {"vision": {}, "language_model": {"cp": 2}}
+    parallel = {"modules": modules, "ranks": "shared"}
+    assert tiny_config(tmp_path, data={"split_images": True}, parallel=parallel).data.split_images
+    with pytest.raises(ConfigError, match="lends what encoders read; `model` has none"):
+        load_config(
+            None,
+            base={
+                "model": {"language_model": {"path": "llama"}},
+                "data": {"train": ["train.json"], "split_images": True},
+            },
+        )
