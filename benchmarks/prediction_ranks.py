@@ -47,7 +47,7 @@ def on_two_ranks() -> Iterator[dict[str, Any]]:
     for case in ON_TWO:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
-        port = _free_port()
+        port = free_port()
         workers = [context.Process(target=_work, args=(rank, port, case, there)) for rank in range(2)]
         with patch.dict(os.environ, GIVEN_BACK):
             for worker in workers:
@@ -61,7 +61,8 @@ def on_two_ranks() -> Iterator[dict[str, Any]]:
             worker.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -128,6 +128,7 @@ def test_sizes_are_rounded_so_that_ragged_batches_share_kernels() -> None:
     assert len(shapes) == 1
 
 
+@pytest.mark.timeout(1200)  # C++ is compiled, which a busy machine takes minutes for
 def test_a_compiled_layer_is_compiled_once_for_ragged_batches() -> None:
     torch.compiler.reset()
 

@@ -100,11 +100,14 @@ def test_a_probe_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "torch/__init__.py").write_text("__version__ = '2.13.0'")
     (tmp_path / "torch/distributed.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "PROBE_SECONDS", 3)
-    findings = {finding.name: finding for finding in doctor.process_groups_and_devices()}
+    for seconds in (2, 20, 200):  # a busy machine may take longer until torch is imported
+        monkeypatch.setattr(doctor, "PROBE_SECONDS", seconds)
+        findings = {finding.name: finding for finding in doctor.process_groups_and_devices()}
+        if findings["torch probe"].status == "ok":
+            break
     assert findings["torch probe"].status == "ok"
     assert findings["gloo probe"].status == "fail"
-    assert "longer than 3 s" in findings["gloo probe"].detail
+    assert f"longer than {seconds} s" in findings["gloo probe"].detail
 
 
 @pytest.mark.parametrize(("free", "status"), [(0.5, "fail"), (5, "warn"), (50, "ok")])

@@ -38,7 +38,7 @@ from tests.zoo import IGNORED, text_batch
 
 RANKS = 2
 ROWS = ("tttttttttttttttttt", "tttttt", "ttttttttttt")
-SECONDS = 90.0
+SECONDS = 240.0
 MODES: tuple[str, ...] = get_args(Mode)
 
 Found = tuple[Tensor, Gradients]

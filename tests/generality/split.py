@@ -74,9 +74,9 @@ def judge_split(model_name: str) -> SplitVerdict:
 
 @contextlib.contextmanager
 def firm_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes too long, and again if it goes on with something else."""
+    """Raise `TimeoutError` in a block that computes too long, and again if it goes on with something else."""
     with sweep.time_limit(seconds):
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
         yield
 
 

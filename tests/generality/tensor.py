@@ -33,7 +33,7 @@ from tests.zoo import generator, text_batch
 
 RANKS = 2
 ROWS = ("tttttttttttt", "tttttt", "ttttttttt")
-SECONDS = 60.0
+SECONDS = 240.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ _REDUCES = """
     from cornstarch.launch.world import current_world, start_process_group
 
     world = current_world()
-    with start_process_group(world, "cpu", timeout=30, rendezvous_timeout=30):
+    with start_process_group(world, "cpu", timeout=120, rendezvous_timeout=120):
         number = torch.tensor(world.rank + 1.0)
         distributed.all_reduce(number)
         assert distributed.get_backend() in ("gloo", "cpu:gloo"), distributed.get_backend()

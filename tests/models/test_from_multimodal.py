@@ -51,8 +51,13 @@ def original_gradients(parts: DismantledModel) -> dict[str, Tensor | None]:
 
 
 def assert_same_step(whole: PreTrainedModel, parts: MultimodalModel, batch: Inputs) -> None:
-    """Compare logits, loss and every gradient, also "is None"."""
+    """Compare logits, loss and every gradient, also "is None".
+
+    Behind a convolution over tokens (Qwen3.5) gradients may differ by rounding: some processors add them up otherwise
+    if tensors lie elsewhere in memory.
+    """
     assert isinstance(parts, DismantledModel)
+    convolves = any(isinstance(module, nn.Conv1d) for module in whole.modules())
     whole.zero_grad()
     parts.zero_grad()
     expected, found = whole(**batch), parts(**batch)
@@ -67,7 +72,8 @@ def assert_same_step(whole: PreTrainedModel, parts: MultimodalModel, batch: Inpu
         if parameter.grad is None or gradient is None:
             assert parameter.grad is gradient, name
         else:
-            assert torch.equal(parameter.grad, gradient), name
+            bounds = {"rtol": 1e-5, "atol": 1e-7} if convolves else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(gradient, parameter.grad, **bounds, msg=name)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -27,7 +27,7 @@ MOST = 4
 _START = 240.0  # seconds; busy machines import slowly
 # That a process waits for another one in a collective, before it says that they are out of step. For a GPU kernels are
 # compiled, by one process later than by another.
-_QUIET = {"cpu": 60.0, "cuda": 300.0}
+QUIET = {"cpu": 60.0, "cuda": 300.0}
 _WORDS = {"cpu": 150.0, "cuda": 600.0}  # that a job may take
 
 
@@ -111,7 +111,7 @@ class Pool:
         try:
             return connection.recv()
         except EOFError:
-            self._workers[rank][0].join(1)
+            self._workers[rank][0].join(60)
             return False, f"rank {rank} died with {self._workers[rank][0].exitcode}"
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ def _prepare_gpu() -> None:
 def _done(
     store: dist.Store, rank: int, ranks: int, device: str, function: Callable[..., Any], arguments: Any
 ) -> tuple[bool, Any]:
-    backend, quiet = GLOO_FOR_ALL if device == "cuda" else "gloo", timedelta(seconds=_QUIET[device])
+    backend, quiet = GLOO_FOR_ALL if device == "cuda" else "gloo", timedelta(seconds=QUIET[device])
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=quiet)
         dist.barrier()  # one that ends at once would close its connections while others still make theirs

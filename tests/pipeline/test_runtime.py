@@ -9,7 +9,7 @@ import pytest
 
 from cornstarch.pipeline.transfer import Route
 from cornstarch.schedule.graph import StageGraph, StageNode
-from tests.parity.pool import Pool
+from tests.parity.pool import QUIET, Pool
 from tests.pipeline import small_stages
 
 FROZEN_FIRST = StageGraph.chain(3, trains=[False, True, True])
@@ -85,7 +85,7 @@ def test_a_failure_stops_every_process_although_the_one_that_failed_lives_on(
     expected = f"rank {place}, stage {place} (model {place}), microbatch 2: ValueError: a bad number"
     assert [words for words, _ in told] == [expected] * places
     failed = told[place][1]  # the first to know
-    assert max(ended for _, ended in told) - failed < 5.0
+    assert max(ended for _, ended in told) - failed < QUIET["cpu"] / 2  # not because gloo has waited long enough
     assert failed >= began
 
 

@@ -79,7 +79,7 @@ def save_in_background(folder: Path, form: str) -> tuple[bool, bool, int | None]
     write = files.write_pieces
 
     def slowly(*arguments: Any, **options: Any) -> Any:
-        go_on.wait(20)
+        assert go_on.wait(250)
         return write(*arguments, **options)
 
     files.write_pieces = slowly
@@ -118,7 +118,7 @@ def fail_in_background(folder: Path, failing: int) -> str:
         save_numbered(store, 2, wait=False)
 
         def until_told() -> None:
-            for _ in range(2000):
+            while True:
                 time.sleep(0.01)
                 store.check()
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from cornstarch.errors import ConfigError
 from cornstarch.files import file_digests, own_digest
 from cornstarch.train.checkpoint import Checkpoint, CheckpointStore, files
+from tests.train.halted import halt_in_a_save, is_half_written
 
 
 def tensors_of(step: int, size: int = 1000) -> dict[str, Tensor]:
@@ -523,7 +524,10 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path: Path) -> No
 
 
 def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
-    """A process saves as fast as it can and is killed: what it had said to be saved is there, and is not mixed."""
+    """A process saves as fast as it can and is killed: what it had said to be saved is there, and is not mixed.
+
+    Most have saved before, and every third one is killed while it saves, however busy the machine is.
+    """
     chance = random.Random(0)
     store = CheckpointStore(tmp_path, keep=2)
     told, during = 0, 0
@@ -537,16 +541,17 @@ def test_thirty_kills_at_random_moments(tmp_path: Path) -> None:
                 save(store, step, size=300_000)
                 os.write(write, f"{step}\n".encode())
         os.close(write)
-        said = os.read(read, 100) if number % 2 else b""  # every second one has saved, however busy the machine is
-        time.sleep(chance.uniform(0.0, 0.2))
+        said = os.read(read, 100) if number % 2 or number % 3 == 0 else b""
+        time.sleep(chance.uniform(0.0, 0.05))
+        if number % 3 == 0:
+            halt_in_a_save([child], tmp_path)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with open(read, "rb") as rest:
             told = max([told, *map(int, (said + rest.read()).split())])
-        during += any(".tmp." in name for name in names(tmp_path))
+        during += is_half_written(tmp_path)
         found = store.latest()
         assert store.problems == []
         assert (0 if found is None else step_in(found)) in (told, told + 1)
         told = found.step if found is not None else 0
-    assert told >= 15  # it had time to save
-    assert during >= 5  # and the kills met it at work
+    assert told >= 20 and during >= 10

@@ -26,7 +26,7 @@ class Gate:
         monkeypatch.setattr(files, "write_file", self._wait_and_write)
 
     def _wait_and_write(self, *arguments: Any) -> dict[str, Any]:
-        assert self._open.wait(30)
+        assert self._open.wait(250)
         return self._write(*arguments)
 
     def open(self) -> None:
@@ -139,7 +139,7 @@ def _save_and_end(folder: Path) -> None:
 def test_a_process_that_ends_waits(tmp_path: Path) -> None:
     process = forked.process(_save_and_end, tmp_path)
     process.start()
-    process.join(60)
+    process.join(250)
     assert process.exitcode == 0
     assert value_in(CheckpointStore(tmp_path, keep=1), 1) == 1.0
 

@@ -186,7 +186,7 @@ def test_a_killed_writer_leaves_whole_files_only(tmp_path: Path) -> None:
         folder, ready = tmp_path / str(attempt), context.Event()
         process = context.Process(target=write_for_ever, args=(folder, ready))
         process.start()
-        assert ready.wait(60)
+        assert ready.wait(250)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()

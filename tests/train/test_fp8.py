@@ -50,6 +50,7 @@ WAYS = {
 }
 
 
+@pytest.mark.timeout(1200)  # C++ is compiled, which a busy machine takes minutes for
 @pytest.mark.parametrize("way", WAYS)
 def test_with_what_else_a_run_does(way: str, bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, right = bf16

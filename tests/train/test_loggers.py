@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -264,14 +263,13 @@ def test_mlflow_with_a_server_that_goes_away(tmp_path: Path, monkeypatch: pytest
     gone = threading.Event()
 
     def refuse(self: Any, *args: Any, **more: Any) -> None:
-        gone.wait(60)  # it takes its time
+        gone.wait()  # it takes its time
         raise ConnectionError("no route")
 
     monkeypatch.setattr(MlflowClient, "log_batch", refuse)
-    start = time.perf_counter()
     for step in range(20):
-        logger.log(step, {"train/loss": 1.0})
-    assert time.perf_counter() - start < 30 and not told  # training does not wait
+        logger.log(step, {"train/loss": 1.0})  # would never return if training waited
+    assert not told
     gone.set()
     logger.close("finished")
     assert len(told) == 1 and "ConnectionError: no route" in told[0]

@@ -241,11 +241,9 @@ def test_backward_is_that_of_the_part_whose_forward_made_it(again: str) -> None:
         made.sum().backward()
     rows = traced(profiled)
     computed_again = 0 if again == "kept" else 1
-    for name, seconds in (("first", 0.01), ("second", 0.03)):
+    for name, seconds in (("first", 0.01), ("second", 0.03)):  # what counts for one part does not for the other
         assert rows[name]["forward"] >= seconds
         assert rows[name]["backward"] >= (2 + computed_again) * seconds
-    longer = rows["second"]["backward"] / rows["first"]["backward"]
-    assert 1.5 < longer < 6  # machines are busy, but not by that
 
 
 def traced(profiled: profile) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,9 @@ from cornstarch.errors import ConfigError
 from cornstarch.train.checkpoint import CheckpointStore
 from tests import forked
 from tests.train import numbered
+from tests.train.halted import halt_in_a_save
 
-_PATIENCE = 60.0
+_PATIENCE = 120.0
 
 
 def _save_without_end(rank: int, folder: Path, meeting: Path, told: Path, first: int, wait: bool) -> None:
@@ -50,7 +51,10 @@ def _save_without_end(rank: int, folder: Path, meeting: Path, told: Path, first:
 
 
 def _killed(folder: Path, round_: int, chance: random.Random, wait: bool) -> tuple[int, bool]:
-    """Start two, kill one of them, and return the last step that was told and whether the other one ended by itself."""
+    """Start two, kill one of them, and return the last step that was told and whether the other one ended by itself.
+
+    In every second round they are in the midst of a save, however fast or slowly they go.
+    """
     told = folder.with_name(f"{folder.name}.told")
     told.touch()
     before = max(map(int, told.read_text().split()), default=0)
@@ -68,8 +72,11 @@ def _killed(folder: Path, round_: int, chance: random.Random, wait: bool) -> tup
         time.sleep(0.002)
     time.sleep(chance.uniform(0.0, 0.08))
     victim = chance.randrange(2)
-    assert two[victim].pid is not None
-    os.kill(two[victim].pid, signal.SIGKILL)
+    pids = [process.pid for process in two if process.pid is not None]
+    if round_ % 2:
+        halt_in_a_save(pids, folder)
+    os.kill(pids[victim], signal.SIGKILL)
+    os.kill(pids[1 - victim], signal.SIGCONT)
     for process in two:
         process.join(_PATIENCE)
     codes = [process.exitcode for process in two]
@@ -80,14 +87,11 @@ def _killed(folder: Path, round_: int, chance: random.Random, wait: bool) -> tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kills", "wait"), [(30, True), (10, False)], ids=["waiting", "beside"])
+@pytest.mark.parametrize(("kills", "wait"), [(12, True), (6, False)], ids=["waiting", "beside"])
 def test_kills_at_random_moments(kills: int, wait: bool, tmp_path: Path) -> None:
     chance = random.Random(0)
     folder = tmp_path / "run"
-    during = 0
     for round_ in range(kills):
         told, ended = _killed(folder, round_, chance, wait)
         assert ended, "the other process must notice"
-        during += any(".tmp." in path.name for path in folder.iterdir())
         assert numbered.step_told_by(folder) in (told, told + 1)
-    assert during >= kills // 10  # some kills met them at work; how many depends on the machine

@@ -77,7 +77,7 @@ def stale(counts: list[Tensor], me: int, other: int) -> list[int]:
 @pytest.mark.parametrize(("ranks", "scales"), [(2, False), (3, True), (4, True)])
 def test_weights_are_the_formula_of_what_has_arrived(workers: Pool, ranks: int, scales: bool) -> None:
     steps = 15
-    found = workers.run(ranks, delayed, plan(1000, scales), steps, ranks, 0.004, 3)  # nobody ever waits
+    found = workers.run(ranks, delayed, plan(1000, scales), steps, ranks, 0.004, 3, 2)  # nobody ever waits
     weights = [[one["seen"][0]] for one in found]
     sent: list[list[Tensor]] = [[] for _ in found]  # the changes of each rank, as all apply them
     applied = [[0] * ranks for _ in found]

@@ -54,7 +54,8 @@ def test_a_resumed_run_is_the_same(workers: Pool, graph: str) -> None:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_mean_is_kept_by_those_who_do_not_wait(workers: Pool, graph: str) -> None:
-    found = workers.run(4, delayed, {"kind": "gossip", "gossip": {"graph": graph, "wait": False}}, 20, 1, 0.004, 3)
+    plan = {"kind": "gossip", "gossip": {"graph": graph, "wait": False}}
+    found = workers.run(4, delayed, plan, 20, 1, 0.004, 3, 0, 10)
     start = found[0]["seen"][0]
     expected = start + sum(sum(one["changes"]) for one in found) / 4
     for one in found:

@@ -164,24 +164,44 @@ def marked_step(model: Marked, rank: int, step: int) -> Tensor:
     return flat(model) - before
 
 
-def delayed(plan: Mapping[str, Any], steps: int, seed: int, longest: float, slow: int = 1) -> dict[str, Any]:
-    """Train while each step takes a random time, of rank 0 so many times as long; return what was seen when."""
+def delayed(
+    plan: Mapping[str, Any], steps: int, seed: int, longest: float, slow: int = 1, late: int = 0, saved: int = 0
+) -> dict[str, Any]:
+    """Train while each step takes a random time, of rank 0 so many times as long; return what was seen when.
+
+    However that goes, rank 0 has made a step before rank 1 makes its first, and has `late` steps of another to apply
+    after its second. After the step `saved` all come together, as they do for a checkpoint.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = Marked(ranks)
     exchange = exchange_for(model, DataPlan(**plan))
-    chance, never = Random(1000 * seed + rank), Event()
+    chance, never, go = Random(1000 * seed + rank), Event(), torch.zeros(1)
     seen, changes, staleness = [flat(model)], [], []
     for step in range(1, steps + 1):
         exchange.before_step()
+        if rank == 1 and step == 1:
+            dist.recv(go, 0)
         never.wait(chance.uniform(0, longest) * (slow if rank == 0 else 1))  # what computing takes
+        while rank == 0 and step == 2 and late and not _have_arrived(exchange, late):
+            never.wait(0.001)
         changes.append(marked_step(model, rank, step))
         exchange.after_step(step)
+        if rank == 0 and step == 1:
+            dist.send(go, 1)
+        if step == saved:
+            exchange.state_dict()
         seen.append(flat(model))
         staleness.append(exchange.figures().get("staleness", 0.0))
     with exchange.averaged():
         mean = flat(model)
     exchange.finish()
     return {"seen": seen, "changes": changes, "staleness": staleness, "mean": mean, "end": flat(model)}
+
+
+def _have_arrived(exchange: Exchange, steps: int) -> bool:
+    """Say whether so many steps of another rank wait to be applied."""
+    assert isinstance(exchange, AsynchronousUpdates)
+    return max(other.arrived - other.applied for other in exchange._others) >= steps
 
 
 def slow_one(plan: Mapping[str, Any], alone: int, more: int) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -235,7 +236,7 @@ class MemoryPeak:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         self._before, self.bytes = _anonymous(), 0
-        self._ended = threading.Event()
+        self._ended, self._looks = threading.Event(), 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -243,6 +244,13 @@ class MemoryPeak:
     def _watch(self) -> None:
         while not self._ended.wait(0.0005):
             self.bytes = max(self.bytes, _anonymous() - self._before)
+            self._looks += 1
+
+    def wait(self) -> None:
+        """Wait until it has looked."""
+        enough = self._looks + 2  # one may be under way
+        while self._looks < enough:
+            time.sleep(0.001)
 
     def __exit__(self, *error: Any) -> None:
         self.bytes = max(self.bytes, _anonymous() - self._before)
