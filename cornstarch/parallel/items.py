@@ -6,7 +6,7 @@ Shapes: N items, P patches of all items, T tokens of an item, D width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,15 +147,6 @@ def named_inputs(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return named
 
 
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an output, in its order."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, ModelOutput | list | tuple):
-        for value in output.values() if isinstance(output, ModelOutput) else output:
-            yield from tensors_in(value)
-
-
 def each_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return an output with every tensor in it changed, in its order."""
     if isinstance(output, Tensor):
@@ -176,5 +167,4 @@ __all__ = [
     "each_tensor",
     "named_inputs",
     "row_dim",
-    "tensors_in",
 ]

@@ -29,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import token_states
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.carriage import backend_of
 from cornstarch.parallel.context.exchange import exchange
-from cornstarch.parallel.items import FLAT, Items, check_apart, each_tensor, named_inputs, row_dim, tensors_in
+from cornstarch.parallel.items import FLAT, Items, check_apart, each_tensor, named_inputs, row_dim
 from cornstarch.plan.dealing import lend_out
 
 _ATTACHED = "_cornstarch_lender"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.parallel.data import frozen_modules, local_value, sharded_units
 from cornstarch.plan import DataPlan
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
@@ -67,7 +68,7 @@ def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> 
             f"optimizer.name = {config.name}\n  What it keeps could not be found out: {type(error).__name__}: {error}."
         ) from error
     sizes = {"per_element": 0, "per_row": 0, "per_column": 0, "constant": 0}
-    for tensor in _tensors(optimizer.state.get(parameter, {})):
+    for tensor in tensors_in(optimizer.state.get(parameter, {})):
         if tensor.shape == parameter.shape:
             sizes["per_element"] += tensor.element_size()
         elif is_matrix and tensor.numel() == _MATRIX[0]:
@@ -94,7 +95,7 @@ def measured_bytes(
     return {
         "parameters": _bytes(parameters),
         "gradients": _bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
-        "optimizer": _bytes(tensor for state in optimizer.state.values() for tensor in _tensors(state)),
+        "optimizer": _bytes(tensor for state in optimizer.state.values() for tensor in tensors_in(state)),
         "averages": 0 if averages is None else _bytes(averages.averages.values()),
         "buffers": _bytes(model.buffers()),
     }
@@ -106,14 +107,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
         storage = local_value(tensor.detach()).untyped_storage()
         storages[StorageWeakRef(storage)] = storage.nbytes()
     return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one)
 
 
 # ---------------------------------------------------------------------------------------------------- in a run

@@ -25,10 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.exchange import gather
 from cornstarch.parallel.context.patches import PatchCutter
-from cornstarch.parallel.items import Items, check_apart, each_tensor, named_inputs, row_dim, tensors_in
+from cornstarch.parallel.items import Items, check_apart, each_tensor, named_inputs, row_dim
 from cornstarch.plan.dealing import deal_out
 
 _MANY, _UNEVEN = 1024, 1.5  # patches of a rank, and how far beyond the mean, that are worth an exchange in each layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -140,11 +140,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Go through the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for element in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for element in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(element)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
 )
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import Features, mask_of, sample_lengths
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.takeover.hollow import StandIn, hollow, listen
 from cornstarch.models.multimodal_language_model.takeover.modalities import Modality
@@ -54,15 +55,7 @@ class TowerFeatures(Features):
 
     def given(self) -> list[Tensor]:
         """Return all that the language model is given: tokens, and features for deeper layers."""
-        return [self.tokens, *(_tensors(self.output) if self.hands_on_more else ())]
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping | list | tuple):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
+        return [self.tokens, *(tensors_in(self.output) if self.hands_on_more else ())]
 
 
 @dataclass
