@@ -5,12 +5,14 @@ SHELL := /bin/sh
 
 VENV   := .venv
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip --disable-pip-version-check --no-input install -c constraints.txt
+# Python compiles what it imports; pip would compile all there is, which takes longer than to install it.
+PIP    := $(PY) -m pip --disable-pip-version-check --no-input install --no-compile -c constraints.txt
+export PYTHONDONTWRITEBYTECODE =
 # One thread per test worker: two workers with two threads each would fight for the cores. Tests with processes of their
 # own are among them: while those wait for one another, the other worker has something to do.
-TESTS  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 2 --dist worksteal
+TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test parity lint docs clean setup
+.PHONY: help demo test parity lint docs clean setup tools
 
 help:
 	@echo "make demo    train a small model that sees, hears and reads, on this machine's CPU, and write a report"
@@ -27,10 +29,10 @@ test: lint
 	@echo "==> Tests"
 	@$(TESTS)
 
-parity: setup
+parity: tools
 	@OMP_NUM_THREADS=1 $(PY) -m tests.parity
 
-lint: setup
+lint: tools
 	@echo "==> ruff"
 	@$(PY) -m ruff check .
 	@echo "==> mypy"
@@ -43,6 +45,8 @@ clean:
 	rm -rf $(VENV) $(VENV).unfinished build dist site runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(VENV)/.ready
+
+tools: $(VENV)/.tools
 
 # $(VENV).unfinished stands beside the environment while it is being made. If it is still there at the start, an
 # earlier set-up was interrupted and nothing inside can be trusted: begin afresh.
@@ -66,12 +70,19 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "==> Installing torch (the largest part)"
 	@# First and pinned by itself, so that no other package can ask for another build of it.
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@echo "==> Installing Cornstarch and its tools"
-	@$(PIP) -e ".[dev]"
+	@echo "==> Installing Cornstarch"
+	@$(PIP) -e .
 	@rm -f $(VENV).unfinished
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.ready
+$(VENV)/.tools: pyproject.toml constraints.txt | $(VENV)/.ready
+	@echo "==> Installing what tests and checks need"
+	@$(call more,dev)
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.ready
 	@echo "==> Installing the documentation tools"
-	@$(PIP) -e ".[docs]"
-	@touch $@
+	@$(call more,docs)
+
+# Install an extra; if that is interrupted, the environment is not ready any more.
+more = rm $(VENV)/.ready && touch $(VENV).unfinished && $(PIP) -e ".[$(1)]" && rm $(VENV).unfinished \
+	&& touch $(VENV)/.ready && touch $@
