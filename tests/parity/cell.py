@@ -214,9 +214,9 @@ class Matrix:
             if any(outcome != outcomes[0] for outcome in outcomes):
                 raise Mismatch(f"processes do not agree: {outcomes}")
             return outcomes[0]
-        return self._compared(outcomes, self.alone(row, load), spread.unused_are_zero)
+        return self.deviation(outcomes, self.alone(row, load), spread.unused_are_zero)
 
-    def _compared(self, found: list[Outcome], alone: Outcome, unused_are_zero: bool) -> Deviation:
+    def deviation(self, found: list[Outcome], alone: Outcome, unused_are_zero: bool) -> Deviation:
         """Return how far processes are from one, by what the precision allows for."""
         if self.place == EXACT:
             return compared(joined(found), alone, unused_are_zero)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.parity.cell import Deviation, Matrix, Mismatch, Outcome, Place, compared, joined, relative_norm
@@ -18,14 +16,6 @@ CELLS = [
     ("llm", "pp"), ("frozen_vision", "tp"), ("projector", "ddp"), ("lora", "fsdp2"), ("packed", "ring"),
     ("packed", "pp_gpipe"), ("long", "gather"), ("long", "ulysses"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def on_gpu() -> Iterator[Pool]:
-    """Return processes that share a GPU."""
-    pool = Pool("cuda")
-    yield pool
-    pool.close()
 
 
 @pytest.mark.gpu
