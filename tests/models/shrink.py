@@ -150,7 +150,10 @@ def shrunken_configs(config_class: type[PreTrainedConfig], problems: list[str]) 
     derived = {name: value for name, value in tiny.items() if "head_dim" not in name and name != "hidden_size"}
     doubled = {name: 2 * HEAD for name in tiny if name == "head_dim"}
     narrow = {"window_size": 1} if "window_size" in values else {}
-    for attempt in (tiny, {**tiny, **filled}, derived, {**tiny, **doubled}, {**tiny, **narrow}):
+    attempts = [tiny, {**tiny, **filled}, derived, {**tiny, **doubled}, {**tiny, **narrow}]
+    for number, attempt in enumerate(attempts):
+        if attempt in attempts[:number]:  # a config without these sizes: what has failed would fail again
+            continue
         try:
             config = config_class(**attempt)
         except Exception as error:  # each config class has its own kind of complaint

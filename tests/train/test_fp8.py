@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cornstarch.compat import compile_counts
 from cornstarch.errors import ConfigError
 from cornstarch.train import RunConfig, load_config, load_run
 from cornstarch.train.runs import RunFolder
@@ -50,12 +51,13 @@ WAYS = {
 }
 
 
-@pytest.mark.timeout(1200)  # C++ is compiled, which a busy machine takes minutes for
 @pytest.mark.parametrize("way", WAYS)
 def test_with_what_else_a_run_does(way: str, bf16: tuple[Path, dict[str, Any]]) -> None:
     folder, right = bf16
+    graphs = compile_counts()["graphs"]
     found = trained(str(folder), str(folder / way.split(",")[0]), "fp8=rowwise", *WAYS[way])
     near(found["losses"], right["losses"])
+    assert (compile_counts()["graphs"] > graphs) == (way == "compiled")
     slower = [note for note in found["notes"] if "slower than in bf16" in note]
     assert bool(slower) == (way != "compiled")
 

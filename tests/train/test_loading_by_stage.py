@@ -104,25 +104,37 @@ def test_a_run_is_that_of_one_process(workers: Pool, in_one_process: Alone, name
         assert all(one["reads"][LAYER.format(number)] == 32 * 32 // tp for one in readers)
 
 
+LARGE = {
+    "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, dict[str, Any]]:
+    """Store a larger model; return its folder, its bytes, and its config."""
+    folder = tmp_path_factory.mktemp("large")
+    model: Any = zoo.LANGUAGE_MODELS["llama"].build(**LARGE)
+    model.save_pretrained(folder, max_shard_size="50MB")
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return folder, whole, {"model_type": "llama", **model.config.to_diff_dict(), **LARGE}
+
+
 @pytest.mark.parametrize("random", [False, True])
-def test_the_memory_that_a_run_takes_before_its_first_step(workers: Pool, random: bool, tmp_path: Path) -> None:
+def test_the_memory_that_a_run_takes_before_its_first_step(
+    workers: Pool, large: tuple[Path, int, dict[str, Any]], random: bool, tmp_path: Path
+) -> None:
     """Of a model that is stored, and of one with random weights."""
     store(tmp_path, "llama")
-    large = {
-        "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8,
-        "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 256,
-    }  # fmt: skip
-    model: Any = zoo.LANGUAGE_MODELS["llama"].build(**large)
-    model.save_pretrained(tmp_path / "large", max_shard_size="50MB")
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    config = {"model_type": "llama", **model.config.to_diff_dict(), **large}
-    del model
+    stored, whole, config = large
     assert whole > 150e6
     for ranks, most in ((2, 0.57), (4, 0.32)):  # random weights: and room for the largest, to draw what others have
         runs = [{**described(tmp_path, name, **ACCUMULATED), "parallel": stages(ranks)} for name in ("llama", "large")]
+        language_model = runs[1]["model"]["language_model"]
+        language_model["path"] = str(stored)
         if random:
-            del runs[1]["model"]["language_model"]["path"]
-            runs[1]["model"]["language_model"]["config"] = config
+            del language_model["path"]
+            language_model["config"] = config
         workers.close()
         for found in workers.run(ranks, made_ready, runs, str(tmp_path / f"run {ranks}")):
             assert found <= (most + 0.03 * random) * whole, f"{found / whole:.3f}"
