@@ -39,6 +39,7 @@ from cornstarch.parallel.units import wrapping_units
 from cornstarch.train.speed import speed_up
 
 WAYS = ("bf16", "rowwise", "tensorwise")
+OTHERS = ("bf16_eager", "torchao_rowwise", "torchao_tensorwise")
 WORDS, FOLLOWERS = 64, (0.5, 0.25, 0.15, 0.1)
 RATE, RISING, BETAS = 1e-4, 20, (0.9, 0.95)  # with 3e-4 and torch's betas the loss of bf16 itself leaps in step 28
 WARM = 10  # steps that are not timed
@@ -249,6 +250,9 @@ def main() -> None:
     if given.way:
         print(json.dumps(measure(given.way, given.steps, given.least, given.tiny)))
         return
+    unknown = set(given.ways.split(",")) - {*WAYS, *OTHERS}
+    if unknown:
+        arguments.error(f"--ways: there is no {', '.join(sorted(unknown))}; there are {', '.join(WAYS + OTHERS)}")
     case = TINY if given.tiny else CASES["reference"]
     print(f"torch {torch.__version__}, {'CPU' if given.tiny else torch.cuda.get_device_name()}\n", flush=True)
     results = [in_process(way, given) for way in given.ways.split(",")]

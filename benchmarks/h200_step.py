@@ -352,6 +352,10 @@ def main() -> None:
         case = CASES[given.case] if given.budget is None else replace(CASES[given.case], budget=given.budget)
         print(json.dumps(measure(case, given.way, given.profile)))
         return
+    for asked, known in ((given.cases, CASES), (given.ways, WAYS)):
+        unknown = set(asked.split(",")) - set(known)
+        if unknown:
+            arguments.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
     kept = {}
     for name in given.cases.split(","):
