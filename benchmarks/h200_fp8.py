@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from h200_step import CASES, IMAGE_TOKEN, Case, parts, work
+from h200_step import CASES, IMAGE_TOKEN, Case, listed, parts, work
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
@@ -250,12 +250,10 @@ def main() -> None:
     if given.way:
         print(json.dumps(measure(given.way, given.steps, given.least, given.tiny)))
         return
-    unknown = set(given.ways.split(",")) - {*WAYS, *OTHERS}
-    if unknown:
-        arguments.error(f"--ways: there is no {', '.join(sorted(unknown))}; there are {', '.join(WAYS + OTHERS)}")
+    ways = listed(arguments, given.ways, WAYS + OTHERS)
     case = TINY if given.tiny else CASES["reference"]
     print(f"torch {torch.__version__}, {'CPU' if given.tiny else torch.cuda.get_device_name()}\n", flush=True)
-    results = [in_process(way, given) for way in given.ways.split(",")]
+    results = [in_process(way, given) for way in ways]
     print(told(results, case, given.tiny))
     if given.json:
         kept = {"torch": torch.__version__, "steps": given.steps, "least": given.least, "results": results}

@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -337,6 +337,15 @@ def told(case: Case, results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def listed(arguments: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> list[str]:
+    """Return names that are separated by commas; one that is not known ends the command."""
+    names = asked.split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        arguments.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
+
+
 def main() -> None:
     """Measure what is asked for."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -352,15 +361,12 @@ def main() -> None:
         case = CASES[given.case] if given.budget is None else replace(CASES[given.case], budget=given.budget)
         print(json.dumps(measure(case, given.way, given.profile)))
         return
-    for asked, known in ((given.cases, CASES), (given.ways, WAYS)):
-        unknown = set(asked.split(",")) - set(known)
-        if unknown:
-            arguments.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    cases, ways = listed(arguments, given.cases, CASES), listed(arguments, given.ways, WAYS)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
     kept = {}
-    for name in given.cases.split(","):
+    for name in cases:
         case = CASES[name] if given.budget is None else replace(CASES[name], budget=given.budget)
-        results = [in_process(case, way, given.profile and way == "ours") for way in given.ways.split(",")]
+        results = [in_process(case, way, given.profile and way == "ours") for way in ways]
         print(told(case, results), "\n", flush=True)
         kept[name] = {"case": asdict(case), "results": results}
     if given.json:

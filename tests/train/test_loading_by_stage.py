@@ -131,10 +131,11 @@ def test_the_memory_that_a_run_takes_before_its_first_step(
     for ranks, most in ((2, 0.57), (4, 0.32)):  # random weights: and room for the largest, to draw what others have
         runs = [{**described(tmp_path, name, **ACCUMULATED), "parallel": stages(ranks)} for name in ("llama", "large")]
         language_model = runs[1]["model"]["language_model"]
-        language_model["path"] = str(stored)
         if random:
             del language_model["path"]
             language_model["config"] = config
+        else:
+            language_model["path"] = str(stored)
         workers.close()
         for found in workers.run(ranks, made_ready, runs, str(tmp_path / f"run {ranks}")):
             assert found <= (most + 0.03 * random) * whole, f"{found / whole:.3f}"
