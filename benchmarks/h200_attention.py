@@ -26,6 +26,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.choice import attends_in_pieces
+from cornstarch.attention.between import attend_between
+from cornstarch.attention.choice import attend_with, attends_between, kernels_of_pieces
 from cornstarch.attention.pieces import pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
 from cornstarch.compat import compiled
@@ -147,11 +149,16 @@ def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
         return compiled_flex(query, key, value, block_mask=blocks, enable_gqa=True).transpose(1, 2)
 
     found: dict[str, Callable[..., Tensor]] = {}
-    if attends_in_pieces(spec.documents.device, WIDTH):
-        pieces = pieces_of(spec, spec.counts, spec.block_mask)
-        found["ours"] = lambda query, key, value: attend_in_pieces(query, key, value, pieces, WIDTH**-0.5)
-    else:
-        found["ours"] = flex
+    for way, name in (("auto", "ours"), ("cudnn", "cudnn")):
+        with attend_with(way):  # type: ignore[arg-type]
+            maker = kernels_of_pieces(spec.documents.device, WIDTH)
+        if maker is None:
+            continue
+        pieces = pieces_of(spec, spec.counts, spec.block_mask, maker)
+        found[name] = partial(attend_in_pieces, pieces=pieces, scale=WIDTH**-0.5)
+    if attends_between(spec.documents.device):
+        found["between"] = partial(attend_between, mask=spec.between(), scale=WIDTH**-0.5)
+    found.setdefault("ours", flex)
     found["flex"] = flex
     if tokens <= 16384:
         dense = spec.dense()
@@ -210,7 +217,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-    print(f"in pieces: {attends_in_pieces(torch.device('cuda'), WIDTH)}\n")
+    print(f"in pieces: {kernels_of_pieces(torch.device('cuda'), WIDTH)}\n")
     print(
         "| tokens | mask | causal ms | ours ms | ours, per pair / causal | flex ms | per pair | dense | CPU ms | off |"
     )

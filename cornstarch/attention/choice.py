@@ -10,13 +10,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cornstarch.attention.cudnn import has_cudnn, has_kernels
+from cornstarch.attention import cudnn, flash
+from cornstarch.attention.pieces import Maker
 from cornstarch.errors import ConfigError
 
 Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
 
 _HOPPER = (9, 0)  # from here on cuDNN's kernels are the quickest
+_INSTALL_CUDNN = "pip install nvidia-cudnn-frontend"
 _INSTALL = "pip install 'cornstarch[gpu]'"
+_WIDEST = 128  # heads, for the kernels of both on all GPUs
 
 # cuDNN's kernels are the quickest on the GPUs that have them; what they cannot do, the next takes.
 _QUICKEST = [
@@ -34,10 +37,10 @@ def attend_with(way: Way) -> Iterator[None]:
     """Let attention take these kernels, within this block.
 
     - `auto`: the quickest that respect the mask: cuDNN's for plain causal rows; for packed documents and images that
-      see in both directions cuDNN's for pieces of rows (`varlen`) where they are installed, else FlexAttention.
+      see in both directions those for pieces of rows (`varlen`) where they are installed, else FlexAttention.
     - `flex`: FlexAttention for such masks.
-    - `varlen`: cuDNN's kernels for pieces of rows for such masks; sliding windows and the like, which they do not know,
-      take FlexAttention.
+    - `varlen`: kernels for pieces of rows for such masks, FlashAttention-4's or else cuDNN's; sliding windows and the
+      like, which they do not know, take FlexAttention.
     - `sdpa`: torch chooses; such masks are dense.
     - `cudnn`: cuDNN's kernels and no others.
     """
@@ -77,20 +80,34 @@ def check_way(way: Way, device: torch.device, half: bool) -> None:
         raise ConfigError(
             f"attention = {way}\n  These kernels need a GPU; this runs on {device.type}. Use auto or sdpa."
         )
-    if way in ("cudnn", "varlen") and not has_cudnn():
-        raise ConfigError(f"attention = {way}\n  cuDNN's own package is not installed: {_INSTALL}, or use auto.")
+    if way == "cudnn" and not cudnn.has_cudnn():
+        raise ConfigError(f"attention = {way}\n  cuDNN's own package is not installed: {_INSTALL_CUDNN}, or use auto.")
+    if way == "varlen" and not (flash.has_flash() or cudnn.has_cudnn()):
+        raise ConfigError(f"attention = {way}\n  Its kernels are not installed: {_INSTALL}, or use auto.")
     if way in ("cudnn", "varlen") and not half:
         raise ConfigError(f"attention = {way}\n  These kernels compute in bf16 or fp16. Set precision, or use auto.")
 
 
-def attends_in_pieces(device: torch.device, width: int | None) -> bool:
-    """Whether causal masks with documents and spans are to be cut into pieces of rows, for heads of a width."""
+def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
+    """Return whose kernels attend in pieces of rows where masks have documents and spans; None: those are whole.
+
+    Args:
+        device: Where they run.
+        width: Of the heads, if it is known.
+    """
     way = _current.get()
-    if way in ("flex", "sdpa") or device.type != "cuda" or not has_cudnn() or width is None:
-        return False
+    if way in ("flex", "sdpa") or device.type != "cuda" or width is None or width > _WIDEST:
+        return None
+    if way != "cudnn" and flash.has_kernels(width, device):
+        return "flash"
     if way in ("auto", None) and torch.cuda.get_device_capability(device) < _HOPPER:
-        return False
-    return has_kernels(width, device)
+        return None
+    return "cudnn" if cudnn.has_cudnn() and cudnn.has_kernels(width, device) else None
+
+
+def attends_between(device: torch.device) -> bool:
+    """Whether queries that see from one place to another are attended for by one kernel that knows such masks."""
+    return _current.get() not in ("flex", "sdpa", "cudnn") and device.type == "cuda" and flash.has_kernels(8, device)
 
 
 def wants_dense() -> bool:

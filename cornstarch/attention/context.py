@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from cornstarch.attention.choice import attends_between
 from cornstarch.attention.interface import (
     AttendingMask,
     attend_by_kernel,
@@ -28,7 +29,7 @@ from cornstarch.attention.interface import (
     make_masks_by,
     within_document,
 )
-from cornstarch.attention.mask import MaskSpec, Visibility
+from cornstarch.attention.mask import CAUSAL, Between, MaskSpec, Visibility
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 # Tensors that models hand to their attention and that change nothing in it.
@@ -85,7 +86,7 @@ class CutMask(AttendingMask):
     cut: TokenCut
     pattern: Visibility
     use_flex: bool
-    _rendered: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor | BlockMask] = field(default_factory=dict)
+    _rendered: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor | BlockMask | Between] = field(default_factory=dict)
     _empty: dict[int, bool] = field(default_factory=dict)
 
     def attend(
@@ -108,23 +109,24 @@ class CutMask(AttendingMask):
         scoring = Scoring(scale, softcap, dropout, module.training)
         return self.cut.method(scoring, self, query, key, value, sinks)
 
-    def between(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor | BlockMask:
+    def between(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor | BlockMask | Between:
         """Return the mask between the tokens of these ranks, in their order: bool [B, 1, Q, K], or a block mask."""
         if (queries, keys) not in self._rendered:
             asking, asked = (torch.cat([self.cut.shares[one] for one in ranks]) for ranks in (queries, keys))
             self._rendered[queries, keys] = self._render(asking, asked)
         return self._rendered[queries, keys]
 
-    def _render(self, queries: Tensor, keys: Tensor) -> Tensor | BlockMask:
-        flex = self.use_flex and queries.is_cuda and min(len(queries), len(keys)) >= _BLOCK
-        if flex:
-            return self.cut.spec.block_mask(self.pattern, queries, keys)
-        return self.cut.spec.dense(self.pattern, queries, keys)
+    def _render(self, queries: Tensor, keys: Tensor) -> Tensor | BlockMask | Between:
+        spec, flex = self.cut.spec, self.use_flex and queries.is_cuda and min(len(queries), len(keys)) >= _BLOCK
+        if flex and self.pattern is CAUSAL and spec.counts.in_pieces and attends_between(queries.device):
+            return spec.between(queries=queries, keys=keys)
+        return spec.block_mask(self.pattern, queries, keys) if flex else spec.dense(self.pattern, queries, keys)
 
     def is_empty(self, owner: int) -> bool:
         """Whether no token of this rank sees any of another rank's."""
         if owner not in self._empty:
             mask = self.between((self.cut.rank,), (owner,))
+            mask = mask.block_mask if isinstance(mask, Between) else mask
             some = mask.kv_num_blocks.any() if isinstance(mask, BlockMask) else mask.any()
             if isinstance(mask, BlockMask) and mask.full_kv_num_blocks is not None:
                 some = some | mask.full_kv_num_blocks.any()
@@ -150,7 +152,7 @@ def attend_here(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | BlockMask,
+    mask: Tensor | BlockMask | Between,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend to keys that are all in this process: [B, Q, H, D]."""

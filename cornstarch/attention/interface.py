@@ -22,8 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from cornstarch.attention.choice import attends_in_pieces, wants_dense
-from cornstarch.attention.mask import CAUSAL, MaskSpec, Visibility, evaluate
+from cornstarch.attention.between import attend_between
+from cornstarch.attention.choice import kernels_of_pieces, wants_dense
+from cornstarch.attention.mask import CAUSAL, Between, MaskSpec, Visibility, evaluate
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces, can_attend
 from cornstarch.errors import ConfigError, UnsupportedModelError
@@ -146,9 +147,9 @@ def make_mask(
     pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
-        in_pieces = pattern is CAUSAL and attends_in_pieces(spec.documents.device, _width(config))
-        if in_pieces and spec.counts.in_pieces:
-            return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern))
+        kernels = kernels_of_pieces(spec.documents.device, _width(config)) if pattern is CAUSAL else None
+        if kernels is not None and spec.counts.in_pieces:
+            return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern), kernels)
         return spec.block_mask(pattern)
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_offset, end, device=device)
@@ -219,7 +220,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | Pieces | AttendingMask | None,
+    attention_mask: Tensor | BlockMask | Pieces | Between | AttendingMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -252,7 +253,7 @@ def attend_by_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | Pieces | None,
+    attention_mask: Tensor | BlockMask | Pieces | Between | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -263,10 +264,12 @@ def attend_by_kernel(
     for name in _UNSUPPORTED_SCORES:
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} changes its attention scores by {name!r}.")
-    if isinstance(attention_mask, Pieces):
+    if isinstance(attention_mask, Pieces | Between):
         if dropout == 0 and softcap is None and s_aux is None and can_attend(query, value):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return attend_in_pieces(query, key, value, attention_mask, scale), None
+            if isinstance(attention_mask, Pieces):
+                return attend_in_pieces(query, key, value, attention_mask, scale), None
+            return attend_between(query, key, value, attention_mask, scale), None
         attention_mask = attention_mask.block_mask
     if isinstance(attention_mask, BlockMask):
         if dropout == 0 and query.shape[-1] >= _FLEX_MIN_HEAD_DIM:

@@ -76,6 +76,20 @@ class Counts:
 
 
 @dataclass(frozen=True, eq=False)
+class Between:
+    """A mask in which each query sees the keys from one place to another."""
+
+    first: Tensor
+    """int32 [B, Q]: the first place that a query sees."""
+    last: Tensor
+    """int32 [B, Q]: the last."""
+    places: Tensor | None
+    """int32 [K]: of the keys; None: they are those of the row, one after the other."""
+    block_mask: BlockMask
+    """The same for FlexAttention."""
+
+
+@dataclass(frozen=True, eq=False)
 class MaskSpec:
     """Which token of a batch may see which, as data.
 
@@ -236,25 +250,28 @@ class MaskSpec:
 
         Equal to torch's `create_block_mask`, which either compiles for half a minute or builds the whole mask first.
         """
+        if isinstance(pattern, MaskPattern) and self.counts.in_pieces:
+            return self.between(pattern, queries, keys).block_mask
         rows, tokens = self.documents.shape
         everyone = torch.arange(tokens, device=self.documents.device)
         asking = everyone if queries is None else queries
         asked = everyone if keys is None else keys
-        if isinstance(pattern, MaskPattern) and self.counts.in_pieces:
-            first, last = (one if queries is None else one[:, asking] for one in self.reach(pattern))
-            some, every = _blocks_within(first, last, asked)
-            visibility = _within(first, last, None if keys is None else asked.int())
-        else:
-            visibility = self.visibility(pattern)
-            some, every = _blocks(visibility, rows, asking, asked)
-            visibility = visibility if queries is None and keys is None else _placed(visibility, asking, asked)
-        return BlockMask.from_kv_blocks(
-            *_listed(some & ~every),
-            *_listed(every),
-            BLOCK_SIZE=_BLOCK,
-            mask_mod=visibility,
-            seq_lengths=(len(asking), len(asked)),
-        )
+        visibility = self.visibility(pattern)
+        some, every = _blocks(visibility, rows, asking, asked)
+        visibility = visibility if queries is None and keys is None else _placed(visibility, asking, asked)
+        return _block_mask(some, every, visibility, len(asking), len(asked))
+
+    def between(
+        self, pattern: MaskPattern = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> Between:
+        """Return the mask as the first and the last place that is seen, if `counts.in_pieces`."""
+        tokens = self.documents.shape[1]
+        asked = torch.arange(tokens, device=self.documents.device) if keys is None else keys
+        first, last = (one if queries is None else one[:, queries].contiguous() for one in self.reach(pattern))
+        places = None if keys is None else asked.int()
+        some, every = _blocks_within(first, last, asked)
+        blocks = _block_mask(some, every, _within(first, last, places), first.shape[1], len(asked))
+        return Between(first, last, places, blocks)
 
 
 class _Runs(NamedTuple):
@@ -285,6 +302,16 @@ def count_documents(documents: Tensor) -> Counts:
     behind = (runs.numbers <= 0) & (runs.places > 0)
     whole_rows = bool((documents[:, 0] > 0).all()) and len(behind) - int(behind.sum()) == len(documents)
     return Counts(len(behind), int(runs.lengths.max()), whole_rows, in_pieces=runs.are_all_of_their_number())
+
+
+def _block_mask(some: Tensor, every: Tensor, visibility: Visibility, queries: int, keys: int) -> BlockMask:
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=visibility,
+        seq_lengths=(queries, keys),
+    )
 
 
 def _placed(visibility: Visibility, queries: Tensor, keys: Tensor) -> Visibility:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from cornstarch.attention.mask import Counts, MaskSpec, changes
+
+Maker = Literal["flash", "cudnn"]
+"""Whose kernels: those of FlashAttention-4, or cuDNN's. On a CPU there is one way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,8 @@ class Pieces:
     """Without their last token, behind which there is none; None: there are no spans."""
     otherwise: Callable[[], BlockMask]
     """Makes the same as a block mask."""
+    maker: Maker
+    """Who attends: pieces of FlashAttention-4 are in the order of their places, those of cuDNN the longest first."""
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -58,7 +63,7 @@ class Cut(NamedTuple):
     ahead: bool
 
 
-def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]) -> Pieces:
+def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask], maker: Maker = "flash") -> Pieces:
     """Return the pieces of a causal mask with spans. Nothing is read from the device."""
     rows, tokens = spec.documents.shape
     begins = changes(spec.documents).flatten()
@@ -70,21 +75,26 @@ def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]
         new_span = begins | changes(spec.spans).flatten()
         spans = _listed(new_span & inside, inside, _power(counts.spans))
         spans[1] = (spans[1] - 1).clamp(min=0)
+    if maker == "cudnn":
+        documents, spans = (None if one is None else _longest_first(one) for one in (documents, spans))
     longest = tokens if counts.whole_rows else min(_power(counts.longest), tokens)
     sizes = torch.tensor([rows, longest, min(_power(counts.longest_span), tokens)])
-    return Pieces(sizes, documents, spans, otherwise)
+    return Pieces(sizes, documents, spans, otherwise, maker)
 
 
 def _listed(begins: Tensor, inside: Tensor, count: int) -> Tensor:
-    """Return where pieces begin and how long they are, the longest first, given where tokens are in one at all."""
+    """Return where pieces begin and how long they are, given where tokens are in one at all."""
     piece = torch.where(inside, begins.cumsum(0) - 1, count)
     starts = torch.full((count + 1,), len(begins), device=begins.device)
     starts.scatter_reduce_(0, piece, torch.arange(len(begins), device=begins.device), "amin")
     lengths = torch.zeros_like(starts).scatter_add_(0, piece, inside.long())
     starts[count:].fill_(len(begins))
     lengths[count:].zero_()
-    order = lengths.argsort(descending=True, stable=True)
-    return torch.stack([starts[order], lengths[order]])
+    return torch.stack([starts, lengths])
+
+
+def _longest_first(pieces: Tensor) -> Tensor:
+    return pieces[:, pieces[1].argsort(descending=True, stable=True)]
 
 
 def _power(count: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention.cudnn import Cudnn
+from cornstarch.attention.flash import Flash
 from cornstarch.attention.pieces import Cut, Pieces
 from cornstarch.compat import compiled
 
@@ -115,8 +116,10 @@ def _scores(query: Tensor, key: Tensor, cut: Cut) -> Tensor:
     return scores.masked_fill(every.tril(-1) if cut.ahead else every.triu(1), -torch.inf)
 
 
-def _kernel(tensor: Tensor) -> Kernel:
-    return Cudnn() if tensor.is_cuda else OneByOne()
+def _kernel(tensor: Tensor, maker: str) -> Kernel:
+    if not tensor.is_cuda:
+        return OneByOne()
+    return Flash() if maker == "flash" else Cudnn()
 
 
 # ---------------------------------------------------------------------------------------------------- both pieces
@@ -131,9 +134,10 @@ def _attend(
     documents: Tensor | None,
     spans: Tensor | None,
     scale: float,
+    maker: str,
 ) -> tuple[Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
-    kernel = _kernel(query)
+    kernel = _kernel(query, maker)
     output, sums = kernel(query, key, value, Cut(documents, rows, longest, scale, ahead=False))
     if spans is None:
         return output, sums
@@ -159,9 +163,10 @@ def _attend_backward(
     documents: Tensor | None,
     spans: Tensor | None,
     scale: float,
+    maker: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
-    kernel, states = _kernel(query), (gradient, query, key, value, output, sums)
+    kernel, states = _kernel(query, maker), (gradient, query, key, value, output, sums)
     found = kernel.backward(*states, Cut(documents, rows, longest, scale, ahead=False))
     if spans is None:
         return found
@@ -175,14 +180,13 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, sizes, documents, spans, scale = inputs
+    query, key, value, sizes, documents, spans, *ctx.asked = inputs
     ctx.save_for_backward(query, key, value, *output, sizes, documents, spans)
-    ctx.scale = scale
 
 
 def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.cornstarch.attend_in_pieces_backward(gradient, *ctx.saved_tensors, ctx.scale)
-    return (*found, None, None, None, None)
+    found = torch.ops.cornstarch.attend_in_pieces_backward(gradient, *ctx.saved_tensors, *ctx.asked)
+    return (*found, None, None, None, None, None)
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)
@@ -222,6 +226,8 @@ def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, 
     """Attend for a layer: [B, H, S, D], keys and values with as many heads or fewer -> [B, S, H, D]."""
     rows, _, tokens, _ = query.shape
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    output, _ = torch.ops.cornstarch.attend_in_pieces(*flat, pieces.sizes, pieces.documents, pieces.spans, scale)
+    output, _ = torch.ops.cornstarch.attend_in_pieces(
+        *flat, pieces.sizes, pieces.documents, pieces.spans, scale, pieces.maker
+    )
     found: Tensor = output.unflatten(0, (rows, tokens))
     return found

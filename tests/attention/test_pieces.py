@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.choice import attend_with, attends_in_pieces, check_way, wants_dense
+from cornstarch.attention.choice import attend_with, attends_between, check_way, kernels_of_pieces, wants_dense
 from cornstarch.attention.mask import Counts, count_documents
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
@@ -123,8 +123,8 @@ def test_sizes_are_rounded_so_that_ragged_batches_share_kernels() -> None:
         found = pieces(marked([[length, 40 - length, 24]], {0: [(0, length, 0), (44, 60, 1)]}))
         assert found.documents is not None and found.spans is not None
         shapes.add((tuple(found.documents.shape), tuple(found.spans.shape), tuple(found.sizes.tolist())))
-        assert found.documents[1].tolist() == sorted([length, 40 - length, 24, 0, 0], reverse=True)
-        assert found.spans[:, :2].tolist() == [[44, 0], [15, length - 1]]
+        assert found.documents[1].tolist() == [length, 40 - length, 24, 0, 0]
+        assert found.spans[:, :2].tolist() == [[0, 44], [length - 1, 15]]
     assert len(shapes) == 1
 
 
@@ -157,20 +157,35 @@ def test_kernels_of_a_gpu_are_refused_without_one(way: Any) -> None:
 
 
 def test_half_precision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornstarch.attention.choice.has_cudnn", lambda: True)
+    monkeypatch.setattr("cornstarch.attention.cudnn.has_cudnn", lambda: True)
     with pytest.raises(ConfigError, match="bf16"):
         check_way("varlen", torch.device("cuda"), half=False)
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornstarch.attention.choice.has_cudnn", lambda: False)
+    monkeypatch.setattr("cornstarch.attention.cudnn.has_cudnn", lambda: False)
+    monkeypatch.setattr("cornstarch.attention.flash.has_flash", lambda: False)
     with pytest.raises(ConfigError, match=r"attention = varlen\n.*pip install 'cornstarch\[gpu\]'"):
         check_way("varlen", torch.device("cuda"), half=True)
+    with pytest.raises(ConfigError, match=r"attention = cudnn\n.*pip install nvidia-cudnn-frontend"):
+        check_way("cudnn", torch.device("cuda"), half=True)
 
 
 def test_no_pieces_without_a_gpu() -> None:
     with attend_with("varlen"):
-        assert not attends_in_pieces(torch.device("cpu"), 64)
+        assert kernels_of_pieces(torch.device("cpu"), 64) is None
+        assert not attends_between(torch.device("cpu"))
+
+
+def test_the_order_that_kernels_want() -> None:
+    spec = marked([[5, 12, 7]], {0: [(1, 3, 0), (8, 14, 1)]})
+    placed, longest_first = (pieces_of(spec, spec.counts, unwanted, maker) for maker in ("flash", "cudnn"))
+    assert placed.documents is not None and placed.spans is not None
+    assert placed.documents[:, :3].tolist() == [[0, 5, 17], [5, 12, 7]]
+    assert placed.spans[:, :2].tolist() == [[1, 8], [1, 5]]
+    assert longest_first.documents is not None and longest_first.spans is not None
+    assert longest_first.documents[:, :3].tolist() == [[5, 17, 0], [12, 7, 5]]
+    assert longest_first.spans[:, :2].tolist() == [[8, 1], [5, 1]]
 
 
 def test_what_is_computed_again_attends_as_before() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from cornstarch.attention import MaskSpec, use_mask
+from cornstarch.attention import MaskSpec, cudnn, flash, use_mask
+from cornstarch.attention.between import attend_between
 from cornstarch.attention.choice import attend_with
-from cornstarch.attention.cudnn import has_cudnn, has_kernels
 from cornstarch.attention.interface import make_mask
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
@@ -22,12 +22,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(not has_cudnn(), reason="needs nvidia-cudnn-frontend"),
+]
+
+MAKERS = [
+    pytest.param("flash", marks=pytest.mark.skipif(not flash.has_flash(), reason="needs flash-attn-4")),
+    pytest.param("cudnn", marks=pytest.mark.skipif(not cudnn.has_cudnn(), reason="needs nvidia-cudnn-frontend")),
 ]
 
 
-def pieces(spec: MaskSpec) -> Pieces:
-    return pieces_of(spec, spec.counts, spec.block_mask)
+def pieces(spec: MaskSpec, maker: Any) -> Pieces:
+    return pieces_of(spec, spec.counts, spec.block_mask, maker)
 
 
 def whole(tokens: int, spans: bool) -> MaskSpec:
@@ -45,11 +49,14 @@ def one_row(tokens: int, spans: bool) -> MaskSpec:
     return MaskSpec(both.documents[:1], both.spans[:1])
 
 
+@pytest.mark.parametrize("way", [*MAKERS, pytest.param("between", marks=MAKERS[0].marks)])
 @pytest.mark.parametrize("make", [packed, whole, one_row])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize(("tokens", "width"), [(256, 64), (1000, 128)])
 @pytest.mark.parametrize("spans", [True, False])
-def test_kernels_equal_a_dense_mask(make: Any, heads: tuple[int, int], tokens: int, width: int, spans: bool) -> None:
+def test_kernels_equal_a_dense_mask(
+    way: str, make: Any, heads: tuple[int, int], tokens: int, width: int, spans: bool
+) -> None:
     spec = make(tokens, spans)
     real = spec.documents > 0
     torch.manual_seed(0)
@@ -59,7 +66,10 @@ def test_kernels_equal_a_dense_mask(make: Any, heads: tuple[int, int], tokens: i
     weight = torch.randn(rows, tokens, heads[0], width, device="cuda") * real[..., None, None]
     reference, exact = written_out(spec, inputs, weight)
 
-    found = attend_in_pieces(*inputs, pieces(spec), 0.3)
+    if way == "between":
+        found = attend_between(*inputs, spec.between(), 0.3)
+    else:
+        found = attend_in_pieces(*inputs, pieces(spec, way), 0.3)
     (found * weight).sum().backward()
     assert_close(found[real], reference[real], 2e-2, "output")
     for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
@@ -67,7 +77,8 @@ def test_kernels_equal_a_dense_mask(make: Any, heads: tuple[int, int], tokens: i
         assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
 
 
-def test_a_compiled_layer_attends_in_pieces() -> None:
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_compiled_layer_attends_in_pieces(maker: str) -> None:
     spec = packed(512)
 
     def layer(states: Any, mask: Pieces) -> Any:
@@ -77,7 +88,7 @@ def test_a_compiled_layer_attends_in_pieces() -> None:
     for function in (layer, compiled(layer)):
         torch.manual_seed(0)
         states = torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        found = function(states, pieces(spec))
+        found = function(states, pieces(spec, maker))
         found.float().square().mean().backward()
         results.append((found.detach(), states.grad))
     for name, one, other in zip(("output", "gradient"), *results, strict=True):
@@ -112,15 +123,17 @@ def test_which_kernels_are_chosen() -> None:
             assert type(found).__name__ == "BlockMask", "pieces know no windows"
 
 
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 48, 80, 96, 112])
-def test_heads_of_other_widths_attend_or_are_left_to_others(width: int) -> None:
-    if not has_kernels(width, torch.device("cuda", 0)):
-        pytest.skip("cuDNN has no kernels for them")
+def test_heads_of_other_widths_attend_or_are_left_to_others(width: int, maker: str) -> None:
+    kernels: Any = {"flash": flash, "cudnn": cudnn}[maker]
+    if not kernels.has_kernels(width, torch.device("cuda", 0)):
+        pytest.skip("there are no kernels for them")
     spec = packed(300)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 4, 300, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     real = spec.documents > 0
-    found = attend_in_pieces(query, key, value, pieces(spec), 0.3)
+    found = attend_in_pieces(query, key, value, pieces(spec, maker), 0.3)
     scores = (query.double() @ key.double().transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
     reference = (scores.softmax(-1) @ value.double()).transpose(1, 2)
     assert_close(found[real], reference[real], 2e-2, "output")
@@ -129,10 +142,34 @@ def test_heads_of_other_widths_attend_or_are_left_to_others(width: int) -> None:
 def test_a_mask_that_is_known_is_not_waited_for() -> None:
     spec = packed(256)
     known = MaskSpec(spec.documents, spec.spans, False, spec.counts)
-    pieces(known)
+    pieces(known, "flash")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pieces(known)
+        pieces(known, "flash")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(not flash.has_flash(), reason="needs flash-attn-4")
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("tokens", [256, 1000, 2100])
+def test_some_queries_of_a_row_see_keys_in_another_order(heads: tuple[int, int], tokens: int) -> None:
+    spec = packed(tokens)
+    torch.manual_seed(0)
+    rows = len(spec.documents)
+    shapes = [(rows, count, tokens, 128) for count in (heads[0], heads[1], heads[1])]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    places = [torch.arange(rank, tokens, 3, device="cuda") for rank in range(3)]
+    asking, asked = places[1], torch.cat(places)
+    weight = torch.zeros(rows, tokens, heads[0], 128, device="cuda")
+    weight[:, asking] = torch.randn(rows, len(asking), heads[0], 128, device="cuda")
+    reference, exact = written_out(spec, inputs, weight)
+
+    cut = [one[:, :, where] for one, where in zip(inputs, (asking, asked, asked), strict=True)]
+    found = attend_between(*cut, spec.between(queries=asking, keys=asked), 0.3)
+    (found * weight[:, asking]).sum().backward()
+    assert_close(found, reference[:, asking], 2e-2, "output")
+    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
+        assert one.grad is not None and ideal.grad is not None
+        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from cornstarch.attention.context import CutMask, Scoring
+from cornstarch.attention.mask import Between
 from cornstarch.parallel.context.exchange import Group, pass_on
 
 _NUMBERS = 1 << 26  # scores that are in memory together
@@ -121,10 +122,11 @@ def _share(part: Tensor, total: Tensor) -> Tensor:
 
 
 def attend_block(
-    query: Tensor, both: Tensor, key_width: int, mask: Tensor | BlockMask, scoring: Scoring
+    query: Tensor, both: Tensor, key_width: int, mask: Tensor | BlockMask | Between, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Attend to one block alone: what comes of it [B, H, s, D], and the logarithm of the sum of weights [B, H, s]."""
     key, value = both[..., :key_width], both[..., key_width:]
+    mask = mask.block_mask if isinstance(mask, Between) else mask
     if isinstance(mask, BlockMask):
         if not scoring.dropout and min(query.shape[-1], value.shape[-1]) >= _FLEX_MIN_HEAD_DIM:
             return _flex(query, key, value, mask, scoring)
