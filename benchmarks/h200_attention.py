@@ -65,6 +65,7 @@ def masks(tokens: int) -> dict[str, MaskSpec]:
     rows = BATCH // tokens
     found = {f"images {share} %": _mask([[tokens]] * rows, share / 100) for share in (20, 50, 80)}
     lengths = [documents_of(tokens, row) for row in range(rows)]
+    found = {"causal": _mask([[tokens]] * rows, 0.0), **found}
     return {**found, "documents": _mask(lengths, 0.0), "both": _mask(lengths, 0.5)}
 
 

@@ -123,8 +123,11 @@ def make_mask(
             use_flex=use_flex,
             options=options,
         )
-    spec = _current.get()
-    if spec is None or spec.is_plain:
+    spec, end = _current.get(), kv_offset + kv_length
+    rows_whole = isinstance(q_offset, int) and q_offset == 0 and q_length == end >= _FLEX_MIN_TOKENS
+    on_kernels = use_flex and torch.device(device).type == "cuda" and rows_whole and not wants_dense()
+    kernels = kernels_of_pieces(torch.device(device), _width(config)) if on_kernels else None
+    if spec is None or (spec.is_plain and not (kernels == "flash" and _is_causal(mask_function))):
         sdpa_mask = AttentionMaskInterface()["sdpa"]
         mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,
@@ -140,15 +143,12 @@ def make_mask(
             **options,
         )
         return mask
-    end = kv_offset + kv_length
     check_mask_function(attention_mask, q_length, use_vmap, options)
     check_index_scaling(config, end)
     spec = _rows(spec, batch_size).to(device).extended(end)
     pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
-    whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
-    if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
-        kernels = kernels_of_pieces(spec.documents.device, _width(config)) if pattern is CAUSAL else None
-        if kernels is not None and spec.counts.in_pieces:
+    if on_kernels and end == spec.documents.shape[1]:
+        if pattern is CAUSAL and kernels is not None and spec.counts.in_pieces:
             return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern), kernels)
         return spec.block_mask(pattern)
     queries = torch.arange(q_length, device=device) + q_offset
@@ -156,10 +156,14 @@ def make_mask(
     return spec.dense(pattern, queries, keys)
 
 
+def _is_causal(mask_function: Visibility) -> bool:
+    asked: Any = mask_function
+    return asked is causal_mask_function
+
+
 def within_document(mask_function: Visibility, attention_mask: Tensor | None) -> Visibility:
     """Return transformers' rule on positions within a document."""
-    asked: Any = mask_function
-    if asked is causal_mask_function:
+    if _is_causal(mask_function):
         return CAUSAL
     if attention_mask is None:
         return mask_function
@@ -270,7 +274,8 @@ def attend_by_kernel(
             if isinstance(attention_mask, Pieces):
                 return attend_in_pieces(query, key, value, attention_mask, scale), None
             return attend_between(query, key, value, attention_mask, scale), None
-        attention_mask = attention_mask.block_mask
+        is_plain = isinstance(attention_mask, Pieces) and attention_mask.is_plain
+        attention_mask = None if is_plain else attention_mask.block_mask
     if isinstance(attention_mask, BlockMask):
         if dropout == 0 and query.shape[-1] >= _FLEX_MIN_HEAD_DIM:
             flex = AttentionInterface()["flex_attention"]
