@@ -143,8 +143,9 @@ def make_mask(
             **options,
         )
         return mask
-    check_mask_function(attention_mask, q_length, use_vmap, options)
-    check_index_scaling(config, end)
+    if not spec.is_plain:
+        check_mask_function(attention_mask, q_length, use_vmap, options)
+        check_index_scaling(config, end)
     spec = _rows(spec, batch_size).to(device).extended(end)
     pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
     if on_kernels and end == spec.documents.shape[1]:
