@@ -11,15 +11,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cornstarch.attention import cudnn, flash
-from cornstarch.attention.pieces import Maker
+from cornstarch.attention.pieces import WIDEST, Maker
 from cornstarch.errors import ConfigError
 
 Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
 
 _HOPPER = (9, 0)  # from here on cuDNN's kernels are the quickest
-_INSTALL_CUDNN = "pip install nvidia-cudnn-frontend"
 _INSTALL = "pip install 'cornstarch[gpu]'"
-_WIDEST = 128  # heads, for the kernels of both on all GPUs
 
 # cuDNN's kernels are the quickest on the GPUs that have them; what they cannot do, the next takes.
 _QUICKEST = [
@@ -81,7 +79,7 @@ def check_way(way: Way, device: torch.device, half: bool) -> None:
             f"attention = {way}\n  These kernels need a GPU; this runs on {device.type}. Use auto or sdpa."
         )
     if way == "cudnn" and not cudnn.has_cudnn():
-        raise ConfigError(f"attention = {way}\n  cuDNN's own package is not installed: {_INSTALL_CUDNN}, or use auto.")
+        raise ConfigError(f"attention = {way}\n  cuDNN's own package is not installed: {_INSTALL}, or use auto.")
     if way == "varlen" and not (flash.has_flash() or cudnn.has_cudnn()):
         raise ConfigError(f"attention = {way}\n  Its kernels are not installed: {_INSTALL}, or use auto.")
     if way in ("cudnn", "varlen") and not half:
@@ -96,9 +94,9 @@ def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
         width: Of the heads, if it is known.
     """
     way = _current.get()
-    if way in ("flex", "sdpa") or device.type != "cuda" or width is None or width > _WIDEST:
+    if way in ("flex", "sdpa") or device.type != "cuda" or width is None or width > WIDEST or width % 8:
         return None
-    if way != "cudnn" and flash.has_kernels(width, device):
+    if way != "cudnn" and flash.runs_on(device):
         return "flash"
     if way in ("auto", None) and torch.cuda.get_device_capability(device) < _HOPPER:
         return None
@@ -107,7 +105,7 @@ def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
 
 def attends_between(device: torch.device) -> bool:
     """Whether queries that see from one place to another are attended for by one kernel that knows such masks."""
-    return _current.get() not in ("flex", "sdpa", "cudnn") and device.type == "cuda" and flash.has_kernels(8, device)
+    return _current.get() not in ("flex", "sdpa", "cudnn") and device.type == "cuda" and flash.runs_on(device)
 
 
 def wants_dense() -> bool:

@@ -60,7 +60,7 @@ class Cudnn:
         if cut.pieces is None:
             sums = torch.empty(cut.rows, heads, cut.longest, dtype=torch.float32, device=query.device)
         else:
-            sums = torch.full((len(query), heads), -torch.inf, dtype=torch.float32, device=query.device)
+            sums = torch.empty(len(query), heads, dtype=torch.float32, device=query.device)
         _run(_forward_plan(*_asked(query, key, cut)), cut, [query, key, value, output, sums])
         if cut.pieces is None:  # head after head; of one row the transposed is a view
             sums = sums.transpose(1, 2).reshape(-1, heads).contiguous()
@@ -79,8 +79,7 @@ class Cudnn:
         """Return the gradients."""
         gradient, output, sums = gradient.contiguous(), output.contiguous(), sums.contiguous()
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        make = torch.zeros_like if cut.ahead else torch.empty_like  # not all tokens are in a piece that looks ahead
-        found = make(query), make(key), make(value)
+        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         if cut.pieces is None:
             sums = sums.unflatten(0, (cut.rows, cut.longest)).transpose(1, 2).contiguous()
         _run(_backward_plan(*_asked(query, key, cut)), cut, [query, key, value, output, sums, gradient, *found])

@@ -10,7 +10,11 @@ Tensors are [tokens of all rows, heads, width], token after token.
 from __future__ import annotations
 
 import importlib
+import os
+import tempfile
+import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +22,8 @@ from torch import Tensor
 
 from cornstarch.attention.pieces import Cut
 
-_GPUS = (9, 10)  # Hopper and Blackwell, by the first number of their compute capability
+_GPUS = (9,)  # by the first number of their compute capability: Hopper, where it was tried
+_KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
 @cache
@@ -34,13 +39,28 @@ def has_flash() -> bool:
 @cache
 def package() -> Any:
     """Return the package's kernels."""
+    _keep_compiled()
+    warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")  # and works
     return importlib.import_module("flash_attn.cute.interface")
 
 
+def _keep_compiled() -> None:
+    """Let the package keep what it compiles, some seconds for each kernel, in a folder that nobody else writes to."""
+    folder = Path(tempfile.gettempdir()) / f"cornstarch_{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return
+    if _KEPT not in os.environ and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700:
+        os.environ[_KEPT] = "1"
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash_attention"))
+
+
 @cache
-def has_kernels(width: int, device: torch.device) -> bool:
-    """Whether there are kernels for heads of a width on a device."""
-    return has_flash() and width % 8 == 0 and torch.cuda.get_device_capability(device)[0] in _GPUS
+def runs_on(device: torch.device) -> bool:
+    """Whether there are kernels for a GPU."""
+    return has_flash() and torch.cuda.get_device_capability(device)[0] in _GPUS
 
 
 class Flash:
@@ -53,9 +73,7 @@ class Flash:
             whole = [one.unflatten(0, (cut.rows, -1)) for one in (query, key, value)]
             output, sums = attend(*whole, softmax_scale=cut.scale, causal=True, return_lse=True)[:2]
             return output.flatten(0, 1), sums.transpose(1, 2).flatten(0, 1).contiguous()
-        sums = torch.full((query.shape[1], len(query)), -torch.inf, dtype=torch.float32, device=query.device)
-        key, value = _asked(cut, key, value)
-        output = attend(query, key, value, lse=sums, return_lse=True, **_options(cut))[0]
+        output, sums = attend(query, *_asked(cut, key, value), return_lse=True, **_options(cut))[:2]
         return output, sums.transpose(0, 1).contiguous()
 
     def backward(
@@ -70,20 +88,22 @@ class Flash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
         differentiate = package()._flash_attn_bwd
+        found = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
         again = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        sums = sums.transpose(0, 1)
         if cut.pieces is None:
             states = [one.unflatten(0, (cut.rows, -1)) for one in (query, key, value, output, gradient)]
-            sums = sums.unflatten(0, (cut.rows, -1)).transpose(1, 2).contiguous()
-            found = differentiate(*states, sums, softmax_scale=cut.scale, causal=True, **again)
-            of_query, of_key, of_value = (one.flatten(0, 1) for one in found)
-            return of_query, of_key, of_value
-        make = torch.zeros_like if cut.ahead else torch.empty_like  # not all tokens are in a piece that looks ahead
-        of_query, of_key, of_value = make(query), make(key), make(value)
-        into = dict(zip(("dk", "dv"), _asked(cut, of_key, of_value), strict=True))
+            sums = sums.unflatten(1, (cut.rows, -1)).transpose(0, 1).contiguous()
+            into = {name: one.unflatten(0, (cut.rows, -1)) for name, one in zip(_GRADIENTS, found, strict=True)}
+            differentiate(*states, sums, softmax_scale=cut.scale, causal=True, **into, **again)
+            return found
         states = [query, *_asked(cut, key, value), output, gradient]
-        sums = sums.transpose(0, 1).contiguous()
-        differentiate(*states, sums, dq=of_query, **into, **_options(cut), **again)
-        return of_query, of_key, of_value
+        into = dict(zip(_GRADIENTS, (found[0], *_asked(cut, *found[1:])), strict=True))
+        differentiate(*states, sums.contiguous(), **into, **_options(cut), **again)
+        return found
+
+
+_GRADIENTS = ("dq", "dk", "dv")
 
 
 def _asked(cut: Cut, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

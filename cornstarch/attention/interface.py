@@ -36,6 +36,8 @@ DENSE_IMPLEMENTATION = "cornstarch_dense"
 # FlexAttention works in blocks of 128 tokens; a shorter row is one block, where a dense mask costs less.
 _FLEX_MIN_TOKENS = 128
 _FLEX_MIN_HEAD_DIM = 16
+# Plain causal rows of fewer tokens take torch's own kernels, which are as quick there, and compiled already.
+_LONG_ROW = 8192
 # Arguments by which a layer changes its attention scores in a way that masks as data do not express.
 _UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
 
@@ -127,7 +129,8 @@ def make_mask(
     rows_whole = isinstance(q_offset, int) and q_offset == 0 and q_length == end >= _FLEX_MIN_TOKENS
     on_kernels = use_flex and torch.device(device).type == "cuda" and rows_whole and not wants_dense()
     kernels = kernels_of_pieces(torch.device(device), _width(config)) if on_kernels else None
-    if spec is None or (spec.is_plain and not (kernels == "flash" and _is_causal(mask_function))):
+    is_long = kernels == "flash" and end >= _LONG_ROW and _is_causal(mask_function)
+    if spec is None or (spec.is_plain and not is_long):
         sdpa_mask = AttentionMaskInterface()["sdpa"]
         mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,

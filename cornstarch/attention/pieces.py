@@ -21,6 +21,8 @@ from cornstarch.attention.mask import Counts, MaskSpec, changes
 
 Maker = Literal["flash", "cudnn"]
 """Whose kernels: those of FlashAttention-4, or cuDNN's. On a CPU there is one way."""
+WIDEST = 128
+"""Heads that both have kernels for; their width is a multiple of 8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,8 @@ class Pieces:
     """None: every row is one."""
     spans: Tensor | None
     """Without their last token, behind which there is none; None: there are no spans."""
+    asking: Tensor | None
+    """bool [T]: whether a token is in one of these spans, and not its last; None with them."""
     otherwise: Callable[[], BlockMask]
     """Makes the same as a block mask."""
     maker: Maker
@@ -72,7 +76,7 @@ def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]
     """Return the pieces of a causal mask with spans. Nothing is read from the device."""
     rows, tokens = spec.documents.shape
     begins = changes(spec.documents).flatten()
-    documents = spans = None
+    documents = spans = asking = None
     if not counts.whole_rows:
         documents = _listed(begins, torch.ones_like(begins), _power(counts.documents))
     if counts.longest_span > 1:
@@ -80,11 +84,13 @@ def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]
         new_span = begins | changes(spec.spans).flatten()
         spans = _listed(new_span & inside, inside, _power(counts.spans))
         spans[1] = (spans[1] - 1).clamp(min=0)
+        asking = torch.zeros_like(inside)
+        asking[:-1] = inside[:-1] & inside[1:] & ~new_span[1:]
     if maker == "cudnn":
         documents, spans = (None if one is None else _longest_first(one) for one in (documents, spans))
     longest = tokens if counts.whole_rows else min(_power(counts.longest), tokens)
     sizes = torch.tensor([rows, longest, min(_power(counts.longest_span), tokens)])
-    return Pieces(sizes, documents, spans, otherwise, maker)
+    return Pieces(sizes, documents, spans, asking, otherwise, maker)
 
 
 def _listed(begins: Tensor, inside: Tensor, count: int) -> Tensor:

@@ -8,8 +8,6 @@ Shape letters: T tokens of all rows, H heads, D width of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +15,10 @@ from torch import Tensor
 
 from cornstarch.attention.cudnn import Cudnn
 from cornstarch.attention.flash import Flash
-from cornstarch.attention.pieces import Cut, Pieces
-from cornstarch.compat import compiled
+from cornstarch.attention.joining import add, join
+from cornstarch.attention.pieces import WIDEST, Cut, Pieces
 
 _HALF = (torch.bfloat16, torch.float16)
-_WIDEST = 128  # heads, for cuDNN on all GPUs
 
 
 class Kernel(Protocol):
@@ -30,7 +27,7 @@ class Kernel(Protocol):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
         """Return the output [T, H, D] and the logarithms of the softmax's sums, float32 [T, H].
 
-        Where a token is in no piece the sum is minus infinity, and the output whatever was in memory.
+        Where a token is in no piece they are whatever was in memory.
         """
 
     def backward(
@@ -43,7 +40,7 @@ class Kernel(Protocol):
         sums: Tensor,
         cut: Cut,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of query, key and value; zero where a token is in no piece."""
+        """Return the gradients of query, key and value; where a token is in no piece, whatever was in memory."""
 
 
 class OneByOne:
@@ -133,17 +130,17 @@ def _attend(
     sizes: Tensor,
     documents: Tensor | None,
     spans: Tensor | None,
+    asking: Tensor | None,
     scale: float,
     maker: str,
 ) -> tuple[Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
     kernel = _kernel(query, maker)
     output, sums = kernel(query, key, value, Cut(documents, rows, longest, scale, ahead=False))
-    if spans is None:
-        return output, sums
-    more, more_sums = kernel(query, key, value, Cut(spans, rows, longest_span, scale, ahead=True))
-    joined, both = _on_device(_join, query)(output, sums, more, more_sums)
-    return joined.contiguous(), both.contiguous()
+    if spans is not None and asking is not None:
+        more = kernel(query, key, value, Cut(spans, rows, longest_span, scale, ahead=True))
+        join(output, sums, *more, asking)
+    return output, sums
 
 
 @_attend.register_fake
@@ -162,16 +159,17 @@ def _attend_backward(
     sizes: Tensor,
     documents: Tensor | None,
     spans: Tensor | None,
+    asking: Tensor | None,
     scale: float,
     maker: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
     kernel, states = _kernel(query, maker), (gradient, query, key, value, output, sums)
     found = kernel.backward(*states, Cut(documents, rows, longest, scale, ahead=False))
-    if spans is None:
-        return found
-    more = kernel.backward(*states, Cut(spans, rows, longest_span, scale, ahead=True))
-    return _on_device(_add, query)(found, more)
+    if spans is not None and asking is not None:
+        more = kernel.backward(*states, Cut(spans, rows, longest_span, scale, ahead=True))
+        add(found, more, asking)
+    return found
 
 
 @_attend_backward.register_fake
@@ -180,38 +178,16 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, sizes, documents, spans, *ctx.asked = inputs
-    ctx.save_for_backward(query, key, value, *output, sizes, documents, spans)
+    query, key, value, sizes, documents, spans, asking, *ctx.asked = inputs
+    ctx.save_for_backward(query, key, value, *output, sizes, documents, spans, asking)
 
 
 def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor) -> tuple[Tensor | None, ...]:
     found = torch.ops.cornstarch.attend_in_pieces_backward(gradient, *ctx.saved_tensors, *ctx.asked)
-    return (*found, None, None, None, None, None)
+    return (*found, *[None] * 6)
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)
-
-
-def _join(output: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Join what tokens saw behind them with what they saw before."""
-    both = torch.logaddexp(sums, more_sums)
-    old, new = (sums - both).exp().unsqueeze(-1), (more_sums - both).exp().unsqueeze(-1)
-    joined = torch.where(new > 0, output * old + more * new, output).to(output.dtype)
-    return joined, both
-
-
-def _add(found: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(one + other for one, other in zip(found, more, strict=True))
-
-
-@cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    return compiled(function, dynamic=True)
-
-
-def _on_device(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    """Return the function, on a GPU as one kernel."""
-    return _fused(function) if tensor.is_cuda else function
 
 
 def can_attend(query: Tensor, value: Tensor) -> bool:
@@ -219,7 +195,7 @@ def can_attend(query: Tensor, value: Tensor) -> bool:
     width = query.shape[-1]
     if width != value.shape[-1]:
         return False
-    return not query.is_cuda or (query.dtype in _HALF and width <= _WIDEST and width % 8 == 0)
+    return not query.is_cuda or (query.dtype in _HALF and width <= WIDEST and width % 8 == 0)
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float) -> Tensor:
@@ -227,7 +203,7 @@ def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, 
     rows, _, tokens, _ = query.shape
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     output, _ = torch.ops.cornstarch.attend_in_pieces(
-        *flat, pieces.sizes, pieces.documents, pieces.spans, scale, pieces.maker
+        *flat, pieces.sizes, pieces.documents, pieces.spans, pieces.asking, scale, pieces.maker
     )
     found: Tensor = output.unflatten(0, (rows, tokens))
     return found

@@ -167,7 +167,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("cornstarch.attention.flash.has_flash", lambda: False)
     with pytest.raises(ConfigError, match=r"attention = varlen\n.*pip install 'cornstarch\[gpu\]'"):
         check_way("varlen", torch.device("cuda"), half=True)
-    with pytest.raises(ConfigError, match=r"attention = cudnn\n.*pip install nvidia-cudnn-frontend"):
+    with pytest.raises(ConfigError, match=r"attention = cudnn\n.*pip install 'cornstarch\[gpu\]'"):
         check_way("cudnn", torch.device("cuda"), half=True)
 
 

@@ -126,8 +126,7 @@ def test_which_kernels_are_chosen() -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 48, 80, 96, 112])
 def test_heads_of_other_widths_attend_or_are_left_to_others(width: int, maker: str) -> None:
-    kernels: Any = {"flash": flash, "cudnn": cudnn}[maker]
-    if not kernels.has_kernels(width, torch.device("cuda", 0)):
+    if maker == "cudnn" and not cudnn.has_kernels(width, torch.device("cuda", 0)):
         pytest.skip("there are no kernels for them")
     spec = packed(300)
     torch.manual_seed(0)
