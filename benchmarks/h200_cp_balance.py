@@ -1,11 +1,11 @@
 """How evenly context parallelism deals out attention, on real kernels: the shares of 8 ranks, in turn, on one GPU.
 
-    python benchmarks/h200_cp_balance.py [--tokens 32768 65536] [--json results.json]
+    python benchmarks/h200_cp_balance.py [--tokens 32768 65536] [--flex] [--json results.json]
 
 Rows are those of cp_balance.py: images that see in both directions between texts, one document or packed. Each rank's
-queries attend to the keys of all ranks: forward and backward, FlexAttention with the block mask that context
-parallelism makes, 16 heads of queries and 8 of keys and values, 128 wide, bf16. The largest over the mean time of a
-rank; 1 is even.
+queries attend to the keys of all ranks: forward and backward, with the kernels that context parallelism takes
+(FlashAttention-4's where they are installed, else FlexAttention), 16 heads of queries and 8 of keys and values, 128
+wide, bf16. The largest over the mean time of a rank; 1 is even. With `--flex` FlexAttention all the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from cp_balance import WAYS, row
 from h200_attention import timed
 
 from cornstarch.attention import MaskSpec
+from cornstarch.attention.between import attend_between
+from cornstarch.attention.choice import attends_between
+from cornstarch.attention.mask import Between
 from cornstarch.compat import compiled
 from cornstarch.plan.tokens import PARTIAL, block_size, distribute, mask_work
 
@@ -34,25 +37,26 @@ RANKS = 8
 ROUNDS = 7  # of all ranks in turn; the median counts: clocks go up and down
 HEADS, GROUPS, WIDTH = 16, 8, 128
 
-attend = compiled(flex_attention)
+flex = compiled(flex_attention)
 
 
-def share_time(spec: MaskSpec, queries: Tensor, states: tuple[Tensor, Tensor, Tensor]) -> float:
+def share_time(mask: Between, queries: Tensor, states: tuple[Tensor, Tensor, Tensor], use_flex: bool) -> float:
     """Return milliseconds of one rank's attention, forward and backward."""
-    everyone = torch.arange(spec.documents.shape[1], device="cuda")
-    mask = spec.block_mask(queries=queries, keys=everyone)
     query = states[0][:, :, queries].contiguous().requires_grad_()
     key, value = (one.detach().requires_grad_() for one in states[1:])
     given = torch.randn_like(query)
 
     def run() -> None:
-        output = attend(query, key, value, block_mask=mask, enable_gqa=True)
+        if use_flex:
+            output = flex(query, key, value, block_mask=mask.block_mask, enable_gqa=True)
+        else:
+            output = attend_between(query, key, value, mask, WIDTH**-0.5).transpose(1, 2)
         torch.autograd.grad(output, (query, key, value), given)
 
     return timed(run)[0]
 
 
-def measure(tokens: int, share: float, packed: bool) -> dict[str, Any]:
+def measure(tokens: int, share: float, packed: bool, use_flex: bool) -> dict[str, Any]:
     """Time all ways to deal out one row."""
     one = row(tokens, share, packed, seed=0)
     spec = MaskSpec(torch.from_numpy(one.documents)[None], torch.from_numpy(one.spans)[None]).to("cuda")
@@ -65,9 +69,12 @@ def measure(tokens: int, share: float, packed: bool) -> dict[str, Any]:
     for way in WAYS:
         dealt = distribute(work, RANKS, way)
         shares = [torch.as_tensor(tokens_of, device="cuda") for tokens_of in map(dealt.tokens, range(RANKS))]
-        rounds = [[share_time(spec, queries, states) for queries in shares] for _ in range(ROUNDS)]  # type: ignore[arg-type]
+        everyone = torch.arange(tokens, device="cuda")
+        asked = [(spec.between(queries=queries, keys=everyone), queries) for queries in shares]
+        rounds = [[share_time(*one, states, use_flex) for one in asked] for _ in range(ROUNDS)]  # type: ignore[arg-type]
         times = [statistics.median(turns) for turns in zip(*rounds, strict=True)]
-        found[way] = {"times": times, "largest_over_mean": max(times) / statistics.mean(times)}
+        tiles = [(int(m.block_mask.full_kv_num_blocks.sum()), int(m.block_mask.kv_num_blocks.sum())) for m, _ in asked]
+        found[way] = {"times": times, "largest_over_mean": max(times) / statistics.mean(times), "tiles": tiles}
     return found
 
 
@@ -75,16 +82,19 @@ def main() -> None:
     """Print the table."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536])
+    arguments.add_argument("--flex", action="store_true")
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {RANKS} ranks\n")
+    use_flex = given.flex or not attends_between(torch.device("cuda"))
+    kernels = "FlexAttention" if use_flex else "FlashAttention-4"
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {RANKS} ranks, {kernels}\n")
     print(f"| tokens | images | row | {' | '.join(WAYS)} | makespan_min, ms: mean, each rank |")
     print("|---" * (len(WAYS) + 4) + "|")
     results = []
     for tokens in given.tokens:
         for packed in (False, True):
             for share in (0.2, 0.5, 0.8):
-                one = measure(tokens, share, packed)
+                one = measure(tokens, share, packed, use_flex)
                 figures = " | ".join(f"{one[way]['largest_over_mean']:.3f}" for way in WAYS)
                 kind = "packed" if packed else "one document"
                 mean = statistics.mean(one["makespan_min"]["times"])
