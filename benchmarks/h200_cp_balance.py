@@ -1,6 +1,6 @@
 """How evenly context parallelism deals out attention, on real kernels: the shares of 8 ranks, in turn, on one GPU.
 
-    python benchmarks/h200_cp_balance.py [--tokens 32768 65536] [--flex] [--json results.json]
+    python benchmarks/h200_cp_balance.py [--tokens 32768 65536] [--flex] [--rounds 7] [--json results.json]
 
 Rows are those of cp_balance.py: images that see in both directions between texts, one document or packed. Each rank's
 queries attend to the keys of all ranks: forward and backward, with the kernels that context parallelism takes
@@ -34,7 +34,6 @@ from cornstarch.compat import compiled
 from cornstarch.plan.tokens import PARTIAL, block_size, distribute, mask_work
 
 RANKS = 8
-ROUNDS = 7  # of all ranks in turn; the median counts: clocks go up and down
 HEADS, GROUPS, WIDTH = 16, 8, 128
 
 flex = compiled(flex_attention)
@@ -56,7 +55,7 @@ def share_time(mask: Between, queries: Tensor, states: tuple[Tensor, Tensor, Ten
     return timed(run)[0]
 
 
-def measure(tokens: int, share: float, packed: bool, use_flex: bool) -> dict[str, Any]:
+def measure(tokens: int, share: float, packed: bool, use_flex: bool, turns: int) -> dict[str, Any]:
     """Time all ways to deal out one row."""
     one = row(tokens, share, packed, seed=0)
     spec = MaskSpec(torch.from_numpy(one.documents)[None], torch.from_numpy(one.spans)[None]).to("cuda")
@@ -71,8 +70,8 @@ def measure(tokens: int, share: float, packed: bool, use_flex: bool) -> dict[str
         shares = [torch.as_tensor(tokens_of, device="cuda") for tokens_of in map(dealt.tokens, range(RANKS))]
         everyone = torch.arange(tokens, device="cuda")
         asked = [(spec.between(queries=queries, keys=everyone), queries) for queries in shares]
-        rounds = [[share_time(*one, states, use_flex) for one in asked] for _ in range(ROUNDS)]  # type: ignore[arg-type]
-        times = [statistics.median(turns) for turns in zip(*rounds, strict=True)]
+        rounds = [[share_time(*one, states, use_flex) for one in asked] for _ in range(turns)]  # type: ignore[arg-type]
+        times = [statistics.median(each) for each in zip(*rounds, strict=True)]
         tiles = [(int(m.block_mask.full_kv_num_blocks.sum()), int(m.block_mask.kv_num_blocks.sum())) for m, _ in asked]
         found[way] = {"times": times, "largest_over_mean": max(times) / statistics.mean(times), "tiles": tiles}
     return found
@@ -83,6 +82,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536])
     arguments.add_argument("--flex", action="store_true")
+    arguments.add_argument("--rounds", type=int, default=7, help="of all ranks in turn; the median counts")
     arguments.add_argument("--json", type=Path)
     given = arguments.parse_args()
     use_flex = given.flex or not attends_between(torch.device("cuda"))
@@ -94,7 +94,7 @@ def main() -> None:
     for tokens in given.tokens:
         for packed in (False, True):
             for share in (0.2, 0.5, 0.8):
-                one = measure(tokens, share, packed, use_flex)
+                one = measure(tokens, share, packed, use_flex, given.rounds)
                 figures = " | ".join(f"{one[way]['largest_over_mean']:.3f}" for way in WAYS)
                 kind = "packed" if packed else "one document"
                 mean = statistics.mean(one["makespan_min"]["times"])

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cornstarch.attention import cudnn, flash
-from cornstarch.attention.pieces import WIDEST, Maker
+from cornstarch.attention.pieces import Maker, takes
 from cornstarch.errors import ConfigError
 
 Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
@@ -94,13 +94,14 @@ def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
         width: Of the heads, if it is known.
     """
     way = _current.get()
-    if way in ("flex", "sdpa") or device.type != "cuda" or width is None or width > WIDEST or width % 8:
+    if way in ("flex", "sdpa") or device.type != "cuda" or width is None:
         return None
-    if way != "cudnn" and flash.runs_on(device):
+    if way != "cudnn" and takes("flash", width) and flash.runs_on(device):
         return "flash"
     if way in ("auto", None) and torch.cuda.get_device_capability(device) < _HOPPER:
         return None
-    return "cudnn" if cudnn.has_cudnn() and cudnn.has_kernels(width, device) else None
+    planned = takes("cudnn", width) and cudnn.has_cudnn() and cudnn.has_kernels(width, device)
+    return "cudnn" if planned else None
 
 
 def attends_between(device: torch.device) -> bool:

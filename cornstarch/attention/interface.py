@@ -273,7 +273,8 @@ def attend_by_kernel(
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} changes its attention scores by {name!r}.")
     if isinstance(attention_mask, Pieces | Between):
-        if dropout == 0 and softcap is None and s_aux is None and can_attend(query, value):
+        maker = attention_mask.maker if isinstance(attention_mask, Pieces) else "flash"
+        if dropout == 0 and softcap is None and s_aux is None and can_attend(query, value, maker):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             if isinstance(attention_mask, Pieces):
                 return attend_in_pieces(query, key, value, attention_mask, scale), None

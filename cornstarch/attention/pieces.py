@@ -21,8 +21,14 @@ from cornstarch.attention.mask import Counts, MaskSpec, changes
 
 Maker = Literal["flash", "cudnn"]
 """Whose kernels: those of FlashAttention-4, or cuDNN's. On a CPU there is one way."""
-WIDEST = 128
-"""Heads that both have kernels for; their width is a multiple of 8."""
+_WIDEST = 128  # heads, for both on all GPUs
+# FlashAttention-4's passes round other widths up differently, and its gradients are wrong then (4.0.0b36: 16, 48, 80).
+_STEPS: dict[Maker, int] = {"flash": 32, "cudnn": 8}
+
+
+def takes(maker: Maker, width: int) -> bool:
+    """Whether these kernels are right for heads of a width."""
+    return width <= _WIDEST and width % _STEPS[maker] == 0
 
 
 @dataclass(frozen=True, eq=False)

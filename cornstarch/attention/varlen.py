@@ -16,7 +16,7 @@ from torch import Tensor
 from cornstarch.attention.cudnn import Cudnn
 from cornstarch.attention.flash import Flash
 from cornstarch.attention.joining import add, join
-from cornstarch.attention.pieces import WIDEST, Cut, Pieces
+from cornstarch.attention.pieces import Cut, Maker, Pieces, takes
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -190,12 +190,12 @@ def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor) -> tuple[Tensor 
 _attend.register_autograd(_differentiate, setup_context=_remember)
 
 
-def can_attend(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernels take such heads: [B, H, S, D]."""
+def can_attend(query: Tensor, value: Tensor, maker: Maker) -> bool:
+    """Whether kernels take such heads: [B, H, S, D]."""
     width = query.shape[-1]
     if width != value.shape[-1]:
         return False
-    return not query.is_cuda or (query.dtype in _HALF and width <= WIDEST and width % 8 == 0)
+    return not query.is_cuda or (query.dtype in _HALF and takes(maker, width))
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float) -> Tensor:

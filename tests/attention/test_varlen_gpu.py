@@ -11,11 +11,11 @@ import torch
 from cornstarch.attention import MaskSpec, cudnn, flash, use_mask
 from cornstarch.attention.between import attend_between
 from cornstarch.attention.choice import attend_with
-from cornstarch.attention.interface import make_mask
-from cornstarch.attention.pieces import Pieces, pieces_of
+from cornstarch.attention.interface import attend_by_kernel, make_mask
+from cornstarch.attention.pieces import Pieces, pieces_of, takes
 from cornstarch.attention.varlen import attend_in_pieces
 from cornstarch.compat import compiled
-from tests.attention.test_flex_gpu import assert_close, packed
+from tests.attention.test_flex_gpu import Layer, assert_close, packed
 from tests.attention.test_pieces import written_out
 
 pytestmark = [
@@ -28,6 +28,7 @@ MAKERS = [
     pytest.param("flash", marks=pytest.mark.skipif(not flash.has_flash(), reason="needs flash-attn-4")),
     pytest.param("cudnn", marks=pytest.mark.skipif(not cudnn.has_cudnn(), reason="needs nvidia-cudnn-frontend")),
 ]
+WAYS = [*MAKERS, pytest.param("between", marks=MAKERS[0].marks)]
 
 
 def pieces(spec: MaskSpec, maker: Any) -> Pieces:
@@ -49,18 +50,10 @@ def one_row(tokens: int, spans: bool) -> MaskSpec:
     return MaskSpec(both.documents[:1], both.spans[:1])
 
 
-@pytest.mark.parametrize("way", [*MAKERS, pytest.param("between", marks=MAKERS[0].marks)])
-@pytest.mark.parametrize("make", [packed, whole, one_row])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-@pytest.mark.parametrize(("tokens", "width"), [(256, 64), (1000, 128)])
-@pytest.mark.parametrize("spans", [True, False])
-def test_kernels_equal_a_dense_mask(
-    way: str, make: Any, heads: tuple[int, int], tokens: int, width: int, spans: bool
-) -> None:
-    spec = make(tokens, spans)
+def assert_equal_to_a_dense_mask(spec: MaskSpec, way: str, heads: tuple[int, int], width: int) -> None:
     real = spec.documents > 0
     torch.manual_seed(0)
-    rows = len(real)
+    rows, tokens = real.shape
     shapes = [(rows, count, tokens, width) for count in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     weight = torch.randn(rows, tokens, heads[0], width, device="cuda") * real[..., None, None]
@@ -75,6 +68,17 @@ def test_kernels_equal_a_dense_mask(
     for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
         assert one.grad is not None and ideal.grad is not None
         assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [packed, whole, one_row])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("tokens", "width"), [(256, 64), (1000, 128)])
+@pytest.mark.parametrize("spans", [True, False])
+def test_kernels_equal_a_dense_mask(
+    way: str, make: Any, heads: tuple[int, int], tokens: int, width: int, spans: bool
+) -> None:
+    assert_equal_to_a_dense_mask(make(tokens, spans), way, heads, width)
 
 
 @pytest.mark.parametrize("maker", MAKERS)
@@ -123,19 +127,31 @@ def test_which_kernels_are_chosen() -> None:
             assert type(found).__name__ == "BlockMask", "pieces know no windows"
 
 
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("width", [8, 16, 24, 32, 48, 80, 96, 112])
-def test_heads_of_other_widths_attend_or_are_left_to_others(width: int, maker: str) -> None:
-    if maker == "cudnn" and not cudnn.has_kernels(width, torch.device("cuda", 0)):
+def test_heads_of_other_widths_attend_or_are_left_to_others(width: int, way: str) -> None:
+    maker: Any = "cudnn" if way == "cudnn" else "flash"
+    if not takes(maker, width) or (maker == "cudnn" and not cudnn.has_kernels(width, torch.device("cuda", 0))):
         pytest.skip("there are no kernels for them")
+    assert_equal_to_a_dense_mask(packed(300), way, (4, 2), width)
+
+
+@pytest.mark.skipif(not flash.has_flash(), reason="needs flash-attn-4")
+@pytest.mark.parametrize("mask", ["pieces", "between"])
+def test_a_layer_whose_heads_are_others_than_the_config_says_takes_other_kernels(mask: str) -> None:
     spec = packed(300)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 300, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    inputs = [torch.randn(2, 4, 300, 48, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     real = spec.documents > 0
-    found = attend_in_pieces(query, key, value, pieces(spec, maker), 0.3)
-    scores = (query.double() @ key.double().transpose(2, 3) * 0.3).masked_fill(~spec.dense(), -torch.inf)
-    reference = (scores.softmax(-1) @ value.double()).transpose(1, 2)
+    weight = torch.randn(2, 300, 4, 48, device="cuda") * real[..., None, None]
+    reference, exact = written_out(spec, inputs, weight)
+    asked: Any = pieces(spec, "flash") if mask == "pieces" else spec.between()
+    found, _ = attend_by_kernel(Layer(1), *inputs, asked, scaling=0.3)
+    (found * weight).sum().backward()
     assert_close(found[real], reference[real], 2e-2, "output")
+    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
+        assert one.grad is not None and ideal.grad is not None
+        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
 
 
 def test_a_mask_that_is_known_is_not_waited_for() -> None:

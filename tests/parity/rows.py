@@ -138,7 +138,7 @@ APART: dict[str, Row] = {
         {
             "encoders": {"vision": {**vision("full"), "attention": "item"}},
             "language_model": llm(
-                {**LLAMA, "hidden_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 256}
+                {**LLAMA, "hidden_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 256}
             ),
         },
         longer(asking("i"), 12),
@@ -146,7 +146,7 @@ APART: dict[str, Row] = {
         {"packing": True, "max_length": 256},
     ),
 }
-"""Rows that are no part of the matrix: long enough for FlexAttention, which only GPUs have."""
+"""Rows that are no part of the matrix: long enough for the attention kernels of GPUs, with heads as wide as they take."""
 
 
 def row_of(name: str) -> Row:
