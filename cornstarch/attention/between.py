@@ -118,9 +118,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda:
         options = _options(scale, first, last, places, blocks)
-        of_query, of_key, of_value = package()._flash_attn_bwd(
-            query, key, value, output, gradient, sums, deterministic=_again(), **options
-        )
+        of_query, of_key, of_value = package()._flash_attn_bwd(query, key, value, output, gradient, sums, **options)
         return of_query, of_key, of_value
     heads, groups = query.shape[2], query.shape[2] // key.shape[2]
     keys, values, given = _wide(key, heads), _wide(value, heads), gradient.float().transpose(1, 2)
@@ -134,10 +132,6 @@ def _attend_backward(
     shared = [one.unflatten(1, (-1, groups)).sum(2) for one in (of_key, of_value)]
     found = [one.transpose(1, 2).to(query.dtype).contiguous() for one in (of_query, *shared)]
     return found[0], found[1], found[2]
-
-
-def _again() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
 
 
 @_attend_backward.register_fake

@@ -16,7 +16,7 @@ from cornstarch.errors import ConfigError
 
 Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
 
-_HOPPER = (9, 0)  # from here on cuDNN's kernels are the quickest
+_HOPPER = (9, 0)  # from here on cuDNN's kernels and FlashAttention-4's are the quickest
 _INSTALL = "pip install 'cornstarch[gpu]'"
 
 # cuDNN's kernels are the quickest on the GPUs that have them; what they cannot do, the next takes.
@@ -35,7 +35,8 @@ def attend_with(way: Way) -> Iterator[None]:
     """Let attention take these kernels, within this block.
 
     - `auto`: the quickest that respect the mask: cuDNN's for plain causal rows; for packed documents and images that
-      see in both directions those for pieces of rows (`varlen`) where they are installed, else FlexAttention.
+      see in both directions those for pieces of rows (`varlen`) where they are installed, else FlexAttention, as under
+      `torch.use_deterministic_algorithms`.
     - `flex`: FlexAttention for such masks.
     - `varlen`: kernels for pieces of rows for such masks, FlashAttention-4's or else cuDNN's; sliding windows and the
       like, which they do not know, take FlexAttention.
@@ -93,20 +94,26 @@ def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
         device: Where they run.
         width: Of the heads, if it is known.
     """
-    way = _current.get()
+    way, chooses = _current.get(), _current.get() in ("auto", None)
     if way in ("flex", "sdpa") or device.type != "cuda" or width is None:
+        return None
+    if chooses and (torch.are_deterministic_algorithms_enabled() or not _is_recent(device)):
         return None
     if way != "cudnn" and takes("flash", width) and flash.runs_on(device):
         return "flash"
-    if way in ("auto", None) and torch.cuda.get_device_capability(device) < _HOPPER:
-        return None
     planned = takes("cudnn", width) and cudnn.has_cudnn() and cudnn.has_kernels(width, device)
     return "cudnn" if planned else None
 
 
 def attends_between(device: torch.device) -> bool:
     """Whether queries that see from one place to another are attended for by one kernel that knows such masks."""
-    return _current.get() not in ("flex", "sdpa", "cudnn") and device.type == "cuda" and flash.runs_on(device)
+    if _current.get() in ("flex", "sdpa", "cudnn") or device.type != "cuda":
+        return False
+    return not torch.are_deterministic_algorithms_enabled() and flash.runs_on(device)
+
+
+def _is_recent(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _HOPPER
 
 
 def wants_dense() -> bool:

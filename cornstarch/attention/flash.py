@@ -89,17 +89,16 @@ class Flash:
         """Return the gradients."""
         differentiate = package()._flash_attn_bwd
         found = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-        again = {"deterministic": torch.are_deterministic_algorithms_enabled()}
         sums = sums.transpose(0, 1)
         if cut.pieces is None:
             states = [one.unflatten(0, (cut.rows, -1)) for one in (query, key, value, output, gradient)]
             sums = sums.unflatten(1, (cut.rows, -1)).transpose(0, 1).contiguous()
             into = {name: one.unflatten(0, (cut.rows, -1)) for name, one in zip(_GRADIENTS, found, strict=True)}
-            differentiate(*states, sums, softmax_scale=cut.scale, causal=True, **into, **again)
+            differentiate(*states, sums, softmax_scale=cut.scale, causal=True, **into)
             return found
         states = [query, *_asked(cut, key, value), output, gradient]
         into = dict(zip(_GRADIENTS, (found[0], *_asked(cut, *found[1:])), strict=True))
-        differentiate(*states, sums.contiguous(), **into, **_options(cut), **again)
+        differentiate(*states, sums.contiguous(), **into, **_options(cut))
         return found
 
 

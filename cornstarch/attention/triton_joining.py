@@ -13,7 +13,7 @@ _BLOCK = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _join(
+def _attention_join(
     output, sums, more, more_sums, asking, heads, width,
     HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def _join(
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _add(found, more, asking, size, FURTHER: tl.constexpr, BLOCK: tl.constexpr):
+def _attention_add(found, more, asking, size, FURTHER: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     if tl.load(asking + token - FURTHER, mask=token >= FURTHER, other=0) != 0:
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +48,7 @@ def join(output: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor, asking: 
     """See `joining.join`; all are laid out token after token."""
     tokens, heads, width = output.shape
     with torch.cuda.device(output.device):
-        _join[(tokens,)](
+        _attention_join[(tokens,)](
             output, sums, more, more_sums, asking.view(torch.uint8), heads, width,
             HEADS=triton.next_power_of_2(heads), WIDTH=triton.next_power_of_2(width),
         )  # fmt: skip
@@ -59,6 +59,6 @@ def add(found: Tensor, more: Tensor, asking: Tensor, further: int) -> None:
     size = found[0].numel()
     block = min(_BLOCK, triton.next_power_of_2(size))
     with torch.cuda.device(found.device):
-        _add[(len(found), triton.cdiv(size, block))](
+        _attention_add[(len(found), triton.cdiv(size, block))](
             found, more, asking.view(torch.uint8), size, FURTHER=further, BLOCK=block
         )

@@ -177,6 +177,38 @@ def test_no_pieces_without_a_gpu() -> None:
         assert not attends_between(torch.device("cpu"))
 
 
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that there is not, with both packages."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("cornstarch.attention.flash.runs_on", lambda device: True)
+    monkeypatch.setattr("cornstarch.attention.cudnn.has_cudnn", lambda: True)
+    monkeypatch.setattr("cornstarch.attention.cudnn.has_kernels", lambda width, device: True)
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("way", "width", "expected"),
+    [
+        ("auto", 128, "flash"), ("varlen", 64, "flash"), ("cudnn", 128, "cudnn"), ("flex", 128, None),
+        ("auto", 80, "cudnn"), ("auto", 20, None), ("auto", 192, None), ("auto", None, None),
+    ],
+)  # fmt: skip
+def test_whose_kernels(way: Any, width: int | None, expected: str | None, hopper: torch.device) -> None:
+    with attend_with(way):
+        assert kernels_of_pieces(hopper, width) == expected
+
+
+def test_who_asks_for_equal_runs_gets_flex(hopper: torch.device) -> None:
+    with attend_with("auto"):
+        assert attends_between(hopper)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert kernels_of_pieces(hopper, 128) is None and not attends_between(hopper)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def test_the_order_that_kernels_want() -> None:
     spec = marked([[5, 12, 7]], {0: [(1, 3, 0), (8, 14, 1)]})
     placed, longest_first = (pieces_of(spec, spec.counts, unwanted, maker) for maker in ("flash", "cudnn"))

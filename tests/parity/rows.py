@@ -146,7 +146,7 @@ APART: dict[str, Row] = {
         {"packing": True, "max_length": 256},
     ),
 }
-"""Rows that are no part of the matrix: long enough for the attention kernels of GPUs, with heads as wide as they take."""
+"""Rows that are no part of the matrix: long enough for the attention kernels of GPUs, with heads that they take."""
 
 
 def row_of(name: str) -> Row:

@@ -179,6 +179,7 @@ def test_a_process_that_waits_for_others_communicates() -> None:
         ("aten::convolution", "matrix products"),
         ("triton_tem_fused_flex_attention_1", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at_", "attention"),
         ("ScaledDotProductFlashAttentionForCpuBackward0", "attention"),
         ("fmha_cutlassF_bf16_aligned", "attention"),
         ("triton_red_fused_mean_mul_rsqrt", ""),
