@@ -31,8 +31,9 @@ from cornstarch.compute.tracing import Trace, trace
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.items import Features
 from cornstarch.models.multimodal_language_model.merge import IGNORED, TEXT, mark_spans, mask_spec, placeholder_masks
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import Shape, is_float, tensors_in
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import Shape, is_float
 from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
+from cornstarch.trees import tensors_in
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Any]
 """(model, batch) -> the loss, or an output that has one."""

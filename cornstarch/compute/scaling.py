@@ -16,7 +16,8 @@ from cornstarch.compute.shadows import as_shapes, shadow
 from cornstarch.compute.tracing import Attention, Trace, Work, trace
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import KNOWN, Features
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import is_float, tensors_in
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import is_float
+from cornstarch.trees import tensors_in
 
 _TOKENS = 256  # of the row that a model of tokens is run on; then of one twice as long
 _MOST_TRACED = 16  # sizes of items that are run on shapes; of the others the work follows from them
@@ -286,7 +287,7 @@ def _size_of(name: str, value: Any) -> Any:
 
 
 def _numbers_in(item: Mapping[str, Any]) -> int:
-    tensors = list(tensors_in(item))
+    tensors = tensors_in(item)
     return sum(t.numel() for t in tensors if is_float(t)) or sum(t.numel() for t in tensors)
 
 

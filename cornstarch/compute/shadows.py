@@ -16,9 +16,9 @@ from cornstarch.attention.interface import DENSE_IMPLEMENTATION
 from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import (
     Shape,
     is_float,
-    map_tensors,
     weightless,
 )
+from cornstarch.trees import map_tensors
 
 
 def shadow(module: nn.Module) -> nn.Module:

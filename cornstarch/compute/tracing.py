@@ -30,8 +30,8 @@ from cornstarch.models.multimodal_language_model.preprocessing.shape_inference i
     KnownIntegers,
     Shape,
     is_float,
-    tensors_in,
 )
+from cornstarch.trees import tensors_in
 
 _aten = torch.ops.aten
 # Where each product has its two operands.
@@ -232,7 +232,7 @@ class _Watch(TorchDispatchMode):
 
     def _run(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Compute a result, or take its form from a time before: layers are alike, and forms cost more than they."""
-        given = list(tensors_in([arguments, named]))
+        given = tensors_in([arguments, named])
         if not all(isinstance(tensor, Shape) for tensor in given):
             return function(*arguments, **named)
         key = repr((function, _formed(arguments), _formed(named)))

@@ -6,13 +6,12 @@ Shapes: N items, P patches of all items, T tokens of an item, D width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.items import mask_of, patch_counts
@@ -147,24 +146,12 @@ def named_inputs(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return named
 
 
-def each_tensor(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return an output with every tensor in it changed, in its order."""
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, ModelOutput):
-        return type(output)(**{name: each_tensor(value, change) for name, value in output.items()})
-    if isinstance(output, list | tuple):
-        return type(output)(each_tensor(value, change) for value in output)
-    return output
-
-
 __all__ = [
     "FLAT",
     "ONE_ROW",
     "STACKED",
     "Items",
     "check_apart",
-    "each_tensor",
     "named_inputs",
     "row_dim",
 ]

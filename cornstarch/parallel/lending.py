@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import token_states
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.carriage import backend_of
 from cornstarch.parallel.context.exchange import exchange
-from cornstarch.parallel.items import FLAT, Items, check_apart, each_tensor, named_inputs, row_dim
+from cornstarch.parallel.items import FLAT, Items, check_apart, named_inputs, row_dim
 from cornstarch.plan.dealing import lend_out
+from cornstarch.trees import map_tensors, tensors_in
 
 _ATTACHED = "_cornstarch_lender"
 _ADVICE = "Set data.split_images to false."
@@ -259,7 +259,7 @@ class _Lender:
         refusal: UnsupportedModelError | None = None
         try:
             output = self._tokens(output)
-            tensors = list(tensors_in(output))
+            tensors = tensors_in(output)
             layouts = [loan.encoded.layout(tensor) for tensor in tensors]
         except UnsupportedModelError as error:  # the others may have understood theirs, and would wait
             refusal = error
@@ -268,7 +268,7 @@ class _Lender:
             return None
         ways = [_Way(loan, tensor, layout, self.group) for tensor, layout in zip(tensors, layouts, strict=True)]
         returned = iter(_Return.apply(ways, self._used, *tensors))
-        return each_tensor(output, lambda _: next(returned))
+        return map_tensors(lambda _: next(returned), output)
 
     def _tokens(self, output: Any) -> Any:
         """Return what of an output is looked at: its tokens alone, if there is nobody to look at the rest."""

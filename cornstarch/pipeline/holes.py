@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor.vocabulary import VocabularyEmbedding
-from cornstarch.pipeline.trees import leaves, map_tensors, tensors_in
+from cornstarch.trees import leaves, map_tensors, tensors_in
 
 Made = dict[str, list[Any]]
 """By the name of a layer or another module: what its calls returned."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.pipeline.parts import Call, StagePart, shared_parameters
 from cornstarch.pipeline.payload import Payload
-from cornstarch.pipeline.trees import map_tensors
+from cornstarch.trees import map_tensors
 
 
 class Function(nn.Module):

@@ -19,7 +19,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.pipeline.anatomy import chosen_layers, full_name, layer_lists, siblings, weighs
 from cornstarch.pipeline.findings import Survey, Unit
 from cornstarch.pipeline.payload import take_apart
-from cornstarch.pipeline.trees import differentiable, map_tensors
+from cornstarch.trees import differentiable, map_tensors
 
 Call = Callable[[], Any]
 

@@ -13,7 +13,7 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.pipeline.findings import Survey
 from cornstarch.pipeline.parts import StagePart, make_part
 from cornstarch.pipeline.payload import put_together, take_apart
-from cornstarch.pipeline.trees import differentiable
+from cornstarch.trees import differentiable
 
 _MOST = 4  # stages of a trial
 

@@ -26,9 +26,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cornstarch.compat import TorchDispatchMode
 from cornstarch.compute.head import LazyLogits, fuse_head_with_loss
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.parallel import wrapping_units
 from cornstarch.train.layers_kept import OUTSIDE, LayerActivations, Stored
+from cornstarch.trees import tensors_in
 
 _IMPLEMENTATION = "cornstarch_shapes"
 _GRADIENTS = 2  # beside the largest saved tensor
@@ -170,7 +170,7 @@ class SavedBytes:
             if module not in self._layers:
                 self._layers[module] = 0.0
                 self.calls.append((module, arguments, dict(named)))
-            tensors = list(tensors_in([list(arguments), dict(named)]))
+            tensors = tensors_in([arguments, named])
             if any(tensor.requires_grad for tensor in (*tensors, *module.parameters())):
                 for tensor in tensors:
                     self._inputs[_storage(tensor)] = tensor.untyped_storage().nbytes()

@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from cornstarch.compat import set_activation_budget
 from cornstarch.compute.compiling import compile_layers
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import map_tensors, tensors_in
 from cornstarch.train.activations import LayerCall, SavedBytes
 from cornstarch.train.precision import Placement
+from cornstarch.trees import map_tensors, tensors_in
 
 
 def compiled_bytes(call: LayerCall, placement: Placement, **options: Any) -> int:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.parallel.data import frozen_modules, local_value, sharded_units
 from cornstarch.plan import DataPlan
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
@@ -19,6 +18,7 @@ from cornstarch.train.config import OptimizerConfig, RunConfig
 from cornstarch.train.optim import AveragedWeights, make_optimizer
 from cornstarch.train.parts import Part
 from cornstarch.train.precision import Placement
+from cornstarch.trees import tensors_in
 
 _MATRIX, _VECTOR = (6, 10), (7,)  # sizes that no state has by chance
 

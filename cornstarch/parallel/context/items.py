@@ -25,12 +25,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.exchange import gather
 from cornstarch.parallel.context.patches import PatchCutter
-from cornstarch.parallel.items import Items, check_apart, each_tensor, named_inputs, row_dim
+from cornstarch.parallel.items import Items, check_apart, named_inputs, row_dim
 from cornstarch.plan.dealing import deal_out
+from cornstarch.trees import map_tensors, tensors_in
 
 _MANY, _UNEVEN = 1024, 1.5  # patches of a rank, and how far beyond the mean, that are worth an exchange in each layer
 _ATTACHED = "_cornstarch_item_dealer"
@@ -148,7 +148,7 @@ class _Dealer:
         deal, self.deal = self.deal, None
         if deal is None or output is None:  # the items were refused, or the encoder raised
             return output
-        tensors = list(tensors_in(output))
+        tensors = tensors_in(output)
         encoded = deal.items.chosen(deal.run_by(self.rank))
         layouts: list[int] = []
         refusal: UnsupportedModelError | None = None
@@ -158,7 +158,7 @@ class _Dealer:
             refusal = error
         self._check_agreement(deal.items, tensors, layouts, refusal)
         rest = iter(layouts)
-        return each_tensor(output, lambda tensor: self._gathered(tensor, next(rest), deal, encoded))
+        return map_tensors(lambda tensor: self._gathered(tensor, next(rest), deal, encoded), output)
 
     def _check_agreement(
         self, items: Items, tensors: Sequence[Tensor], layouts: Sequence[int], refusal: UnsupportedModelError | None

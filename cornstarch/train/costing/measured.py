@@ -17,13 +17,13 @@ from cornstarch.compat import set_activation_budget
 from cornstarch.compute.compiling import compile_layers
 from cornstarch.compute.cross_entropy import linear_cross_entropy
 from cornstarch.models.multimodal_language_model.facts import IGNORED
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import map_tensors, tensors_in
 from cornstarch.plan.cluster import Device
 from cornstarch.train.compiled_layers import fill
 from cornstarch.train.costing.calls import CallCost, Reckoned, Setting
 from cornstarch.train.costing.pace import ON_CPU, ON_GPU, Pace
 from cornstarch.train.costing.segments import Called
 from cornstarch.train.precision import Placement
+from cornstarch.trees import differentiable, map_tensors, tensors_in
 
 _ROUNDS = 3  # of which the median counts
 TURNS = 3
@@ -137,7 +137,7 @@ class _Run:
         if called.is_layer and compiled:
             set_activation_budget(1.0)
             compile_layers([module], lambda reason: None)
-        return _Made(module, lambda: module(*given[0], **given[1]), list(tensors_in([given[0], given[1]])))
+        return _Made(module, lambda: module(*given[0], **given[1]), tensors_in(list(given)))
 
     def _head(self, labels: int) -> _Made:
         module: Any = filled(copy.deepcopy(self.called.module).to_empty(device=self.device))
@@ -166,9 +166,7 @@ class _Run:
 
     def backward(self, result: Any) -> None:
         """Compute the gradients of something that was computed, and forget them."""
-        values = result.values() if isinstance(result, dict) else result
-        wanted = [one for one in tensors_in(list(values) if not isinstance(values, Tensor) else [values])]
-        wanted = [one for one in wanted if one.requires_grad]
+        wanted = differentiable(result)
         torch.autograd.backward(wanted, [torch.ones_like(one) for one in wanted])
         for tensor in (*self._made.module.parameters(), *self._made.inputs):
             tensor.grad = None

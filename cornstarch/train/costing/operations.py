@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from cornstarch.compat import TorchDispatchMode
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.train.activations import counted
 from cornstarch.train.costing.segments import Called
+from cornstarch.trees import tensors_in
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution)
@@ -205,7 +205,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _floats(value: Any) -> list[Tensor]:
-    return [one for one in tensors_in(value if isinstance(value, list | tuple | dict) else [value]) if one.numel()]
+    return [one for one in tensors_in(value) if one.numel()]
 
 
 def _pieces(tensors: Sequence[Tensor]) -> tuple[Piece, ...]:

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from cornstarch.compute.head import computes_loss_itself
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import map_tensors, tensors_in
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.units import wrapping_units
 from cornstarch.pipeline.findings import Survey
 from cornstarch.pipeline.survey import survey
 from cornstarch.train.activations import counted
+from cornstarch.trees import map_tensors, tensors_in
 
 WHOLE = "(whole)"
 """The name of the only segment of a module that cannot be taken apart."""
@@ -43,7 +43,7 @@ class Called:
     @property
     def inputs(self) -> list[Tensor]:
         """The tensors that it is given."""
-        return list(tensors_in([list(self.arguments), self.named]))
+        return tensors_in([self.arguments, self.named])
 
     @property
     def has_upstream(self) -> bool:

@@ -18,10 +18,10 @@ from cornstarch.models.multimodal_language_model.preprocessing.shape_inference i
     KnownIntegers,
     Shape,
     is_float,
-    map_tensors,
     weightless,
 )
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.trees import map_tensors
 
 # A formula (ours or the user's) that was right for so many different geometries is believed without a further shape
 # inference, which costs up to a second for a large encoder. A wrong number is still refused by the model's forward.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from cornstarch.trees import map_tensors, tensors_in
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -134,23 +136,3 @@ def _as_positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 def is_float(tensor: Tensor) -> bool:
     """Whether a tensor holds real or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Go through the tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for element in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(element)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return nested lists, tuples and dictionaries with each tensor replaced."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, element) for element in value)
-    if isinstance(value, dict):
-        return {key: map_tensors(function, element) for key, element in value.items()}
-    return value

@@ -16,11 +16,11 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
 )
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.items import Features, mask_of, sample_lengths
-from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import tensors_in
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.takeover.hollow import StandIn, hollow, listen
 from cornstarch.models.multimodal_language_model.takeover.modalities import Modality
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.trees import tensors_in
 
 
 class OriginalProjector(MultimodalProjector):

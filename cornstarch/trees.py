@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Go through everything that is not a container."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         for one in value.values():
             yield from leaves(one)
     elif isinstance(value, list | tuple):
