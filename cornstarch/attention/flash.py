@@ -9,8 +9,9 @@ Tensors are [tokens of all rows, heads, width], token after token.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
+import stat
 import tempfile
 import warnings
 from functools import cache
@@ -29,9 +30,11 @@ _KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 @cache
 def has_flash() -> bool:
     """Whether FlashAttention-4's package is there."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
     try:
         found = package()
-    except (ImportError, OSError, RuntimeError):
+    except Exception:  # of many kinds, by versions of what it is made of
         return False
     return hasattr(found, "_flash_attn_fwd") and hasattr(found, "_flash_attn_bwd")
 
@@ -39,20 +42,22 @@ def has_flash() -> bool:
 @cache
 def package() -> Any:
     """Return the package's kernels."""
-    _keep_compiled()
+    keep_compiled()
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")  # and works
     return importlib.import_module("flash_attn.cute.interface")
 
 
-def _keep_compiled() -> None:
+def keep_compiled() -> None:
     """Let the package keep what it compiles, some seconds for each kernel, in a folder that nobody else writes to."""
+    if _KEPT in os.environ:
+        return
     folder = Path(tempfile.gettempdir()) / f"cornstarch_{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:
         return
-    if _KEPT not in os.environ and found.st_uid == os.getuid() and found.st_mode & 0o777 == 0o700:
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
         os.environ[_KEPT] = "1"
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash_attention"))
 

@@ -36,8 +36,6 @@ DENSE_IMPLEMENTATION = "cornstarch_dense"
 # FlexAttention works in blocks of 128 tokens; a shorter row is one block, where a dense mask costs less.
 _FLEX_MIN_TOKENS = 128
 _FLEX_MIN_HEAD_DIM = 16
-# Plain causal rows of fewer tokens take torch's own kernels, which are as quick there, and compiled already.
-_LONG_ROW = 8192
 # Arguments by which a layer changes its attention scores in a way that masks as data do not express.
 _UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
 
@@ -125,12 +123,8 @@ def make_mask(
             use_flex=use_flex,
             options=options,
         )
-    spec, end = _current.get(), kv_offset + kv_length
-    rows_whole = isinstance(q_offset, int) and q_offset == 0 and q_length == end >= _FLEX_MIN_TOKENS
-    on_kernels = use_flex and torch.device(device).type == "cuda" and rows_whole and not wants_dense()
-    kernels = kernels_of_pieces(torch.device(device), _width(config)) if on_kernels else None
-    is_long = kernels == "flash" and end >= _LONG_ROW and _is_causal(mask_function)
-    if spec is None or (spec.is_plain and not is_long):
+    spec = _current.get()
+    if spec is None or spec.is_plain:
         sdpa_mask = AttentionMaskInterface()["sdpa"]
         mask: Tensor | None = sdpa_mask(
             batch_size=batch_size,
@@ -146,13 +140,15 @@ def make_mask(
             **options,
         )
         return mask
-    if not spec.is_plain:
-        check_mask_function(attention_mask, q_length, use_vmap, options)
-        check_index_scaling(config, end)
+    end = kv_offset + kv_length
+    check_mask_function(attention_mask, q_length, use_vmap, options)
+    check_index_scaling(config, end)
     spec = _rows(spec, batch_size).to(device).extended(end)
     pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
-    if on_kernels and end == spec.documents.shape[1]:
-        if pattern is CAUSAL and kernels is not None and spec.counts.in_pieces:
+    whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
+    if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
+        kernels = kernels_of_pieces(spec.documents.device, _width(config)) if pattern is CAUSAL else None
+        if kernels is not None and spec.counts.in_pieces:
             return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern), kernels)
         return spec.block_mask(pattern)
     queries = torch.arange(q_length, device=device) + q_offset
@@ -160,14 +156,10 @@ def make_mask(
     return spec.dense(pattern, queries, keys)
 
 
-def _is_causal(mask_function: Visibility) -> bool:
-    asked: Any = mask_function
-    return asked is causal_mask_function
-
-
 def within_document(mask_function: Visibility, attention_mask: Tensor | None) -> Visibility:
     """Return transformers' rule on positions within a document."""
-    if _is_causal(mask_function):
+    asked: Any = mask_function
+    if asked is causal_mask_function:
         return CAUSAL
     if attention_mask is None:
         return mask_function
@@ -279,8 +271,7 @@ def attend_by_kernel(
             if isinstance(attention_mask, Pieces):
                 return attend_in_pieces(query, key, value, attention_mask, scale), None
             return attend_between(query, key, value, attention_mask, scale), None
-        is_plain = isinstance(attention_mask, Pieces) and attention_mask.is_plain
-        attention_mask = None if is_plain else attention_mask.block_mask
+        attention_mask = attention_mask.block_mask
     if isinstance(attention_mask, BlockMask):
         if dropout == 0 and query.shape[-1] >= _FLEX_MIN_HEAD_DIM:
             flex = AttentionInterface()["flex_attention"]

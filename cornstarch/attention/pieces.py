@@ -51,11 +51,6 @@ class Pieces:
     maker: Maker
     """Who attends: pieces of FlashAttention-4 are in the order of their places, those of cuDNN the longest first."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row is one document without spans: causal without any mask."""
-        return self.documents is None and self.spans is None
-
     @cached_property
     def block_mask(self) -> BlockMask:
         """The same for FlexAttention."""
