@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cornstarch"
 # From left to right: a room may import itself and every room to its right (docs/architecture.md).
 ORDER = [
     "cli", "demo", "booster", "train", "launch", "explain", "report", "plugin", "pipeline", "parallel", "compute",
-    "models", "attention", "plan", "schedule", "compat", "files", "errors", "lazily",
+    "models", "attention", "trees", "plan", "schedule", "compat", "files", "errors", "lazily",
 ]  # fmt: skip
 # Files at the top of the package that are only another door to a room.
 DOORS = {"__main__": "cli", "pipeline_template": "pipeline"}
