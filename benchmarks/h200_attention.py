@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import on_gpu
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -218,7 +219,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
     arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = on_gpu.parse(arguments)
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
     print(f"in pieces: {kernels_of_pieces(torch.device('cuda'), WIDTH)}\n")
     others = " | ".join(f"{way}: ms, per pair" for way in OTHERS)

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import on_gpu
 from cp_balance import WAYS, row
 from h200_attention import timed
 
@@ -84,7 +85,7 @@ def main() -> None:
     arguments.add_argument("--flex", action="store_true")
     arguments.add_argument("--rounds", type=int, default=7, help="of all ranks in turn; the median counts")
     arguments.add_argument("--json", type=Path)
-    given = arguments.parse_args()
+    given = on_gpu.parse(arguments)
     use_flex = given.flex or not attends_between(torch.device("cuda"))
     kernels = "FlexAttention" if use_flex else "FlashAttention-4"
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {RANKS} ranks, {kernels}\n")

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import on_gpu
 import torch
 import torch.nn.functional as F
 from h200_step import CASES, IMAGE_TOKEN, Case, listed, parts, work
@@ -244,7 +245,7 @@ def main() -> None:
     arguments.add_argument("--tiny", action="store_true", help="small parts on a CPU: to try this script")
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--way", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
+    given = on_gpu.parse(arguments)
     if given.least is None:
         given.least = 32 if given.tiny else LEAST
     if given.way:

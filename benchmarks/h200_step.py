@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import known_models
+import on_gpu
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -356,7 +357,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--case", help=argparse.SUPPRESS)
     arguments.add_argument("--way", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
+    given = on_gpu.parse(arguments)
     if given.way:
         case = CASES[given.case] if given.budget is None else replace(CASES[given.case], budget=given.budget)
         print(json.dumps(measure(case, given.way, given.profile)))
