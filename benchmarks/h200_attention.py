@@ -155,7 +155,7 @@ def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
 
     found: dict[str, Callable[..., Tensor]] = {}
     for way, name in (("auto", "ours"), ("cudnn", "cudnn")):
-        with attend_with(way):  # type: ignore[arg-type]
+        with attend_with(way):
             maker = kernels_of_pieces(spec.documents.device, WIDTH)
         if maker is None:
             continue

@@ -71,7 +71,7 @@ def measure(tokens: int, share: float, packed: bool, use_flex: bool, turns: int)
         shares = [torch.as_tensor(tokens_of, device="cuda") for tokens_of in map(dealt.tokens, range(RANKS))]
         everyone = torch.arange(tokens, device="cuda")
         asked = [(spec.between(queries=queries, keys=everyone), queries) for queries in shares]
-        rounds = [[share_time(*one, states, use_flex) for one in asked] for _ in range(turns)]  # type: ignore[arg-type]
+        rounds = [[share_time(*one, states, use_flex) for one in asked] for _ in range(turns)]
         times = [statistics.median(each) for each in zip(*rounds, strict=True)]
         tiles = [(int(m.block_mask.full_kv_num_blocks.sum()), int(m.block_mask.kv_num_blocks.sum())) for m, _ in asked]
         found[way] = {"times": times, "largest_over_mean": max(times) / statistics.mean(times), "tiles": tiles}

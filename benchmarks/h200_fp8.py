@@ -25,7 +25,7 @@ from typing import Any
 import on_gpu
 import torch
 import torch.nn.functional as F
-from h200_step import CASES, IMAGE_TOKEN, Case, listed, parts, work
+from h200_step import CASES, IMAGE_TOKEN, Case, parts, work
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
@@ -251,7 +251,7 @@ def main() -> None:
     if given.way:
         print(json.dumps(measure(given.way, given.steps, given.least, given.tiny)))
         return
-    ways = listed(arguments, given.ways, WAYS + OTHERS)
+    ways = on_gpu.listed(arguments, given.ways, WAYS + OTHERS)
     case = TINY if given.tiny else CASES["reference"]
     print(f"torch {torch.__version__}, {'CPU' if given.tiny else torch.cuda.get_device_name()}\n", flush=True)
     results = [in_process(way, given) for way in ways]

@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -338,15 +338,6 @@ def told(case: Case, results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def listed(arguments: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> list[str]:
-    """Return names that are separated by commas; one that is not known ends the command."""
-    names = asked.split(",")
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        arguments.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
-    return names
-
-
 def main() -> None:
     """Measure what is asked for."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -362,7 +353,7 @@ def main() -> None:
         case = CASES[given.case] if given.budget is None else replace(CASES[given.case], budget=given.budget)
         print(json.dumps(measure(case, given.way, given.profile)))
         return
-    cases, ways = listed(arguments, given.cases, CASES), listed(arguments, given.ways, WAYS)
+    cases, ways = on_gpu.listed(arguments, given.cases, CASES), on_gpu.listed(arguments, given.ways, WAYS)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}\n")
     kept = {}
     for name in cases:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 import torch
 
@@ -13,3 +14,12 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     if not torch.cuda.is_available() and not getattr(given, "tiny", False):
         arguments.error("this measures a CUDA GPU, and torch finds none here")
     return given
+
+
+def listed(arguments: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> list[str]:
+    """Return names that are separated by commas; one that is not known ends the command."""
+    names = asked.split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        arguments.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+    return names

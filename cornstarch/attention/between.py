@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cornstarch.attention.flash import package
-from cornstarch.attention.mask import Between
+from cornstarch.attention.flash import GRADIENTS, package
+from cornstarch.attention.mask import BLOCK, Between
 
 # ------------------------------------------------------------------------------------------------ on a GPU
 
@@ -49,12 +49,10 @@ def _options(scale: float, first: Tensor, last: Tensor, places: Tensor | None, b
         "softmax_scale": scale,
         "mask_mod": _rule(places is not None),
         "aux_tensors": [one for one in (first, last, places) if one is not None],
-        "block_sparse_tensors": sparse(*blocks, block_size=(_BLOCK, _BLOCK)),
+        "block_sparse_tensors": sparse(*blocks, block_size=(BLOCK, BLOCK)),
         "pack_gqa": False,
     }
 
-
-_BLOCK = 128
 
 # ------------------------------------------------------------------------------------------------ written out
 
@@ -117,9 +115,10 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda:
-        options = _options(scale, first, last, places, blocks)
-        of_query, of_key, of_value = package()._flash_attn_bwd(query, key, value, output, gradient, sums, **options)
-        return of_query, of_key, of_value
+        into = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+        options = {**_options(scale, first, last, places, blocks), **dict(zip(GRADIENTS, into, strict=True))}
+        package()._flash_attn_bwd(query, key, value, output, gradient, sums, **options)
+        return into
     heads, groups = query.shape[2], query.shape[2] // key.shape[2]
     keys, values, given = _wide(key, heads), _wide(value, heads), gradient.float().transpose(1, 2)
     scores = query.float().transpose(1, 2) @ keys.transpose(2, 3) * scale

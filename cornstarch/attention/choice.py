@@ -94,10 +94,11 @@ def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
         device: Where they run.
         width: Of the heads, if it is known.
     """
-    way, chooses = _current.get(), _current.get() in ("auto", None)
+    way = _current.get() or "auto"
     if way in ("flex", "sdpa") or device.type != "cuda" or width is None:
         return None
-    if chooses and (torch.are_deterministic_algorithms_enabled() or not _is_recent(device)):
+    is_quickest = torch.cuda.get_device_capability(device) >= _HOPPER
+    if way == "auto" and (torch.are_deterministic_algorithms_enabled() or not is_quickest):
         return None
     if way != "cudnn" and takes("flash", width) and flash.runs_on(device):
         return "flash"
@@ -110,10 +111,6 @@ def attends_between(device: torch.device) -> bool:
     if _current.get() in ("flex", "sdpa", "cudnn") or device.type != "cuda":
         return False
     return not torch.are_deterministic_algorithms_enabled() and flash.runs_on(device)
-
-
-def _is_recent(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _HOPPER
 
 
 def wants_dense() -> bool:

@@ -29,12 +29,11 @@ from cornstarch.attention.interface import (
     make_masks_by,
     within_document,
 )
-from cornstarch.attention.mask import CAUSAL, Between, MaskSpec, Visibility
+from cornstarch.attention.mask import BLOCK, CAUSAL, Between, MaskSpec, Visibility
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 # Tensors that models hand to their attention and that change nothing in it.
 _HARMLESS = frozenset({"position_ids", "position_embeddings", "cache_position", "input_ids", "token_type_ids"})
-_BLOCK = 128  # tokens of a FlexAttention block; what is shorter is one block, where a dense mask costs less
 
 Method = Callable[["Scoring", "CutMask", Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(scoring, mask, query, key, value, sinks) of this rank's tokens [B, H, s, D] -> [B, s, H, D]."""
@@ -117,7 +116,7 @@ class CutMask(AttendingMask):
         return self._rendered[queries, keys]
 
     def _render(self, queries: Tensor, keys: Tensor) -> Tensor | BlockMask | Between:
-        spec, flex = self.cut.spec, self.use_flex and queries.is_cuda and min(len(queries), len(keys)) >= _BLOCK
+        spec, flex = self.cut.spec, self.use_flex and queries.is_cuda and min(len(queries), len(keys)) >= BLOCK
         if flex and self.pattern is CAUSAL and spec.counts.in_pieces and attends_between(queries.device):
             return spec.between(queries=queries, keys=keys)
         return spec.block_mask(self.pattern, queries, keys) if flex else spec.dense(self.pattern, queries, keys)

@@ -25,6 +25,8 @@ from cornstarch.attention.pieces import Cut
 
 _GPUS = (9,)  # by the first number of their compute capability: Hopper, where it was tried
 _KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+GRADIENTS = ("dq", "dk", "dv")
+"""What the package calls the tensors that it writes gradients of query, key and value to."""
 
 
 @cache
@@ -98,16 +100,13 @@ class Flash:
         if cut.pieces is None:
             states = [one.unflatten(0, (cut.rows, -1)) for one in (query, key, value, output, gradient)]
             sums = sums.unflatten(1, (cut.rows, -1)).transpose(0, 1).contiguous()
-            into = {name: one.unflatten(0, (cut.rows, -1)) for name, one in zip(_GRADIENTS, found, strict=True)}
+            into = {name: one.unflatten(0, (cut.rows, -1)) for name, one in zip(GRADIENTS, found, strict=True)}
             differentiate(*states, sums, softmax_scale=cut.scale, causal=True, **into)
             return found
         states = [query, *_asked(cut, key, value), output, gradient]
-        into = dict(zip(_GRADIENTS, (found[0], *_asked(cut, *found[1:])), strict=True))
+        into = dict(zip(GRADIENTS, (found[0], *_asked(cut, *found[1:])), strict=True))
         differentiate(*states, sums.contiguous(), **into, **_options(cut))
         return found
-
-
-_GRADIENTS = ("dq", "dk", "dv")
 
 
 def _asked(cut: Cut, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

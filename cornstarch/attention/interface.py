@@ -24,7 +24,7 @@ from transformers.masking_utils import causal_mask_function
 
 from cornstarch.attention.between import attend_between
 from cornstarch.attention.choice import kernels_of_pieces, wants_dense
-from cornstarch.attention.mask import CAUSAL, Between, MaskSpec, Visibility, evaluate
+from cornstarch.attention.mask import BLOCK, CAUSAL, Between, MaskSpec, Visibility, evaluate
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces, can_attend
 from cornstarch.errors import ConfigError, UnsupportedModelError
@@ -33,8 +33,6 @@ IMPLEMENTATION = "cornstarch"
 # The same for models that say they do not understand FlexAttention's masks: dense ones on every device.
 DENSE_IMPLEMENTATION = "cornstarch_dense"
 
-# FlexAttention works in blocks of 128 tokens; a shorter row is one block, where a dense mask costs less.
-_FLEX_MIN_TOKENS = 128
 _FLEX_MIN_HEAD_DIM = 16
 # Arguments by which a layer changes its attention scores in a way that masks as data do not express.
 _UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
@@ -146,7 +144,7 @@ def make_mask(
     spec = _rows(spec, batch_size).to(device).extended(end)
     pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
-    if use_flex and spec.documents.is_cuda and whole_row and q_length >= _FLEX_MIN_TOKENS and not wants_dense():
+    if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK and not wants_dense():
         kernels = kernels_of_pieces(spec.documents.device, _width(config)) if pattern is CAUSAL else None
         if kernels is not None and spec.counts.in_pieces:
             return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern), kernels)

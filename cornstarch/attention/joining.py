@@ -28,11 +28,14 @@ def join(output: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor, asking: 
 def add(found: tuple[Tensor, Tensor, Tensor], more: tuple[Tensor, Tensor, Tensor], asking: Tensor) -> None:
     """Add gradients of queries where tokens ask, and of keys and values where they are asked: one token further on."""
     for one, other, further in zip(found, more, (0, 1, 1), strict=True):
-        if one.is_cuda and has_triton():
-            from cornstarch.attention import triton_joining
+        _add(one, other, asking, further)
 
-            triton_joining.add(one, other, asking, further)
-        else:
-            here = torch.zeros_like(asking)
-            here[further:] = asking[: len(asking) - further]
-            one.copy_(torch.where(here[:, None, None], one + other, one))
+
+def _add(found: Tensor, more: Tensor, asking: Tensor, further: int) -> None:
+    if found.is_cuda and has_triton():
+        from cornstarch.attention import triton_joining
+
+        return triton_joining.add(found, more, asking, further)
+    here = torch.zeros_like(asking)
+    here[further:] = asking[: len(asking) - further]
+    found.copy_(torch.where(here[:, None, None], found + more, found))

@@ -53,7 +53,8 @@ class MaskPattern:
 
 CAUSAL = MaskPattern()
 
-_BLOCK = 128  # tokens of a FlexAttention block
+BLOCK = 128
+"""Tokens of a block of a mask; what is shorter is one, where a dense mask costs less."""
 _BLOCK_ROWS = 16
 
 
@@ -308,7 +309,7 @@ def _block_mask(some: Tensor, every: Tensor, visibility: Visibility, queries: in
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(every),
-        BLOCK_SIZE=_BLOCK,
+        BLOCK_SIZE=BLOCK,
         mask_mod=visibility,
         seq_lengths=(queries, keys),
     )
@@ -356,26 +357,26 @@ def _blocks_within(first: Tensor, last: Tensor, places: Tensor) -> tuple[Tensor,
     Between keys of a block there may be gaps; a block of whose keys none is seen can then be among those of which some
     are.
     """
-    missing = -len(places) % _BLOCK
-    blocks = nn.functional.pad(places, (0, missing), value=-1).unflatten(0, (-1, _BLOCK))
+    missing = -len(places) % BLOCK
+    blocks = nn.functional.pad(places, (0, missing), value=-1).unflatten(0, (-1, BLOCK))
     highest = blocks.amax(dim=1)
     lowest = torch.where(blocks < 0, highest[:, None], blocks).amin(dim=1)
     first, last = first[:, None, :, None], last[:, None, :, None]
     some, every = (first <= highest) & (last >= lowest), (first <= lowest) & (last >= highest)
     if missing:  # of a block that is not full not every key is seen
         every[..., -1].fill_(False)
-    gap = (0, 0, 0, -first.shape[2] % _BLOCK)
-    some, every = (nn.functional.pad(one, gap).unflatten(2, (-1, _BLOCK)) for one in (some, every))
+    gap = (0, 0, 0, -first.shape[2] % BLOCK)
+    some, every = (nn.functional.pad(one, gap).unflatten(2, (-1, BLOCK)) for one in (some, every))
     return some.any(dim=3), every.all(dim=3)
 
 
 def _blocks(visibility: Visibility, rows: int, asking: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return in which blocks some query sees some key, and in which every one every: bool [B, 1, Q/block, K/block]."""
     some, every = [], []
-    for queries in asking.split(_BLOCK_ROWS * _BLOCK):  # in strips, so that the whole mask is never in memory
+    for queries in asking.split(_BLOCK_ROWS * BLOCK):  # in strips, so that the whole mask is never in memory
         mask = evaluate(visibility, rows, queries, keys)
-        mask = nn.functional.pad(mask, (0, -len(keys) % _BLOCK, 0, -len(queries) % _BLOCK))
-        blocks = mask.unflatten(3, (-1, _BLOCK)).unflatten(2, (-1, _BLOCK))
+        mask = nn.functional.pad(mask, (0, -len(keys) % BLOCK, 0, -len(queries) % BLOCK))
+        blocks = mask.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         some.append(blocks.any(dim=-1).any(dim=3))
         every.append(blocks.all(dim=-1).all(dim=3))
     return torch.cat(some, dim=2), torch.cat(every, dim=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cornstarch.attention.between import attend_between
-from tests.attention.test_pieces import SPECS, written_out
+from tests.attention.test_pieces import SPECS, assert_gradients, written_out
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
@@ -21,9 +21,7 @@ def test_places_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
     found = attend_between(*inputs, spec.between(), 0.3)
     (found * weight).sum().backward()
     torch.testing.assert_close(found.double(), reference, rtol=1e-5, atol=1e-5)
-    for one, ideal in zip(inputs, exact, strict=True):
-        assert one.grad is not None and ideal.grad is not None
-        torch.testing.assert_close(one.grad.double(), ideal.grad, rtol=1e-5, atol=1e-5)
+    assert_gradients(inputs, exact)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -41,6 +39,4 @@ def test_some_queries_and_keys_in_another_order(name: str) -> None:
     found = attend_between(*cut, spec.between(queries=asking, keys=asked), 0.3)
     (found * weight[:, asking]).sum().backward()
     torch.testing.assert_close(found.double(), reference[:, asking], rtol=1e-5, atol=1e-5)
-    for one, ideal in zip(inputs, exact, strict=True):
-        assert one.grad is not None and ideal.grad is not None
-        torch.testing.assert_close(one.grad.double(), ideal.grad, rtol=1e-5, atol=1e-5)
+    assert_gradients(inputs, exact)

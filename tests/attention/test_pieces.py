@@ -55,6 +55,12 @@ def written_out(spec: MaskSpec, inputs: list[Tensor], weight: Tensor) -> tuple[T
     return reference, exact
 
 
+def assert_gradients(inputs: list[Tensor], exact: list[Tensor]) -> None:
+    for one, ideal in zip(inputs, exact, strict=True):
+        assert one.grad is not None and ideal.grad is not None
+        torch.testing.assert_close(one.grad.double(), ideal.grad, rtol=1e-5, atol=1e-5)
+
+
 SPECS = {
     "one document": marked([[24], [24]]),
     "documents": marked([[5, 12, 7], [1, 22, 1]]),
@@ -83,8 +89,7 @@ def test_pieces_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
     (found * weight).sum().backward()
     real = spec.documents > 0
     torch.testing.assert_close(found[real], reference.float()[real], rtol=1e-5, atol=1e-5)
-    for one, ideal in zip(inputs, exact, strict=True):
-        torch.testing.assert_close(one.grad, ideal.grad.float(), rtol=1e-5, atol=1e-5)  # type: ignore[union-attr]
+    assert_gradients(inputs, exact)
 
 
 @pytest.mark.parametrize("name", SPECS)

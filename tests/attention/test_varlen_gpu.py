@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cornstarch.attention import MaskSpec, cudnn, flash, use_mask
 from cornstarch.attention.between import attend_between
@@ -50,6 +51,12 @@ def one_row(tokens: int, spans: bool) -> MaskSpec:
     return MaskSpec(both.documents[:1], both.spans[:1])
 
 
+def assert_gradients(inputs: list[Tensor], exact: list[Tensor]) -> None:
+    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
+        assert one.grad is not None and ideal.grad is not None
+        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
+
+
 def assert_equal_to_a_dense_mask(spec: MaskSpec, way: str, heads: tuple[int, int], width: int) -> None:
     real = spec.documents > 0
     torch.manual_seed(0)
@@ -65,9 +72,7 @@ def assert_equal_to_a_dense_mask(spec: MaskSpec, way: str, heads: tuple[int, int
         found = attend_in_pieces(*inputs, pieces(spec, way), 0.3)
     (found * weight).sum().backward()
     assert_close(found[real], reference[real], 2e-2, "output")
-    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
-        assert one.grad is not None and ideal.grad is not None
-        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
+    assert_gradients(inputs, exact)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -149,9 +154,7 @@ def test_a_layer_whose_heads_are_others_than_the_config_says_takes_other_kernels
     found, _ = attend_by_kernel(Layer(1), *inputs, asked, scaling=0.3)
     (found * weight).sum().backward()
     assert_close(found[real], reference[real], 2e-2, "output")
-    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
-        assert one.grad is not None and ideal.grad is not None
-        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
+    assert_gradients(inputs, exact)
 
 
 def test_a_mask_that_is_known_is_not_waited_for() -> None:
@@ -185,6 +188,4 @@ def test_some_queries_of_a_row_see_keys_in_another_order(heads: tuple[int, int],
     found = attend_between(*cut, spec.between(queries=asking, keys=asked), 0.3)
     (found * weight[:, asking]).sum().backward()
     assert_close(found, reference[:, asking], 2e-2, "output")
-    for one, ideal, which in zip(inputs, exact, ("query", "key", "value"), strict=True):
-        assert one.grad is not None and ideal.grad is not None
-        assert_close(one.grad, ideal.grad, 2e-2, f"gradient of the {which}")
+    assert_gradients(inputs, exact)
