@@ -22,7 +22,7 @@ from cornstarch.attention.mask import Counts, MaskSpec, changes
 Maker = Literal["flash", "cudnn"]
 """Whose kernels: those of FlashAttention-4, or cuDNN's. On a CPU there is one way."""
 _WIDEST = 128  # heads, for both on all GPUs
-# FlashAttention-4's passes round other widths up differently, and its gradients are wrong then (4.0.0b36: 16, 48, 80).
+# FlashAttention-4's passes round some other widths up differently, and gradients are wrong then (seen: 4.0.0b36, 16).
 _STEPS: dict[Maker, int] = {"flash": 32, "cudnn": 8}
 
 
