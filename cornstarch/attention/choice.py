@@ -8,15 +8,21 @@ from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cornstarch.attention import cudnn, flash
-from cornstarch.attention.pieces import Maker, takes
 from cornstarch.errors import ConfigError
 
 Way = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
+Maker = Literal["flash", "cudnn"]
+"""Whose kernels: FlashAttention-4's, or cuDNN's."""
 
 _HOPPER = (9, 0)  # from here on cuDNN's kernels and FlashAttention-4's are the quickest
+_HALF = (torch.bfloat16, torch.float16)
+_WIDEST = 128  # heads, for both on all GPUs
+# FlashAttention-4's passes round some other widths up differently, and gradients are wrong then (seen: 4.0.0b36, 16).
+_STEPS: dict[Maker, int] = {"flash": 32, "cudnn": 8}
 _INSTALL = "pip install 'cornstarch[gpu]'"
 
 # cuDNN's kernels are the quickest on the GPUs that have them; what they cannot do, the next takes.
@@ -85,6 +91,19 @@ def check_way(way: Way, device: torch.device, half: bool) -> None:
         raise ConfigError(f"attention = {way}\n  Its kernels are not installed: {_INSTALL}, or use auto.")
     if way in ("cudnn", "varlen") and not half:
         raise ConfigError(f"attention = {way}\n  These kernels compute in bf16 or fp16. Set precision, or use auto.")
+
+
+def takes(maker: Maker, width: int) -> bool:
+    """Whether these kernels are right for heads of a width."""
+    return width <= _WIDEST and width % _STEPS[maker] == 0
+
+
+def can_attend(query: Tensor, value: Tensor, maker: Maker) -> bool:
+    """Whether kernels take such heads: [B, H, S, D]. On a CPU there is one way for all."""
+    width = query.shape[-1]
+    if width != value.shape[-1]:
+        return False
+    return not query.is_cuda or (query.dtype in _HALF and takes(maker, width))
 
 
 def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:

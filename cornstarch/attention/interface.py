@@ -23,10 +23,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import kernels_of_pieces, wants_dense
+from cornstarch.attention.choice import Maker, can_attend, kernels_of_pieces, wants_dense
+from cornstarch.attention.documents import Documents, attend_in_documents, documents_of
 from cornstarch.attention.mask import BLOCK, CAUSAL, Between, MaskSpec, Visibility, evaluate
 from cornstarch.attention.pieces import Pieces, pieces_of
-from cornstarch.attention.varlen import attend_in_pieces, can_attend
+from cornstarch.attention.varlen import attend_in_pieces
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 IMPLEMENTATION = "cornstarch"
@@ -147,7 +148,8 @@ def make_mask(
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK and not wants_dense():
         kernels = kernels_of_pieces(spec.documents.device, _width(config)) if pattern is CAUSAL else None
         if kernels is not None and spec.counts.in_pieces:
-            return pieces_of(spec, spec.counts, partial(spec.block_mask, pattern), kernels)
+            cut = documents_of if kernels == "flash" else pieces_of
+            return cut(spec, spec.counts, partial(spec.block_mask, pattern))
         return spec.block_mask(pattern)
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_offset, end, device=device)
@@ -218,7 +220,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | Pieces | Between | AttendingMask | None,
+    attention_mask: Tensor | BlockMask | Documents | Pieces | Between | AttendingMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -251,7 +253,7 @@ def attend_by_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | Pieces | Between | None,
+    attention_mask: Tensor | BlockMask | Documents | Pieces | Between | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -262,10 +264,12 @@ def attend_by_kernel(
     for name in _UNSUPPORTED_SCORES:
         if options.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} changes its attention scores by {name!r}.")
-    if isinstance(attention_mask, Pieces | Between):
-        maker = attention_mask.maker if isinstance(attention_mask, Pieces) else "flash"
+    if isinstance(attention_mask, Documents | Pieces | Between):
+        maker: Maker = "cudnn" if isinstance(attention_mask, Pieces) else "flash"
         if dropout == 0 and softcap is None and s_aux is None and can_attend(query, value, maker):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            if isinstance(attention_mask, Documents):
+                return attend_in_documents(query, key, value, attention_mask, scale), None
             if isinstance(attention_mask, Pieces):
                 return attend_in_pieces(query, key, value, attention_mask, scale), None
             return attend_between(query, key, value, attention_mask, scale), None

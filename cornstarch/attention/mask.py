@@ -219,7 +219,7 @@ class MaskSpec:
         index = torch.arange(self.documents.shape[1], device=self.documents.device, dtype=torch.int32)
         index = index.expand(self.documents.shape)
         new_document = changes(self.documents)
-        first, end = _ends(new_document, index)
+        first, end = ends_of_runs(new_document, index)
         start = first
         last = index if pattern.causal else end
         if pattern.window is not None:
@@ -227,7 +227,7 @@ class MaskSpec:
         if pattern.chunk is not None:
             chunk = index - (index - start) % pattern.chunk
             first, last = first.maximum(chunk), last.minimum(chunk + (pattern.chunk - 1))
-        span_first, span_last = _ends(new_document | changes(self.spans), index)
+        span_first, span_last = ends_of_runs(new_document | changes(self.spans), index)
         in_span, is_padding = self.spans >= 0, self.documents <= 0
         first = torch.where(in_span, first.minimum(span_first), first)
         last = torch.where(in_span, last.maximum(span_last), last)
@@ -331,13 +331,13 @@ def changes(numbers: Tensor) -> Tensor:
     return found
 
 
-def _ends(begins: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and last place of the run that each token is in, given where runs begin."""
-    first = torch.where(begins, index, 0).cummax(dim=1).values
+def ends_of_runs(begins: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and last place of the run that each token is in, given where runs begin: [..., S]."""
+    first = torch.where(begins, index, 0).cummax(dim=-1).values
     ends = torch.ones_like(begins)
-    ends[:, :-1] = begins[:, 1:]
-    behind = begins.shape[1] - 1
-    last = torch.where(ends, index, behind).flip(1).cummin(dim=1).values.flip(1)
+    ends[..., :-1] = begins[..., 1:]
+    behind = begins.shape[-1] - 1
+    last = torch.where(ends, index, behind).flip(-1).cummin(dim=-1).values.flip(-1)
     return first, last
 
 

@@ -1,4 +1,4 @@
-"""A mask of documents and spans as pieces of rows that are laid end to end.
+"""A mask of documents and spans as pieces of rows that are laid end to end, for kernels of two simple masks.
 
 In a document a token sees those up to itself. In a span it sees those behind itself, too. So a kernel that knows two
 masks, and takes where a piece begins and how long it is, does for both, and no block of a mask is ever looked at.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,21 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cornstarch.attention.mask import Counts, MaskSpec, changes
 
-Maker = Literal["flash", "cudnn"]
-"""Whose kernels: those of FlashAttention-4, or cuDNN's. On a CPU there is one way."""
-_WIDEST = 128  # heads, for both on all GPUs
-# FlashAttention-4's passes round some other widths up differently, and gradients are wrong then (seen: 4.0.0b36, 16).
-_STEPS: dict[Maker, int] = {"flash": 32, "cudnn": 8}
-
-
-def takes(maker: Maker, width: int) -> bool:
-    """Whether these kernels are right for heads of a width."""
-    return width <= _WIDEST and width % _STEPS[maker] == 0
-
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Where pieces begin and how long they are, int64 [2, N + 1], the last of them empty.
+    """Where pieces begin and how long they are, int64 [2, N + 1], the longest first, the last of them empty.
 
     Numbers are rounded up, so that batches of other sizes need no other kernels: there may be more that are empty.
     """
@@ -48,8 +37,6 @@ class Pieces:
     """bool [T]: whether a token is in one of these spans, and not its last; None with them."""
     otherwise: Callable[[], BlockMask]
     """Makes the same as a block mask."""
-    maker: Maker
-    """Who attends: pieces of FlashAttention-4 are in the order of their places, those of cuDNN the longest first."""
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -73,28 +60,27 @@ class Cut(NamedTuple):
     ahead: bool
 
 
-def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask], maker: Maker = "flash") -> Pieces:
+def pieces_of(spec: MaskSpec, counts: Counts, otherwise: Callable[[], BlockMask]) -> Pieces:
     """Return the pieces of a causal mask with spans. Nothing is read from the device."""
     rows, tokens = spec.documents.shape
     begins = changes(spec.documents).flatten()
     documents = spans = asking = None
     if not counts.whole_rows:
-        documents = _listed(begins, torch.ones_like(begins), _power(counts.documents))
+        documents = listed(begins, torch.ones_like(begins), rounded_up(counts.documents))
     if counts.longest_span > 1:
         inside = ((spec.spans >= 0) & (spec.documents > 0)).flatten()
         new_span = begins | changes(spec.spans).flatten()
-        spans = _listed(new_span & inside, inside, _power(counts.spans))
+        spans = listed(new_span & inside, inside, rounded_up(counts.spans))
         spans[1] = (spans[1] - 1).clamp(min=0)
         asking = torch.zeros_like(inside)
         asking[:-1] = inside[:-1] & inside[1:] & ~new_span[1:]
-    if maker == "cudnn":
-        documents, spans = (None if one is None else _longest_first(one) for one in (documents, spans))
-    longest = tokens if counts.whole_rows else min(_power(counts.longest), tokens)
-    sizes = torch.tensor([rows, longest, min(_power(counts.longest_span), tokens)])
-    return Pieces(sizes, documents, spans, asking, otherwise, maker)
+    documents, spans = (None if one is None else _longest_first(one) for one in (documents, spans))
+    longest = tokens if counts.whole_rows else min(rounded_up(counts.longest), tokens)
+    sizes = torch.tensor([rows, longest, min(rounded_up(counts.longest_span), tokens)])
+    return Pieces(sizes, documents, spans, asking, otherwise)
 
 
-def _listed(begins: Tensor, inside: Tensor, count: int) -> Tensor:
+def listed(begins: Tensor, inside: Tensor, count: int) -> Tensor:
     """Return where pieces begin and how long they are, given where tokens are in one at all."""
     piece = torch.where(inside, begins.cumsum(0) - 1, count)
     starts = torch.full((count + 1,), len(begins), device=begins.device)
@@ -109,6 +95,6 @@ def _longest_first(pieces: Tensor) -> Tensor:
     return pieces[:, pieces[1].argsort(descending=True, stable=True)]
 
 
-def _power(count: int) -> int:
+def rounded_up(count: int) -> int:
     """Round up to a power of two, 2 or more: what is compiled for several is not for one."""
     return 1 << max(count - 1, 1).bit_length()

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention.cudnn import Cudnn
-from cornstarch.attention.flash import Flash
 from cornstarch.attention.joining import add, join
-from cornstarch.attention.pieces import Cut, Maker, Pieces, takes
-
-_HALF = (torch.bfloat16, torch.float16)
+from cornstarch.attention.pieces import Cut, Pieces
 
 
 class Kernel(Protocol):
@@ -54,7 +51,7 @@ class OneByOne:
         for asking, asked in _places(cut, len(query)):
             scores = _scores(query[asking], key[asked], cut)
             sums[asking] = scores.logsumexp(-1).transpose(0, 1)
-            seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), _wide(value[asked], groups))
+            seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide(value[asked], groups))
             output[asking] = seen.to(query.dtype)
         return output, sums
 
@@ -74,12 +71,12 @@ class OneByOne:
         for asking, asked in _places(cut, len(query)):
             weights = (_scores(query[asking], key[asked], cut) - sums[asking].transpose(0, 1)[..., None]).exp()
             given = gradient[asking].float()
-            of_weights = torch.einsum("qhd,khd->hqk", given, _wide(value[asked], groups))
+            of_weights = torch.einsum("qhd,khd->hqk", given, wide(value[asked], groups))
             of_sums = (given * output[asking].float()).sum(-1).transpose(0, 1)[..., None]
             of_scores = weights * (of_weights - of_sums) * cut.scale
-            found[0][asking] += torch.einsum("hqk,khd->qhd", of_scores, _wide(key[asked], groups))
-            found[1][asked] += _narrow(torch.einsum("hqk,qhd->khd", of_scores, query[asking].float()), groups)
-            found[2][asked] += _narrow(torch.einsum("hqk,qhd->khd", weights, given), groups)
+            found[0][asking] += torch.einsum("hqk,khd->qhd", of_scores, wide(key[asked], groups))
+            found[1][asked] += narrow(torch.einsum("hqk,qhd->khd", of_scores, query[asking].float()), groups)
+            found[2][asked] += narrow(torch.einsum("hqk,qhd->khd", weights, given), groups)
         of_query, of_key, of_value = (one.to(query.dtype) for one in found)
         return of_query, of_key, of_value
 
@@ -98,25 +95,25 @@ def _places(cut: Cut, tokens: int) -> list[tuple[slice, slice]]:
     ]
 
 
-def _wide(states: Tensor, groups: int) -> Tensor:
+def wide(states: Tensor, groups: int) -> Tensor:
+    """Return keys or values once for each head of a group, in float32."""
     return states.float().repeat_interleave(groups, dim=1)
 
 
-def _narrow(states: Tensor, groups: int) -> Tensor:
+def narrow(states: Tensor, groups: int) -> Tensor:
+    """Add up what the heads of a group have."""
     return states.unflatten(1, (-1, groups)).sum(2)
 
 
 def _scores(query: Tensor, key: Tensor, cut: Cut) -> Tensor:
     """Return the scores of a piece, float32 [H, asking, asked]."""
-    scores = torch.einsum("qhd,khd->hqk", query.float(), _wide(key, query.shape[1] // key.shape[1])) * cut.scale
+    scores = torch.einsum("qhd,khd->hqk", query.float(), wide(key, query.shape[1] // key.shape[1])) * cut.scale
     every = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
     return scores.masked_fill(every.tril(-1) if cut.ahead else every.triu(1), -torch.inf)
 
 
-def _kernel(tensor: Tensor, maker: str) -> Kernel:
-    if not tensor.is_cuda:
-        return OneByOne()
-    return Flash() if maker == "flash" else Cudnn()
+def _kernel(tensor: Tensor) -> Kernel:
+    return Cudnn() if tensor.is_cuda else OneByOne()
 
 
 # ---------------------------------------------------------------------------------------------------- both pieces
@@ -132,10 +129,9 @@ def _attend(
     spans: Tensor | None,
     asking: Tensor | None,
     scale: float,
-    maker: str,
 ) -> tuple[Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
-    kernel = _kernel(query, maker)
+    kernel = _kernel(query)
     output, sums = kernel(query, key, value, Cut(documents, rows, longest, scale, ahead=False))
     if spans is not None and asking is not None:
         more = kernel(query, key, value, Cut(spans, rows, longest_span, scale, ahead=True))
@@ -161,10 +157,9 @@ def _attend_backward(
     spans: Tensor | None,
     asking: Tensor | None,
     scale: float,
-    maker: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, longest, longest_span = sizes.tolist()
-    kernel, states = _kernel(query, maker), (gradient, query, key, value, output, sums)
+    kernel, states = _kernel(query), (gradient, query, key, value, output, sums)
     found = kernel.backward(*states, Cut(documents, rows, longest, scale, ahead=False))
     if spans is not None and asking is not None:
         more = kernel.backward(*states, Cut(spans, rows, longest_span, scale, ahead=True))
@@ -178,24 +173,16 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, sizes, documents, spans, asking, *ctx.asked = inputs
+    query, key, value, sizes, documents, spans, asking, ctx.scale = inputs
     ctx.save_for_backward(query, key, value, *output, sizes, documents, spans, asking)
 
 
 def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.cornstarch.attend_in_pieces_backward(gradient, *ctx.saved_tensors, *ctx.asked)
-    return (*found, *[None] * 6)
+    found = torch.ops.cornstarch.attend_in_pieces_backward(gradient, *ctx.saved_tensors, ctx.scale)
+    return (*found, *[None] * 5)
 
 
 _attend.register_autograd(_differentiate, setup_context=_remember)
-
-
-def can_attend(query: Tensor, value: Tensor, maker: Maker) -> bool:
-    """Whether kernels take such heads: [B, H, S, D]."""
-    width = query.shape[-1]
-    if width != value.shape[-1]:
-        return False
-    return not query.is_cuda or (query.dtype in _HALF and takes(maker, width))
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float) -> Tensor:
@@ -203,7 +190,7 @@ def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, 
     rows, _, tokens, _ = query.shape
     flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     output, _ = torch.ops.cornstarch.attend_in_pieces(
-        *flat, pieces.sizes, pieces.documents, pieces.spans, pieces.asking, scale, pieces.maker
+        *flat, pieces.sizes, pieces.documents, pieces.spans, pieces.asking, scale
     )
     found: Tensor = output.unflatten(0, (rows, tokens))
     return found

@@ -60,7 +60,22 @@ def test_a_package_that_cannot_be_imported_is_as_none(monkeypatch: pytest.Monkey
     for folder in ("flash_attn", "flash_attn/cute"):
         (tmp_path / folder / "__init__.py").touch()
     (tmp_path / "flash_attn" / "cute" / "interface.py").write_text("raise AttributeError('of another version')")
+    (tmp_path / "flash_attn_4.dist-info").mkdir()
+    (tmp_path / "flash_attn_4.dist-info" / "METADATA").write_text(f"Name: flash-attn-4\nVersion: {flash.TRIED[0]}\n")
     monkeypatch.syspath_prepend(tmp_path)
+    flash.has_flash.cache_clear()
+    try:
+        assert not flash.has_flash()
+    finally:
+        flash.has_flash.cache_clear()
+
+
+def test_another_version_is_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted() -> None:
+        raise AssertionError("its insides may be others")
+
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "4.0.0b99")
+    monkeypatch.setattr(flash, "package", unwanted)
     flash.has_flash.cache_clear()
     try:
         assert not flash.has_flash()

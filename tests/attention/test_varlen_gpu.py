@@ -11,9 +11,10 @@ from torch import Tensor
 
 from cornstarch.attention import MaskSpec, cudnn, flash, use_mask
 from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import attend_with
+from cornstarch.attention.choice import attend_with, takes
+from cornstarch.attention.documents import attend_in_documents, documents_of
 from cornstarch.attention.interface import attend_by_kernel, make_mask
-from cornstarch.attention.pieces import Pieces, pieces_of, takes
+from cornstarch.attention.pieces import pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
 from cornstarch.compat import compiled
 from tests.attention.test_flex_gpu import Layer, assert_close, packed
@@ -32,8 +33,14 @@ MAKERS = [
 WAYS = [*MAKERS, pytest.param("between", marks=MAKERS[0].marks)]
 
 
-def pieces(spec: MaskSpec, maker: Any) -> Pieces:
-    return pieces_of(spec, spec.counts, spec.block_mask, maker)
+def rendered(spec: MaskSpec, maker: str) -> Any:
+    """Return a mask as kernels want it."""
+    make: Any = documents_of if maker == "flash" else pieces_of
+    return make(spec, spec.counts, spec.block_mask)
+
+
+def attended(maker: str, *given: Any) -> Tensor:
+    return attend_in_documents(*given) if maker == "flash" else attend_in_pieces(*given)
 
 
 def whole(tokens: int, spans: bool) -> MaskSpec:
@@ -69,7 +76,7 @@ def assert_equal_to_a_dense_mask(spec: MaskSpec, way: str, heads: tuple[int, int
     if way == "between":
         found = attend_between(*inputs, spec.between(), 0.3)
     else:
-        found = attend_in_pieces(*inputs, pieces(spec, way), 0.3)
+        found = attended(way, *inputs, rendered(spec, way), 0.3)
     (found * weight).sum().backward()
     assert_close(found[real], reference[real], 2e-2, "output")
     assert_gradients(inputs, exact)
@@ -77,7 +84,7 @@ def assert_equal_to_a_dense_mask(spec: MaskSpec, way: str, heads: tuple[int, int
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [packed, whole, one_row])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 2)])
 @pytest.mark.parametrize(("tokens", "width"), [(256, 64), (1000, 128)])
 @pytest.mark.parametrize("spans", [True, False])
 def test_kernels_equal_a_dense_mask(
@@ -86,18 +93,45 @@ def test_kernels_equal_a_dense_mask(
     assert_equal_to_a_dense_mask(make(tokens, spans), way, heads, width)
 
 
+def scattered(tokens: int, spans: bool) -> MaskSpec:
+    """Two rows of many documents of all lengths, with images of all lengths in every other one."""
+    documents, marks = torch.zeros(2, tokens, dtype=torch.long), torch.full((2, tokens), -1)
+    lengths = [1, 300, 2, 127, 64, 128, 700, 3, 129, 16, 255, 63, 256, 17, 65, 15]
+    for row in range(2):
+        begin = number = 0
+        while begin < tokens - 40:  # behind it there is padding
+            length = min(lengths[(number * (2 * row + 1)) % len(lengths)], tokens - 40 - begin)
+            number += 1
+            documents[row, begin : begin + length] = number
+            if spans and number % 2:
+                marks[row, begin + length // 5 : begin + max(1, length // 2)] = 0
+                marks[row, begin + length // 2 : begin + length - length // 7] = 1
+            begin += length
+    return MaskSpec(documents, marks).to("cuda")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("heads", "width"),
+    [((4, 2), 32), ((2, 2), 64), ((4, 1), 64), ((4, 2), 96), ((2, 2), 128), ((4, 2), 128), ((6, 2), 128)],
+)
+@pytest.mark.parametrize("spans", [True, False])
+def test_many_documents(way: str, heads: tuple[int, int], width: int, spans: bool) -> None:
+    assert_equal_to_a_dense_mask(scattered(3000, spans), way, heads, width)
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_compiled_layer_attends_in_pieces(maker: str) -> None:
     spec = packed(512)
 
-    def layer(states: Any, mask: Pieces) -> Any:
-        return attend_in_pieces(states * 2, states, states + 1, mask, 0.1).sin()
+    def layer(states: Any, mask: Any) -> Any:
+        return attended(maker, states * 2, states, states + 1, mask, 0.1).sin()
 
     results = []
     for function in (layer, compiled(layer)):
         torch.manual_seed(0)
         states = torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        found = function(states, pieces(spec, maker))
+        found = function(states, rendered(spec, maker))
         found.float().square().mean().backward()
         results.append((found.detach(), states.grad))
     for name, one, other in zip(("output", "gradient"), *results, strict=True):
@@ -117,12 +151,13 @@ def test_which_kernels_are_chosen() -> None:
         "config": config,
     }
     with use_mask(spec):
-        for way, expected in (("flex", "BlockMask"), ("varlen", "Pieces"), ("sdpa", "Tensor")):
+        quickest = "Documents" if flash.runs_on(torch.device("cuda", 0)) else "Pieces"
+        for way, expected in (("flex", "BlockMask"), ("varlen", quickest), ("sdpa", "Tensor")):
             with attend_with(way):  # type: ignore[arg-type]
                 assert type(make_mask(2, 256, 256, **asked)).__name__ == expected
         with attend_with("auto"):
             quick = torch.cuda.get_device_capability() >= (9, 0)
-            assert type(make_mask(2, 256, 256, **asked)).__name__ == ("Pieces" if quick else "BlockMask")
+            assert type(make_mask(2, 256, 256, **asked)).__name__ == (quickest if quick else "BlockMask")
         with attend_with("varlen"):
 
             def window(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -142,7 +177,7 @@ def test_heads_of_other_widths_attend_or_are_left_to_others(width: int, way: str
 
 
 @pytest.mark.skipif(not flash.has_flash(), reason="needs flash-attn-4")
-@pytest.mark.parametrize("mask", ["pieces", "between"])
+@pytest.mark.parametrize("mask", ["documents", "between"])
 def test_a_layer_whose_heads_are_others_than_the_config_says_takes_other_kernels(mask: str) -> None:
     spec = packed(300)
     torch.manual_seed(0)
@@ -150,21 +185,22 @@ def test_a_layer_whose_heads_are_others_than_the_config_says_takes_other_kernels
     real = spec.documents > 0
     weight = torch.randn(2, 300, 4, 48, device="cuda") * real[..., None, None]
     reference, exact = written_out(spec, inputs, weight)
-    asked: Any = pieces(spec, "flash") if mask == "pieces" else spec.between()
+    asked: Any = rendered(spec, "flash") if mask == "documents" else spec.between()
     found, _ = attend_by_kernel(Layer(1), *inputs, asked, scaling=0.3)
     (found * weight).sum().backward()
     assert_close(found[real], reference[real], 2e-2, "output")
     assert_gradients(inputs, exact)
 
 
-def test_a_mask_that_is_known_is_not_waited_for() -> None:
+@pytest.mark.parametrize("maker", ["flash", "cudnn"])
+def test_a_mask_that_is_known_is_not_waited_for(maker: str) -> None:
     spec = packed(256)
     known = MaskSpec(spec.documents, spec.spans, False, spec.counts)
-    pieces(known, "flash")
+    rendered(known, maker)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pieces(known, "flash")
+        rendered(known, maker)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
