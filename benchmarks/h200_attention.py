@@ -13,10 +13,11 @@ As many rows as make a batch of 65,536 tokens, 16 heads of queries and 8 of keys
 Ways: Cornstarch's (`attention: auto`), the same with cuDNN's kernels (`attention: cudnn`), the kernel that rows take
 which are cut over ranks ("between"), FlexAttention with the same mask, scaled_dot_product_attention with a dense mask
 (up to 16,384 tokens). Against causal scaled_dot_product_attention without any mask on the same row, by the better of
-FlashAttention and cuDNN: the ratio of times per visible pair. Both are timed in turn, three times, and the middle one
-counts, because a GPU's clock is not the same all the time; the other ways are timed once. Kernels are compiled and
-planned beforehand, and the GPU is kept busy while they are started, as in a training step; the CPU's time to start them
-is a column of its own. Masks are made once a step, and not timed here.
+FlashAttention and cuDNN: the ratio of times per visible pair. A GPU's clock depends on what it did shortly before, so
+each is run for a quarter of a second and its median counts, and causal attention and Cornstarch's are timed in turn,
+three times, of which the middle one counts. Kernels are compiled and planned beforehand, and the GPU is busy while they
+are started, as in a training step; the CPU's time to start them is a column of its own. Masks are made once a step, and
+not timed here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from cornstarch.compat import compiled
 BATCH = 65536  # tokens
 HEADS, GROUPS, WIDTH = 16, 8, 128
 IMAGE = 729
-ROUNDS = 5
+ROUNDS = 5  # at least
+LASTING = 0.25  # seconds
 TURNS = 3
 OTHERS = ("cudnn", "between", "flex")
 
@@ -101,20 +103,24 @@ def pairs_of(spec: MaskSpec) -> int:
     return pairs + int((sizes * (sizes - 1) // 2).sum())
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, float]:
-    """Return milliseconds of the GPU for a call, the median of rounds, and of the CPU to start it."""
-    for _ in range(3):
+def timed(function: Callable[[], Any], lasting: float = LASTING) -> tuple[float, float]:
+    """Return milliseconds of the GPU for a call, the median of as many as last so long, and of the CPU to start it."""
+    for _ in range(2):
         function()
     torch.cuda.synchronize()
+    began = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    rounds = max(ROUNDS, math.ceil(lasting / (time.perf_counter() - began)))
     busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(40):  # 55 ms, in which everything else is started
+    for _ in range(10):  # 14 ms, in which the first are started
         busy @ busy
-    marks, began = [torch.cuda.Event(enable_timing=True) for _ in range(ROUNDS + 1)], time.perf_counter()
+    marks, began = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)], time.perf_counter()
     for mark in marks[:-1]:
         mark.record()
         function()
     marks[-1].record()
-    cpu = 1e3 * (time.perf_counter() - began) / ROUNDS
+    cpu = 1e3 * (time.perf_counter() - began) / rounds
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)), cpu
 

@@ -53,7 +53,7 @@ def share_time(mask: Between, queries: Tensor, states: tuple[Tensor, Tensor, Ten
             output = attend_between(query, key, value, mask, WIDTH**-0.5).transpose(1, 2)
         torch.autograd.grad(output, (query, key, value), given)
 
-    return timed(run)[0]
+    return timed(run, lasting=0.05)[0]
 
 
 def measure(tokens: int, share: float, packed: bool, use_flex: bool, turns: int) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def _copy(name: str, label: str, **others: Any) -> ModuleType:
     """Return a module of the package once more, in which some names stand for others."""
     found = importlib.util.find_spec(f"flash_attn.cute.{name}")
     assert found is not None and found.origin is not None
-    spec = importlib.util.spec_from_file_location(f"{__name__}.{label}.{name}", found.origin)
+    spec = importlib.util.spec_from_file_location(f"flash_attn_{label}_{name}", found.origin)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # the language looks for its functions' modules there
