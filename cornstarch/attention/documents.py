@@ -231,7 +231,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _differentiate(ctx: Any, gradient: Tensor, of_sums: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.cornstarch.attend_in_documents_backward(gradient, *ctx.saved_tensors, ctx.scale)
+    given = gradient.contiguous()  # it may be one number for all
+    found = torch.ops.cornstarch.attend_in_documents_backward(given, *ctx.saved_tensors, ctx.scale)
     return (*found, *[None] * 4)
 
 

@@ -96,9 +96,9 @@ class Family:
         return ROUTED if self.is_routed else BOUNDS
 
 
-# Heads of 16 channels: what FlexAttention needs at least.
+# Heads of 32 channels where models say how wide they are, as FlashAttention-4 takes; else of 16, as FlexAttention does.
 SIZES: dict[str, Any] = {"hidden_size": 64, "max_position_embeddings": 512}
-WHERE_NAMED = {"head_dim": 16, "sliding_window": 50, "attention_chunk_size": 48, "word_embed_proj_dim": 64}
+WHERE_NAMED = {"head_dim": 32, "sliding_window": 50, "attention_chunk_size": 48, "word_embed_proj_dim": 64}
 LONG = 320  # tokens of a row: more than FlexAttention's blocks of 128
 # Rows of documents; "*" is an item.
 PACKED = (
@@ -273,8 +273,9 @@ def page(found: Sequence[Figures], device: str, seconds: float) -> str:
         f"{datetime.now(UTC):%Y-%m-%d}, {name}, {tools}, Python {platform.python_version()}, {seconds:.0f} s. Tiny "
         "models, the same weights and batch on the device and, in fp32, on the CPU. Short rows are padded and causal; "
         f"long ones have {LONG} tokens, packed documents and images that see themselves both ways: on a GPU that is "
-        "FlexAttention. Each cell: the loss's relative deviation; the norm of all differences of gradients as a "
-        "share of their norm; 1 − the smallest cosine of a large parameter's gradient."
+        "FlashAttention-4 or cuDNN in bf16, where they are installed and take the heads, else FlexAttention. Each cell: "
+        "the loss's relative deviation; the norm of all differences of gradients as a share of their norm; 1 − the "
+        "smallest cosine of a large parameter's gradient."
     )
     command = f"`python -m tests.models.numerics --device {device}`"
     lines = ["# Numerics on a GPU", "", command, "", fill(head, WIDTH), ""]
