@@ -273,9 +273,9 @@ def page(found: Sequence[Figures], device: str, seconds: float) -> str:
         f"{datetime.now(UTC):%Y-%m-%d}, {name}, {tools}, Python {platform.python_version()}, {seconds:.0f} s. Tiny "
         "models, the same weights and batch on the device and, in fp32, on the CPU. Short rows are padded and causal; "
         f"long ones have {LONG} tokens, packed documents and images that see themselves both ways: on a GPU that is "
-        "FlashAttention-4 or cuDNN in bf16, where they are installed and take the heads, else FlexAttention. Each cell: "
-        "the loss's relative deviation; the norm of all differences of gradients as a share of their norm; 1 − the "
-        "smallest cosine of a large parameter's gradient."
+        "FlashAttention-4 or cuDNN in bf16, where they are installed and take the heads, else FlexAttention. Each "
+        "cell: the loss's relative deviation; the norm of all differences of gradients as a share of their norm; 1 − "
+        "the smallest cosine of a large parameter's gradient."
     )
     command = f"`python -m tests.models.numerics --device {device}`"
     lines = ["# Numerics on a GPU", "", command, "", fill(head, WIDTH), ""]
