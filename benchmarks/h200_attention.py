@@ -5,10 +5,11 @@
 As many rows as make a batch of 65,536 tokens, 16 heads of queries and 8 of keys and values, 128 wide, bf16. Masks:
 
 - causal: nothing but that, as data.
-- images N %: one document; N % of its tokens are in images of 729 tokens, spread evenly, that see in both directions.
+- images N %: one document; N % of its tokens are in images, spread evenly, that see in both directions: of 729 tokens,
+  and what is left of 256 and of 64.
 - documents: lengths from a log-normal distribution (median 1,500 tokens, sigma 0.8, at least 64, seed 0) until the row
   is full; no images.
-- both: the same documents, and half of the tokens of each document of 1,458 or more in images.
+- documents, images N %: the same documents, with such images in each.
 
 Ways: Cornstarch's (`attention: auto`), the same with cuDNN's kernels (`attention: cudnn`), the kernel that rows take
 which are cut over ranks ("between"), FlexAttention with the same mask, scaled_dot_product_attention with a dense mask
@@ -43,7 +44,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cornstarch.attention import MaskSpec
 from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import attend_with, attends_between, kernels_of_pieces
+from cornstarch.attention.choice import attend_with, attends_between, kernels_of_documents
 from cornstarch.attention.documents import attend_in_documents, documents_of
 from cornstarch.attention.pieces import pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
@@ -51,7 +52,8 @@ from cornstarch.compat import compiled
 
 BATCH = 65536  # tokens
 HEADS, GROUPS, WIDTH = 16, 8, 128
-IMAGE = 729
+IMAGES = (729, 256, 64)  # tokens
+SHARES = (20, 50, 80)  # percent
 ROUNDS = 5  # at least
 LASTING = 0.25  # seconds
 TURNS = 3
@@ -72,10 +74,10 @@ def lengths_of(tokens: int, row: int) -> list[int]:
 def masks(tokens: int) -> dict[str, MaskSpec]:
     """Return the masks."""
     rows = BATCH // tokens
-    found = {f"images {share} %": _mask([[tokens]] * rows, share / 100) for share in (20, 50, 80)}
-    lengths = [lengths_of(tokens, row) for row in range(rows)]
-    found = {"causal": _mask([[tokens]] * rows, 0.0), **found}
-    return {**found, "documents": _mask(lengths, 0.0), "both": _mask(lengths, 0.5)}
+    whole, packed = [[tokens]] * rows, [lengths_of(tokens, row) for row in range(rows)]
+    found = {"causal": _mask(whole, 0.0), **{f"images {share} %": _mask(whole, share / 100) for share in SHARES}}
+    found["documents"] = _mask(packed, 0.0)
+    return {**found, **{f"documents, images {share} %": _mask(packed, share / 100) for share in SHARES}}
 
 
 def _mask(lengths: list[list[int]], share: float) -> MaskSpec:
@@ -84,14 +86,23 @@ def _mask(lengths: list[list[int]], share: float) -> MaskSpec:
     for row, begins in enumerate(lengths):
         begin = 0
         for length in begins:
-            count = int(length * share / IMAGE)
-            step = length // max(count, 1)
-            for image in range(count):
-                at = begin + image * step + (step - IMAGE) // 2
-                spans[row, at : at + IMAGE] = number
-                number += 1
+            images = images_of(round(length * share))
+            gap = (length - sum(images)) // (len(images) + 1)
+            at = begin + gap
+            for image in images:
+                spans[row, at : at + image] = number
+                at, number = at + image + gap, number + 1
             begin += length
     return MaskSpec(documents, spans)
+
+
+def images_of(tokens: int) -> list[int]:
+    """Return how long images are that have so many tokens, or a few less."""
+    found = []
+    for size in IMAGES:
+        found += [size] * (tokens // size)
+        tokens %= size
+    return found
 
 
 def pairs_of(spec: MaskSpec) -> int:
@@ -170,7 +181,7 @@ def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
     found: dict[str, Callable[..., Tensor]] = {}
     for way, name in (("auto", "ours"), ("cudnn", "cudnn")):
         with attend_with(way):
-            maker = kernels_of_pieces(spec.documents.device, WIDTH)
+            maker = kernels_of_documents(spec.documents.device, WIDTH)
         if maker is None:
             continue
         if maker == "flash":
@@ -240,7 +251,7 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     given = on_gpu.parse(arguments)
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-    print(f"in pieces: {kernels_of_pieces(torch.device('cuda'), WIDTH)}\n")
+    print(f"kernels: {kernels_of_documents(torch.device('cuda'), WIDTH)}\n")
     others = " | ".join(f"{way}: ms, per pair" for way in OTHERS)
     print(f"| tokens | mask | causal ms | ours ms | ours, per pair / causal | {others} | dense | CPU ms | off |")
     print("|---" * (8 + len(OTHERS)) + "|")

@@ -41,11 +41,11 @@ def attend_with(way: Way) -> Iterator[None]:
     """Let attention take these kernels, within this block.
 
     - `auto`: the quickest that respect the mask: cuDNN's for plain causal rows; for packed documents and images that
-      see in both directions those for pieces of rows (`varlen`) where they are installed, else FlexAttention, as under
+      see in both directions those of `varlen` where they are installed, else FlexAttention, as under
       `torch.use_deterministic_algorithms`.
     - `flex`: FlexAttention for such masks.
-    - `varlen`: kernels for pieces of rows for such masks, FlashAttention-4's or else cuDNN's; sliding windows and the
-      like, which they do not know, take FlexAttention.
+    - `varlen`: FlashAttention-4's kernels or else cuDNN's for such masks; sliding windows and the like, which they do
+      not know, take FlexAttention.
     - `sdpa`: torch chooses; such masks are dense.
     - `cudnn`: cuDNN's kernels and no others.
     """
@@ -88,7 +88,10 @@ def check_way(way: Way, device: torch.device, half: bool) -> None:
     if way == "cudnn" and not cudnn.has_cudnn():
         raise ConfigError(f"attention = {way}\n  cuDNN's own package is not installed: {_INSTALL}, or use auto.")
     if way == "varlen" and not (flash.has_flash() or cudnn.has_cudnn()):
-        raise ConfigError(f"attention = {way}\n  Its kernels are not installed: {_INSTALL}, or use auto.")
+        raise ConfigError(
+            f"attention = {way}\n  Neither flash-attn-4 {' or '.join(flash.TRIED)} nor cuDNN's own package is there: "
+            f"{_INSTALL}, or use auto."
+        )
     if way in ("cudnn", "varlen") and not half:
         raise ConfigError(f"attention = {way}\n  These kernels compute in bf16 or fp16. Set precision, or use auto.")
 
@@ -106,8 +109,8 @@ def can_attend(query: Tensor, value: Tensor, maker: Maker) -> bool:
     return not query.is_cuda or (query.dtype in _HALF and takes(maker, width))
 
 
-def kernels_of_pieces(device: torch.device, width: int | None) -> Maker | None:
-    """Return whose kernels attend in pieces of rows where masks have documents and spans; None: those are whole.
+def kernels_of_documents(device: torch.device, width: int | None) -> Maker | None:
+    """Return whose kernels attend where masks have documents and spans; None: FlexAttention's, or none at all.
 
     Args:
         device: Where they run.

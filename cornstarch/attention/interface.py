@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import Maker, can_attend, kernels_of_pieces, wants_dense
+from cornstarch.attention.choice import Maker, can_attend, kernels_of_documents, wants_dense
 from cornstarch.attention.documents import Documents, attend_in_documents, documents_of
 from cornstarch.attention.mask import BLOCK, CAUSAL, Between, MaskSpec, Visibility, evaluate
 from cornstarch.attention.pieces import Pieces, pieces_of
@@ -146,7 +146,7 @@ def make_mask(
     pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK and not wants_dense():
-        kernels = kernels_of_pieces(spec.documents.device, _width(config)) if pattern is CAUSAL else None
+        kernels = kernels_of_documents(spec.documents.device, _width(config)) if pattern is CAUSAL else None
         if kernels is not None and spec.counts.in_pieces:
             cut = documents_of if kernels == "flash" else pieces_of
             return cut(spec, spec.counts, partial(spec.block_mask, pattern))

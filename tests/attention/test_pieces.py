@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.choice import attend_with, attends_between, check_way, kernels_of_pieces, wants_dense
+from cornstarch.attention.choice import attend_with, attends_between, check_way, kernels_of_documents, wants_dense
 from cornstarch.attention.mask import Counts, count_documents
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
@@ -178,7 +178,7 @@ def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_no_pieces_without_a_gpu() -> None:
     with attend_with("varlen"):
-        assert kernels_of_pieces(torch.device("cpu"), 64) is None
+        assert kernels_of_documents(torch.device("cpu"), 64) is None
         assert not attends_between(torch.device("cpu"))
 
 
@@ -201,7 +201,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 )  # fmt: skip
 def test_whose_kernels(way: Any, width: int | None, expected: str | None, hopper: torch.device) -> None:
     with attend_with(way):
-        assert kernels_of_pieces(hopper, width) == expected
+        assert kernels_of_documents(hopper, width) == expected
 
 
 def test_who_asks_for_equal_runs_gets_flex(hopper: torch.device) -> None:
@@ -209,7 +209,7 @@ def test_who_asks_for_equal_runs_gets_flex(hopper: torch.device) -> None:
         assert attends_between(hopper)
         torch.use_deterministic_algorithms(True)
         try:
-            assert kernels_of_pieces(hopper, 128) is None and not attends_between(hopper)
+            assert kernels_of_documents(hopper, 128) is None and not attends_between(hopper)
         finally:
             torch.use_deterministic_algorithms(False)
 
