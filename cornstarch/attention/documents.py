@@ -24,7 +24,7 @@ from cornstarch.attention.varlen import narrow, wide
 
 ENTRY = 4
 """Numbers of an entry of an order: a document, or -1, how many blocks are before it, its length, where it begins."""
-_HALVES = 2  # heads of a group, whose gradients of keys and values are added up in half precision
+_PAIR = 2  # heads of a group whose gradients of keys and values are added up in half precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +115,7 @@ def _backward_on_gpu(
     """
     query, key, value, output, gradient = states
     groups = query.shape[1] // key.shape[1]
-    if groups != _HALVES:
+    if groups != _PAIR:
         into = dict(zip(GRADIENTS, found, strict=True))
         _kernels()._flash_attn_bwd(*states, sums, **into, **options)
         return
