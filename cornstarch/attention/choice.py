@@ -130,9 +130,12 @@ def kernels_of_documents(device: torch.device, width: int | None) -> Maker | Non
 
 def attends_between(device: torch.device) -> bool:
     """Whether queries that see from one place to another are attended for by one kernel that knows such masks."""
-    if _current.get() in ("flex", "sdpa", "cudnn") or device.type != "cuda":
+    way = _current.get() or "auto"
+    if way in ("flex", "sdpa", "cudnn") or device.type != "cuda":
         return False
-    return not torch.are_deterministic_algorithms_enabled() and flash.runs_on(device)
+    if way == "auto" and torch.are_deterministic_algorithms_enabled():
+        return False
+    return flash.runs_on(device)
 
 
 def wants_dense() -> bool:

@@ -210,6 +210,8 @@ def test_who_asks_for_equal_runs_gets_flex(hopper: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
         try:
             assert kernels_of_documents(hopper, 128) is None and not attends_between(hopper)
+            with attend_with("varlen"):
+                assert kernels_of_documents(hopper, 128) == "flash" and attends_between(hopper), "they are asked for"
         finally:
             torch.use_deterministic_algorithms(False)
 

@@ -43,6 +43,7 @@ class Place:
 
     device: str = "cpu"
     precision: str = "fp32"
+    attention: str = "auto"
 
 
 EXACT = Place()
@@ -116,6 +117,7 @@ def made(
         "device": place.device,
         "threads": 1,
         "precision": place.precision,
+        "attention": place.attention,
         "compile": "off",
         "model": _replaced(row_of(row).model, TOKENIZER, tokenizer),
         "data": {

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 
+from cornstarch.attention import cudnn, flash
 from tests.parity.cell import STEPS, Deviation, Matrix, Mismatch, Place
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.pool import Failed, Pool
@@ -69,7 +70,7 @@ def run_part(part: str, device: str) -> Results:
     workers, found = Pool(device), Results()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            matrix = Matrix(workers, Path(folder), Place("cuda:0" if device == "cuda" else device, precision))
+            matrix = Matrix(workers, Path(folder), place_of(device, precision))
             for column in WAYS:
                 start = time.monotonic()
                 found[row, column, precision] = result = cell(matrix, row, column)
@@ -78,6 +79,17 @@ def run_part(part: str, device: str) -> Results:
     finally:
         workers.close()
     return found
+
+
+def place_of(device: str, precision: str) -> Place:
+    """Return where and in what a cell is computed.
+
+    Runs are to be equal there, which lets `auto` attend by FlexAttention; in half precision others are asked for.
+    """
+    if device != "cuda":
+        return Place(device, precision)
+    asked = precision != "fp32" and (flash.has_flash() or cudnn.has_cudnn())
+    return Place("cuda:0", precision, "varlen" if asked else "auto")
 
 
 def cell(matrix: Matrix, row: str, column: str) -> Deviation | str:
@@ -131,7 +143,8 @@ def _about(precision: str) -> str:
     measure = (
         "Of gradients and parameters the largest |a − b| / (|b| + 1 % of the largest |b|) of any number."
         if precision == "fp32"
-        else "Weights in fp32, autocast to bf16. Of all gradients of a step, and of all parameters, the norm of the "
+        else "Weights in fp32, autocast to bf16; long rows take FlashAttention-4's or cuDNN's kernels if they are "
+        "installed. Of all gradients of a step, and of all parameters, the norm of the "
         "differences as a share of the norm of the values."
     )
     cells = f"A cell has: losses and norms, gradients, parameters after {STEPS} steps; processes (0: equal to the bit)."

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.cell import Deviation, Matrix, Mismatch, Outcome, Place, compared, joined, relative_norm
 from tests.parity.columns import COLUMNS, LOADS
-from tests.parity.on_device import BOUNDS, LOAD, PARTS, PRECISIONS, WAYS, page, problem
+from tests.parity.on_device import BOUNDS, LOAD, PARTS, PRECISIONS, WAYS, page, place_of, problem
 from tests.parity.on_device import ROWS as ROWS_THERE
 from tests.parity.pool import Pool
 from tests.parity.rows import row_of
@@ -25,7 +25,7 @@ CELLS = [
 def test_processes_that_share_a_gpu_do_what_one_does(
     on_gpu: Pool, tmp_path_factory: pytest.TempPathFactory, row: str, column: str, precision: str
 ) -> None:
-    matrix = Matrix(on_gpu, tmp_path_factory.mktemp("matrix"), Place("cuda:0", precision))
+    matrix = Matrix(on_gpu, tmp_path_factory.mktemp("matrix"), place_of("cuda", precision))
     assert problem(matrix.cell(row, column, LOAD), precision) is None
 
 
