@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+_ROWS = (list, tuple)
+_SINGLE = (int, float, str, type(None))
+
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return nested lists, tuples, dictionaries and outputs with each tensor replaced; all else stays what it is."""
@@ -26,11 +29,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Go through everything that is not a container."""
-    if isinstance(value, Mapping):
-        for one in value.values():
-            yield from leaves(one)
-    elif isinstance(value, list | tuple):
+    if isinstance(value, _ROWS):
         for one in value:
+            yield from leaves(one)
+    elif isinstance(value, Mapping):
+        for one in value.values():
             yield from leaves(one)
     else:
         yield value
@@ -38,7 +41,21 @@ def leaves(value: Any) -> Iterator[Any]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors, in order."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    # Asked for every operation of a traced model: the most frequent first, and those that are slow to ask for last.
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, _ROWS):
+        for one in value:
+            _collect(one, found)
+    elif not isinstance(value, _SINGLE) and isinstance(value, Mapping):
+        for one in value.values():
+            _collect(one, found)
 
 
 def differentiable(value: Any) -> list[Tensor]:

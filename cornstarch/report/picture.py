@@ -8,6 +8,7 @@ from cornstarch.report.curves import LONG, finite, smooth, thin
 from cornstarch.report.reading import Curve, Run
 
 _INK, _PALE, _TRAIN, _EVALUATION = "#1b2733", "#d9dfe5", "#0f766e", "#c2410c"
+_MARGINS = {"left": 0.1, "right": 0.98, "top": 0.89, "bottom": 0.11}
 
 
 def loss_picture(run: Run) -> bytes:
@@ -15,7 +16,8 @@ def loss_picture(run: Run) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=150, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=150, facecolor="white")
+    figure.subplots_adjust(**_MARGINS)  # a layout that finds them draws everything twice
     FigureCanvasAgg(figure)  # without pyplot, which would keep the figure in a global list
     axes = figure.add_subplot()
     trained = finite(run.metrics.train.get("loss", []))

@@ -33,6 +33,10 @@ _ASKED = "asked"
 Totals = Callable[[], StepTotals]
 
 
+def _none(inputs: Mapping[str, Any]) -> float:
+    return 0.0
+
+
 class Counter:
     """Adds up over all processes what steps have.
 
@@ -51,7 +55,7 @@ class Counter:
         flops: Callable[[Mapping[str, Any]], float] | None = None,
     ) -> None:
         self._modalities, self._replica_size, self._stop = list(modalities), replica_size, stop
-        self._flops = flops or (lambda inputs: 0.0)
+        self._flops = flops or _none
         self._known: dict[tuple[int, int], Totals] = {}
 
     def ahead(self, batches: Iterator[StepBatch], left: Callable[[], int]) -> Iterator[StepBatch]:
@@ -68,6 +72,10 @@ class Counter:
             self._known = dict(zip(map(_place, lot), sums, strict=True))
             yield from lot
             steps = min(next_steps(), left())
+
+    def count_no_flops(self) -> None:
+        """Leave out what steps multiply: to know that, batches of each new size are traced through the model."""
+        self._flops = _none
 
     def totals(self, batch: StepBatch) -> Totals:
         """Return what waits for the totals of a batch; if it is not known, all processes must ask now."""

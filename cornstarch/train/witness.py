@@ -19,6 +19,7 @@ from cornstarch.parallel import processes
 from cornstarch.parallel.tensor import full_tensors
 from cornstarch.train.data.loader import StepBatch
 from cornstarch.train.holdings import named_modules, named_parameters
+from cornstarch.train.setup.assembling import RunSetup
 from cornstarch.train.tasks.task import Task
 from cornstarch.train.trainer import Trainer
 
@@ -42,6 +43,10 @@ class Witness(Trainer):
 
     def _verify_plan(self) -> None:
         """Nothing: this is how a plan is verified."""
+
+    def _take(self, made: RunSetup) -> None:
+        super()._take(made)
+        self._counter.count_no_flops()  # a run of some steps has no use for them
 
     def _built_task(self) -> Task:
         task = super()._built_task()
