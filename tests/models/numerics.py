@@ -321,6 +321,8 @@ def main() -> int:
     reader.add_argument("--jobs", type=int, default=1, help="processes at a time")
     reader.add_argument("--page", type=Path, default=PAGE)
     asked = reader.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        reader.error("--device cuda: torch finds no GPU here")
     start, found, failed = time.monotonic(), [], []
     with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as processes:
         for own in processes.map(tried, asked.families, [asked.device] * len(asked.families)):

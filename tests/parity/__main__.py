@@ -33,6 +33,8 @@ def main() -> int:
     reader.add_argument("--part", help=argparse.SUPPRESS)
     reader.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     asked = reader.parse_args()
+    if asked.device == "cuda" and not _has_gpu():
+        reader.error("--device cuda: torch finds no GPU here")
     if asked.part is not None:
         asked.into.write_bytes(pickle.dumps(_results(asked.part, asked.device)))
         return 0
@@ -41,6 +43,12 @@ def main() -> int:
         print(f"\nFAILED {failure}")
     print(f"\n{len(told)} failures; written to {path}")
     return 1 if told else 0
+
+
+def _has_gpu() -> bool:
+    import torch  # after what is said in the environment
+
+    return torch.cuda.is_available()
 
 
 def _results(part: str, device: str | None) -> Any:
