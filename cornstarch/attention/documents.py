@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from cornstarch.attention.flash import GRADIENTS, package
 from cornstarch.attention.mask import BLOCK, Counts, MaskSpec, changes, ends_of_runs
 from cornstarch.attention.pieces import listed, rounded_up
-from cornstarch.attention.varlen import narrow, wide
+from cornstarch.attention.written_out import attended, differentiated, gradients_like
 
 ENTRY = 4
 """Numbers of an entry of an order: a document, or -1, how many blocks are before it, its length, where it begins."""
@@ -129,13 +129,13 @@ def _backward_on_gpu(
 # ------------------------------------------------------------------------------------------------ written out
 
 
-def _each(sizes: Tensor, numbers: Tensor | None, tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield where each document is, and its tokens' numbers."""
+def _each(sizes: Tensor, numbers: Tensor | None, tokens: int, plain: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield where each document is, and its tokens' numbers; where none are given, their places and `plain` more."""
     rows, front, _ = sizes.tolist()
     if numbers is None:
         length = tokens // rows
         for row in range(rows):
-            yield slice(row * length, (row + 1) * length), torch.arange(length)
+            yield slice(row * length, (row + 1) * length), torch.arange(length) + plain
         return
     begins = numbers[:front].tolist()
     for begin, end in zip(begins[:-1], begins[1:], strict=True):
@@ -166,13 +166,9 @@ def _attend(
         output, sums = _kernels()._flash_attn_fwd(*states, return_lse=True, **_options(sizes, ends, scale))[:2]
         return output, sums
     output, sums = query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
-    groups = heads // key.shape[1]
-    for here, seen in _each(sizes, ends, tokens):
-        count = torch.arange(len(seen)) + 1 if ends is None else seen
-        scores = torch.einsum("qhd,khd->hqk", query[here].float(), wide(key[here], groups)) * scale
-        scores = scores.masked_fill(torch.arange(len(seen)) >= count[:, None], -torch.inf)
-        sums[:, here] = scores.logsumexp(-1)
-        output[here] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide(value[here], groups)).to(query.dtype)
+    for here, end in _each(sizes, ends, tokens, plain=1):
+        hidden = torch.arange(len(end)) >= end[:, None]
+        output[here], sums[:, here] = attended(query[here], key[here], value[here], hidden, scale)
     return output, sums
 
 
@@ -205,24 +201,16 @@ def _attend_backward(
     elif query.is_cuda and firsts is not None:
         _backward_on_gpu(states, sums, found, _options(sizes, firsts, scale))
     else:
-        groups = query.shape[1] // key.shape[1]
-        for here, first in _each(sizes, firsts, len(query)):
-            asked, given = query[here].float(), gradient[here].float()
-            scores = torch.einsum("qhd,khd->hqk", asked, wide(key[here], groups)) * scale
+        for here, first in _each(sizes, firsts, len(query), plain=0):
             hidden = torch.arange(len(first))[:, None] < first
-            weights = (scores - sums[:, here, None]).exp().masked_fill(hidden, 0.0)
-            of_sums = (given * output[here].float()).sum(-1).transpose(0, 1)[..., None]
-            of_weights = torch.einsum("qhd,khd->hqk", given, wide(value[here], groups))
-            of_scores = weights * (of_weights - of_sums) * scale
-            found[0][here] = torch.einsum("hqk,khd->qhd", of_scores, wide(key[here], groups)).to(query.dtype)
-            found[1][here] = narrow(torch.einsum("hqk,qhd->khd", of_scores, asked), groups).to(query.dtype)
-            found[2][here] = narrow(torch.einsum("hqk,qhd->khd", weights, given), groups).to(query.dtype)
+            parts = gradient[here], query[here], key[here], value[here], output[here], sums[:, here]
+            own = differentiated(*parts, hidden, scale)
+            for whole, part in zip(found, own, strict=True):
+                whole[here] = part.to(query.dtype)
     return found
 
 
-@_attend_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+_attend_backward.register_fake(gradients_like)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,7 +10,7 @@ What is private of the package is used here and in `flash.py` only: for the vers
 Imported where there is FlashAttention-4 only.
 """
 # The language of these kernels reads annotations itself, and is not there where types are checked.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, warn-unused-ignores=False
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cutlass  # type: ignore[import-not-found]
-import cutlass.cute as cute  # type: ignore[import-not-found]
+import cutlass
+import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync  # type: ignore[import-not-found]
-from flash_attn.cute import mask, utils  # type: ignore[import-not-found]
-from flash_attn.cute.block_info import BlockInfo  # type: ignore[import-not-found]
-from flash_attn.cute.cache_utils import get_jit_cache  # type: ignore[import-not-found]
-from flash_attn.cute.seqlen_info import SeqlenInfoQK  # type: ignore[import-not-found]
-from flash_attn.cute.tile_scheduler import WorkTileInfo  # type: ignore[import-not-found]
-from quack import layout_utils  # type: ignore[import-not-found]
-from quack.cute_dsl_utils import ParamsBase  # type: ignore[import-not-found]
+from cutlass.cute.nvgpu import cpasync
+from flash_attn.cute import mask, utils
+from flash_attn.cute.block_info import BlockInfo
+from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+from flash_attn.cute.tile_scheduler import WorkTileInfo
+from quack import layout_utils
+from quack.cute_dsl_utils import ParamsBase
 
 from cornstarch.attention.documents import ENTRY
 from cornstarch.attention.mask import BLOCK

@@ -8,6 +8,7 @@ Shape letters: T tokens of all rows, H heads, D width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from cornstarch.attention.cudnn import Cudnn
 from cornstarch.attention.joining import add, join
 from cornstarch.attention.pieces import Cut, Pieces
+from cornstarch.attention.written_out import attended, differentiated, gradients_like
 
 
 class Kernel(Protocol):
@@ -47,12 +49,9 @@ class OneByOne:
         """Attend."""
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         sums = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device)
-        groups = query.shape[1] // key.shape[1]
-        for asking, asked in _places(cut, len(query)):
-            scores = _scores(query[asking], key[asked], cut)
-            sums[asking] = scores.logsumexp(-1).transpose(0, 1)
-            seen = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide(value[asked], groups))
-            output[asking] = seen.to(query.dtype)
+        for asking, asked, hidden in _places(cut, len(query)):
+            own = attended(query[asking], key[asked], value[asked], hidden, cut.scale)
+            output[asking], sums[asking] = own[0], own[1].transpose(0, 1)
         return output, sums
 
     def backward(
@@ -67,49 +66,27 @@ class OneByOne:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients."""
         found = [torch.zeros(one.shape, device=one.device) for one in (query, key, value)]
-        groups = query.shape[1] // key.shape[1]
-        for asking, asked in _places(cut, len(query)):
-            weights = (_scores(query[asking], key[asked], cut) - sums[asking].transpose(0, 1)[..., None]).exp()
-            given = gradient[asking].float()
-            of_weights = torch.einsum("qhd,khd->hqk", given, wide(value[asked], groups))
-            of_sums = (given * output[asking].float()).sum(-1).transpose(0, 1)[..., None]
-            of_scores = weights * (of_weights - of_sums) * cut.scale
-            found[0][asking] += torch.einsum("hqk,khd->qhd", of_scores, wide(key[asked], groups))
-            found[1][asked] += narrow(torch.einsum("hqk,qhd->khd", of_scores, query[asking].float()), groups)
-            found[2][asked] += narrow(torch.einsum("hqk,qhd->khd", weights, given), groups)
+        for asking, asked, hidden in _places(cut, len(query)):
+            states = (gradient[asking], query[asking], key[asked], value[asked], output[asking])
+            own = differentiated(*states, sums[asking].transpose(0, 1), hidden, cut.scale)
+            for whole, where, part in zip(found, (asking, asked, asked), own, strict=True):
+                whole[where] += part
         of_query, of_key, of_value = (one.to(query.dtype) for one in found)
         return of_query, of_key, of_value
 
 
-def _places(cut: Cut, tokens: int) -> list[tuple[slice, slice]]:
-    """Return, for every piece, the tokens that ask and the tokens that are asked."""
+def _places(cut: Cut, tokens: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield, for every piece, the tokens that ask, the tokens that are asked, and which are hidden from which."""
     if cut.pieces is None:
         begins, lengths = list(range(0, tokens, tokens // cut.rows)), [tokens // cut.rows] * cut.rows
     else:
         begins, lengths = cut.pieces.tolist()
     further = 1 if cut.ahead else 0
-    return [
-        (slice(begin, begin + length), slice(begin + further, begin + further + length))
-        for begin, length in zip(begins, lengths, strict=True)
-        if length
-    ]
-
-
-def wide(states: Tensor, groups: int) -> Tensor:
-    """Return keys or values once for each head of a group, in float32."""
-    return states.float().repeat_interleave(groups, dim=1)
-
-
-def narrow(states: Tensor, groups: int) -> Tensor:
-    """Add up what the heads of a group have."""
-    return states.unflatten(1, (-1, groups)).sum(2)
-
-
-def _scores(query: Tensor, key: Tensor, cut: Cut) -> Tensor:
-    """Return the scores of a piece, float32 [H, asking, asked]."""
-    scores = torch.einsum("qhd,khd->hqk", query.float(), wide(key, query.shape[1] // key.shape[1])) * cut.scale
-    every = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device)
-    return scores.masked_fill(every.tril(-1) if cut.ahead else every.triu(1), -torch.inf)
+    for begin, length in zip(begins, lengths, strict=True):
+        if length:
+            every = torch.ones(length, length, dtype=torch.bool)
+            asked = slice(begin + further, begin + further + length)
+            yield slice(begin, begin + length), asked, every.tril(-1) if cut.ahead else every.triu(1)
 
 
 def _kernel(tensor: Tensor) -> Kernel:
@@ -167,9 +144,7 @@ def _attend_backward(
     return found
 
 
-@_attend_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+_attend_backward.register_fake(gradients_like)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,8 +8,14 @@ import torch
 from cornstarch.attention import MaskSpec
 from cornstarch.attention.documents import ENTRY, Documents, attend_in_documents, documents_of
 from cornstarch.attention.mask import BLOCK
-from cornstarch.compat import compile_counts, compiled
-from tests.attention.test_pieces import SPECS, assert_gradients, marked, unwanted, with_padding, written_out
+from tests.attention.test_pieces import (
+    SPECS,
+    assert_compiled_once,
+    assert_equals_a_dense_mask,
+    marked,
+    unwanted,
+    with_padding,
+)
 
 
 def documents(spec: MaskSpec) -> Documents:
@@ -30,18 +36,7 @@ def lists(found: Documents, tokens: int) -> tuple[list[int], list[int], list[int
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 @pytest.mark.parametrize("name", SPECS)
 def test_documents_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
-    spec = SPECS[name]
-    rows, tokens = spec.documents.shape
-    torch.manual_seed(0)
-    inputs = [torch.randn(rows, n, tokens, 8, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
-    weight = torch.randn(rows, tokens, heads[0], 8) * (spec.documents > 0)[..., None, None]  # padding is not trained on
-    reference, exact = written_out(spec, inputs, weight)
-
-    found = attend_in_documents(*inputs, documents(spec), 0.3)
-    (found * weight).sum().backward()
-    real = spec.documents > 0
-    torch.testing.assert_close(found[real], reference.float()[real], rtol=1e-5, atol=1e-5)
-    assert_gradients(inputs, exact)
+    assert_equals_a_dense_mask(name, heads, lambda spec, inputs: attend_in_documents(*inputs, documents(spec), 0.3))
 
 
 def test_what_is_listed() -> None:
@@ -88,19 +83,4 @@ def test_limits_never_fall_within_a_document() -> None:
 
 @pytest.mark.timeout(1200)  # C++ is compiled, which a busy machine takes minutes for
 def test_a_compiled_layer_is_compiled_once_for_ragged_batches() -> None:
-    torch.compiler.reset()
-
-    def layer(states: torch.Tensor, mask: Documents) -> torch.Tensor:
-        return attend_in_documents(states * 2, states, states + 1, mask, 0.5).sin()
-
-    quick = compiled(layer)
-    before, frames = compile_counts(), []
-    for length in (9, 17, 12, 30, 21, 5, 28):
-        spec = marked([[length, 40 - length]], {0: [(1, 1 + length // 2, 0)]})
-        states = torch.randn(1, 2, 40, 8, requires_grad=True)
-        found = quick(states, documents(spec))
-        torch.testing.assert_close(found, layer(states, documents(spec)))
-        found.sum().backward()
-        frames.append(compile_counts()["graphs"] - before["graphs"])
-    assert frames[-1] == frames[1] <= 2, frames
-    assert compile_counts()["breaks"] == before["breaks"]
+    assert_compiled_once(attend_in_documents, documents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,21 +76,46 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-@pytest.mark.parametrize("name", SPECS)
-def test_pieces_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
+def assert_equals_a_dense_mask(
+    name: str, heads: tuple[int, int], attend: Callable[[MaskSpec, list[Tensor]], Tensor]
+) -> None:
     spec = SPECS[name]
     rows, tokens = spec.documents.shape
     torch.manual_seed(0)
     inputs = [torch.randn(rows, n, tokens, 8, requires_grad=True) for n in (heads[0], heads[1], heads[1])]
     weight = torch.randn(rows, tokens, heads[0], 8) * (spec.documents > 0)[..., None, None]  # padding is not trained on
     reference, exact = written_out(spec, inputs, weight)
-
-    found = attend_in_pieces(*inputs, pieces(spec), 0.3)
+    found = attend(spec, inputs)
     (found * weight).sum().backward()
     real = spec.documents > 0
     torch.testing.assert_close(found[real], reference.float()[real], rtol=1e-5, atol=1e-5)
     assert_gradients(inputs, exact)
+
+
+def assert_compiled_once(attend: Callable[..., Tensor], render: Callable[[MaskSpec], Any]) -> None:
+    """Attend in a compiled layer of ragged batches, which compiles no more after the second."""
+    torch.compiler.reset()
+
+    def layer(states: Tensor, mask: Any) -> Tensor:
+        return attend(states * 2, states, states + 1, mask, 0.5).sin()
+
+    quick = compiled(layer)
+    before, frames = compile_counts(), []
+    for length in (9, 17, 12, 30, 21, 5, 28):
+        spec = marked([[length, 40 - length]], {0: [(1, 1 + length // 2, 0)]})
+        states = torch.randn(1, 2, 40, 8, requires_grad=True)
+        found = quick(states, render(spec))
+        torch.testing.assert_close(found, layer(states, render(spec)))
+        found.sum().backward()
+        frames.append(compile_counts()["graphs"] - before["graphs"])
+    assert frames[-1] == frames[1] <= 2, frames
+    assert compile_counts()["breaks"] == before["breaks"]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("name", SPECS)
+def test_pieces_equal_a_dense_mask(name: str, heads: tuple[int, int]) -> None:
+    assert_equals_a_dense_mask(name, heads, lambda spec, inputs: attend_in_pieces(*inputs, pieces(spec), 0.3))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -135,22 +161,7 @@ def test_sizes_are_rounded_so_that_ragged_batches_share_kernels() -> None:
 
 @pytest.mark.timeout(1200)  # C++ is compiled, which a busy machine takes minutes for
 def test_a_compiled_layer_is_compiled_once_for_ragged_batches() -> None:
-    torch.compiler.reset()
-
-    def layer(states: Tensor, mask: Pieces) -> Tensor:
-        return attend_in_pieces(states * 2, states, states + 1, mask, 0.5).sin()
-
-    quick = compiled(layer)
-    before, frames = compile_counts(), []
-    for length in (9, 17, 12, 30, 21, 5, 28):
-        spec = marked([[length, 40 - length]], {0: [(1, 1 + length // 2, 0)]})
-        states = torch.randn(1, 2, 40, 8, requires_grad=True)
-        found = quick(states, pieces(spec))
-        torch.testing.assert_close(found, layer(states, pieces(spec)))
-        found.sum().backward()
-        frames.append(compile_counts()["graphs"] - before["graphs"])
-    assert frames[-1] == frames[1] <= 2, frames
-    assert compile_counts()["breaks"] == before["breaks"]
+    assert_compiled_once(attend_in_pieces, pieces)
 
 
 @pytest.mark.parametrize("way", ["flex", "cudnn", "varlen"])
