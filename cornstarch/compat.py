@@ -313,12 +313,17 @@ def has_triton() -> bool:
 _MOST_COMPILED = 64  # variants of a layer: kinds of masks and layers, with and without gradients, fixed and free sizes
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function; it may have more variants than torch's 8, which end a compiled run in the middle."""
+def allow_variants() -> None:
+    """Let what is compiled have more variants than torch's 8, behind which it is no longer compiled."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, _MOST_COMPILED)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _MOST_COMPILED)
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function; it may have many variants."""
+    allow_variants()
     made: Callable[..., Any] = torch.compile(function, **options)
     return made
 

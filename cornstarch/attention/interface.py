@@ -28,6 +28,7 @@ from cornstarch.attention.documents import Documents, attend_in_documents, docum
 from cornstarch.attention.mask import BLOCK, CAUSAL, Between, MaskSpec, Visibility, evaluate
 from cornstarch.attention.pieces import Pieces, pieces_of
 from cornstarch.attention.varlen import attend_in_pieces
+from cornstarch.compat import allow_variants
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 IMPLEMENTATION = "cornstarch"
@@ -276,9 +277,8 @@ def attend_by_kernel(
         attention_mask = attention_mask.block_mask
     if isinstance(attention_mask, BlockMask):
         if dropout == 0 and query.shape[-1] >= _FLEX_MIN_HEAD_DIM:
-            flex = AttentionInterface()["flex_attention"]
             return _pair(
-                flex(
+                flex_attention()(
                     module,
                     query,
                     key,
@@ -300,6 +300,14 @@ def attend_by_kernel(
     weights = _weights(scores, attention_mask, s_aux).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ _repeat_heads(value, query)).transpose(1, 2).contiguous(), weights
+
+
+def flex_attention() -> Callable[..., Any]:
+    """Return transformers' FlexAttention, which compiles itself where it is called outside of compiled layers."""
+    if not torch.compiler.is_compiling():
+        allow_variants()  # else a layout of tensors too many, and whole matrices of scores are computed
+    found: Callable[..., Any] = AttentionInterface()["flex_attention"]
+    return found
 
 
 def _pair(output: Any) -> tuple[Tensor, Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -243,6 +244,24 @@ def test_new_contents_do_not_compile_new_kernels() -> None:
         for tokens in (200, 264, 230, 290):
             spec = packed(tokens)
             run(model, MaskSpec(spec.documents.flip(1), spec.spans.roll(3, 1)), weight)
+
+
+def test_kernels_of_many_kinds_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past torch's limit of 8 kinds, which is set here again, whole matrices of scores would be in memory."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    tokens, heads, channels = 4096, 4, 32
+    block_mask, attend = packed(tokens).block_mask(), AttentionInterface()[IMPLEMENTATION]
+    kinds = itertools.product((torch.float32, torch.bfloat16), (None, 3.0), (False, True), (False, True))
+    for dtype, softcap, turned, trained in kinds:
+        shape = (2, tokens, heads, channels) if turned else (2, heads, tokens, channels)
+        states = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=trained) for _ in range(3)]
+        if turned:
+            states = [state.transpose(1, 2) for state in states]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend(Layer(1), *states, block_mask, scaling=0.3, softcap=softcap)
+        scores = 2 * heads * tokens**2 * 4
+        assert torch.cuda.max_memory_allocated() - before < scores / 4
 
 
 def test_generation_after_a_long_prompt() -> None:

@@ -23,7 +23,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from textwrap import fill
@@ -40,6 +39,7 @@ from cornstarch import ModalEncoderModule, MultimodalModel
 from cornstarch.train.precision import Placement
 from tests.models.whole_models import FAMILIES as WHOLE
 from tests.models.whole_models import why_not_here
+from tests.versions import versions_of
 from tests.zoo import ENCODERS, IGNORED, LANGUAGE_MODELS, MODALITY_TOKEN, PAD, RAGGED, Inputs, item_count, text_batch
 
 PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_numerics.md"
@@ -267,7 +267,7 @@ def page(found: Sequence[Figures], device: str, seconds: float) -> str:
     """Return the page."""
     wrong = [problem for one in found for problem in one.problems()]
     name = torch.cuda.get_device_name(0) if device == "cuda" else f"{platform.machine()} CPU"
-    tools = ", ".join(f"{tool} {version(tool)}" for tool in ("torch", "transformers"))
+    tools = versions_of("torch", "transformers", "flash-attn-4", "nvidia-cudnn-frontend")
     head = (
         f"**{len({one.family for one in found})} families, {len(found)} comparisons, {len(wrong)} out of bounds.** "
         f"{datetime.now(UTC):%Y-%m-%d}, {name}, {tools}, Python {platform.python_version()}, {seconds:.0f} s. Tiny "

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 
@@ -22,6 +21,7 @@ from tests.parity.cell import STEPS, Deviation, Matrix, Mismatch, Place
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.pool import Failed, Pool
 from tests.parity.rows import row_of
+from tests.versions import versions_of
 
 PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "gpu_parity.md"
 
@@ -120,7 +120,7 @@ def problem(result: Deviation | str, precision: str) -> str | None:
 def page(found: Results, device: str, command: str, seconds: float) -> str:
     """Return the page."""
     wrong = sum(problem(result, precision) is not None for (_, _, precision), result in found.items())
-    tools = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    tools = versions_of("torch", "transformers", "peft", "flash-attn-4", "nvidia-cudnn-frontend")
     head = (
         f"**{len(found)} cells: {len(found) - wrong} passed, {wrong} failed.** {datetime.now(UTC):%Y-%m-%d}, "
         f"{_device_name(device)}, {tools}, Python {platform.python_version()}, {seconds / 60:.0f} minutes. "

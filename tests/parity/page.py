@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -22,6 +21,7 @@ from tests.parity.pool import Failed
 from tests.parity.random_steps import End, trained, trained_by_hand
 from tests.parity.rows import ROWS
 from tests.parity.taken_apart import gradients
+from tests.versions import versions_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
@@ -273,7 +273,7 @@ def page(run: Run) -> str:
 
 def mask_section(masks: Mapping[str, Sequence[str]]) -> str:
     """Return what is said about masks."""
-    tools = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    tools = versions_of("torch", "transformers")
     heads = " | ".join(COLUMNS[way].title for way in WAYS)
     about = (
         "Who sees whom must not depend on where tokens are. Mixed batches of a vision encoder and a language model, "
@@ -318,7 +318,7 @@ def _result(run: Run) -> str:
     for cell, result in run.found.items():
         kind = "failed" if _problem(cell, result) else "passed" if isinstance(result, Deviation) else "refused"
         counts[kind] += 1
-    tools = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    tools = versions_of("torch", "transformers", "peft")
     return fill(
         f"**{len(run.found)} cells: {counts['passed']} passed, {counts['refused']} refused as not supported yet, "
         f"{counts['failed']} failed.** Run on {datetime.now(UTC):%Y-%m-%d} with {tools} and Python "

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface
 
 from cornstarch.attention.context import CutMask, Scoring
+from cornstarch.attention.interface import flex_attention
 from cornstarch.attention.mask import Between
 from cornstarch.parallel.context.exchange import Group, pass_on
 
@@ -155,10 +155,9 @@ def _strip(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Sco
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scoring: Scoring) -> tuple[Tensor, Tensor]:
     # transformers keeps one compiled FlexAttention; it gives the logarithms too.
-    flex = AttentionInterface()["flex_attention"]
     layer = nn.Module()
     layer.training = scoring.training
-    found, logsum = flex(layer, query, key, value, mask, scaling=scoring.scaling, softcap=scoring.softcap)
+    found, logsum = flex_attention()(layer, query, key, value, mask, scaling=scoring.scaling, softcap=scoring.softcap)
     return found.transpose(1, 2), logsum
 
 
