@@ -14,7 +14,7 @@ from tests.parity.pool import pool
 def test_the_example_trains_as_one_process_does(tmp_path: Path) -> None:
     hub = make_hub(tmp_path)
     workers = pool()
-    workers.close()  # torch remembers meshes that equal those of an earlier job
+    workers.renew()  # torch remembers meshes that equal those of an earlier job
     found = workers.run(4, pretrain, hub, True)
     assert [last for _, last in found] == [False, False, True, True]
     expected, _ = pretrain(hub, False)

@@ -208,7 +208,7 @@ class Matrix:
         """Run one cell; return how far it is from one process, or what was refused."""
         spread = COLUMNS[column]
         if spread.is_cut:  # torch remembers meshes that are equal to those of an earlier job, whose groups have ended
-            self.workers.close()
+            self.workers.renew()
         described, work = row_of(row), partial(run, place=self.place)
         ranks, parallel = spread.ranks(described), spread.parallel(described)
         outcomes = self.workers.run(ranks, work, row, load, parallel, *self.places())

@@ -88,7 +88,7 @@ def masked(matrix: Matrix, mask: str, way: str) -> Deviation:
     """Return how far processes that cut tokens are from one, with a mask."""
     spread = COLUMNS[way]
     if spread.is_cut:
-        matrix.workers.close()
+        matrix.workers.renew()
     alone = matrix.remembered(mask, run_mask, mask, None, *matrix.places())
     found = matrix.workers.run(spread.ranks(MASKS[mask]), run_mask, mask, way, *matrix.places())
     if isinstance(found[0], str):

@@ -48,6 +48,7 @@ class Pool:
         # The parent keeps the store, so that there is one port for the whole session and nobody races for it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._jobs = 0
+        self._is_renewed = False
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Call `function(*arguments)` in so many processes and return their results by rank."""
@@ -55,7 +56,8 @@ class Pool:
         self._start(ranks)
         self._jobs += 1
         for rank in range(ranks):
-            self._workers[rank][1].send((self._jobs, rank, ranks, function, arguments))
+            self._workers[rank][1].send((self._jobs, rank, ranks, self._is_renewed, function, arguments))
+        self._is_renewed = False
         try:
             results = self._results(ranks, seconds)
         except BaseException:  # a test that has run out of time: its answers must not be taken for those of the next
@@ -114,6 +116,17 @@ class Pool:
             self._workers[rank][0].join(60)
             return False, f"rank {rank} died with {self._workers[rank][0].exitcode}"
 
+    def renew(self) -> None:
+        """Let workers forget the meshes of earlier jobs before the next: torch takes one for another that equals it.
+
+        What it remembers of a mesh are groups that have ended. On machines with a GPU, where torch may be of another
+        version than the one whose memory is known here, there are new workers.
+        """
+        if self.device == "cpu":
+            self._is_renewed = True
+        else:
+            self.close()
+
     def close(self) -> None:
         """End the workers."""
         for process, _ in self._workers:
@@ -137,9 +150,25 @@ def _work(connection: Connection, port: int, device: str) -> None:
     connection.send("ready")
     with suppress(EOFError, BrokenPipeError):  # the parent has ended
         while True:
-            number, rank, ranks, function, arguments = connection.recv()
+            number, rank, ranks, is_renewed, function, arguments = connection.recv()
+            if is_renewed:
+                _forget_meshes()
             job = dist.PrefixStore(f"job {number}", store)
             connection.send(_done(job, rank, ranks, device, function, arguments))
+
+
+def _forget_meshes() -> None:
+    """Empty what DTensor keeps by mesh; it has no public way to."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
+
+    debug._clear_sharding_prop_cache()
+    for kept in (
+        _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached,
+        _redistribute._gen_transform_infos,
+        _collective_utils.MeshTopoInfo.build_from_mesh,
+    ):
+        kept.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def _prepare_gpu() -> None:

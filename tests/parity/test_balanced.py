@@ -38,7 +38,7 @@ def test_balanced_samples(matrix: Matrix, column: str, packing: bool) -> None:
     row = "vision_audio"
     spread = COLUMNS[column]
     if spread.is_cut:  # torch remembers meshes that are equal to those of an earlier job, whose groups have ended
-        matrix.workers.close()
+        matrix.workers.renew()
     found = matrix.workers.run(spread.ranks(row_of(row)), run, row, column, packing, *matrix.places())
     alone, _ = matrix.remembered((row, packing), run, row, None, packing, *matrix.places())
     off = compared(joined([outcome for outcome, _ in found]), alone, spread.unused_are_zero)

@@ -37,7 +37,7 @@ def lent(matrix: Matrix, row: str, column: str) -> Deviation:
     """Return how far replicas that lend are from one process that has all images."""
     spread = COLUMNS[column]
     if spread.is_cut:  # torch remembers meshes that are equal to those of an earlier job, whose groups have ended
-        matrix.workers.close()
+        matrix.workers.renew()
     work = partial(run, place=matrix.place)
     found = matrix.workers.run(spread.ranks(row_of(row)), work, row, column, *matrix.places())
     alone, _ = matrix.remembered((row, "lent"), run, row, None, *matrix.places(), matrix.place)

@@ -78,7 +78,7 @@ def hash_of(folder: Path) -> str:
 
 def run(row: str, layout: str, steps: int, folder: Path) -> list[list[float]]:
     """Train to a step in a layout, from the checkpoint that is there; return the losses of each process."""
-    pool().close()  # torch remembers meshes of an earlier job
+    pool().renew()  # torch remembers meshes of an earlier job
     ranks, parallel = LAYOUTS[layout]
     return pool().run(ranks, saved, row, parallel, steps, str(folder.parent / "tokenizer"), str(folder))
 

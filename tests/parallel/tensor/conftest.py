@@ -14,11 +14,11 @@ __all__ = ["workers"]
 
 @pytest.fixture
 def fresh(workers: Pool) -> Iterator[Pool]:
-    """Return processes that have had no other mesh.
+    """Return processes that know of no other mesh.
 
     DTensor remembers meshes by their shape for as long as a process lives, and with them the names of process groups
     that are gone when the next job begins.
     """
-    workers.close()
+    workers.renew()
     yield workers
-    workers.close()
+    workers.renew()
