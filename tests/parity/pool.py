@@ -48,7 +48,7 @@ class Pool:
         # The parent keeps the store, so that there is one port for the whole session and nobody races for it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._jobs = 0
-        self._is_renewed = False
+        self._to_renew: set[int] = set()
 
     def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> list[Any]:
         """Call `function(*arguments)` in so many processes and return their results by rank."""
@@ -56,8 +56,8 @@ class Pool:
         self._start(ranks)
         self._jobs += 1
         for rank in range(ranks):
-            self._workers[rank][1].send((self._jobs, rank, ranks, self._is_renewed, function, arguments))
-        self._is_renewed = False
+            self._workers[rank][1].send((self._jobs, rank, ranks, rank in self._to_renew, function, arguments))
+        self._to_renew -= set(range(ranks))
         try:
             results = self._results(ranks, seconds)
         except BaseException:  # a test that has run out of time: its answers must not be taken for those of the next
@@ -123,7 +123,7 @@ class Pool:
         version than the one whose memory is known here, there are new workers.
         """
         if self.device == "cpu":
-            self._is_renewed = True
+            self._to_renew = set(range(len(self._workers)))
         else:
             self.close()
 
@@ -134,7 +134,7 @@ class Pool:
         for process, connection in self._workers:
             process.join()
             connection.close()
-        self._workers = []
+        self._workers, self._to_renew = [], set()
 
 
 def _work(connection: Connection, port: int, device: str) -> None:
