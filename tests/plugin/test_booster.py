@@ -114,7 +114,7 @@ def test_what_one_layout_saves_another_goes_on_with(saved: str, loaded: str, wor
     workers.renew()  # torch remembers meshes that equal those of an earlier job
     workers.run(LAYOUTS[saved].ranks, save_after_one, LAYOUTS[saved], str(tmp_path))
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.bin"))
-    workers.close()
+    workers.renew()
     found = workers.run(LAYOUTS[loaded].ranks, go_on, LAYOUTS[loaded], str(tmp_path))
     close(found, alone(Case()).parameters)
 
