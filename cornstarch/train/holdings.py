@@ -6,13 +6,10 @@ DTensor says which), or an interval of its numbers (FSDP1, which strings paramet
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,24 +19,27 @@ from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor import original_boxes
 from cornstarch.pipeline.naming import whole_names
-from cornstarch.train.checkpoint.pieces import Box, Sharded, Tensorlike, copy_parts, parts_of
+from cornstarch.train.checkpoint.pieces import Box, Sharded, Tensorlike, copy_parts
 from cornstarch.train.checkpoint.ranks import Ranks
 from cornstarch.train.checkpoint.reading import TensorReader
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_SAMPLES = 64
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by the names that they have without torch.compile, DDP and other wrappers."""
-    names = whole_names(model)
-    found = {_original_name(model, name): parameter for name, parameter in model.named_parameters()}
-    return {names.get(name, name): parameter for name, parameter in found.items()} if names else found
+    return {_whole_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules by the names that they have without wrappers; of a wrapper and what is inside, the inside."""
     return {_original_name(model, name) if name else "": module for name, module in model.named_modules()}
+
+
+def _whole_name(model: nn.Module, name: str) -> str:
+    """Return the name of a parameter in the whole model, without wrappers: a tied head of a stage is the embedding."""
+    original = _original_name(model, name)
+    return whole_names(model).get(original, original)
 
 
 def _original_name(model: nn.Module, name: str) -> str:
@@ -131,7 +131,7 @@ def _rearranged(model: nn.Module) -> dict[str, Sharded]:
     found: dict[str, Sharded] = {}
     for name, held in original_boxes(model).items():
         boxes = tuple((_box(one.original), one.local) for one in held)
-        found[_original_name(model, name)] = Sharded(parameters[name].shape, parameters[name], boxes=boxes)
+        found[_whole_name(model, name)] = Sharded(parameters[name].shape, parameters[name], boxes=boxes)
     return found
 
 
@@ -148,7 +148,7 @@ def _flat_units(model: nn.Module) -> dict[str, Any]:
             raise ConfigError("A model under FSDP1 can be saved by its names only with use_orig_params=True.")
         prefixes = [prefix for prefix in units if name.startswith(prefix)]
         if prefixes:
-            found[_original_name(model, name)] = units[max(prefixes, key=len)]
+            found[_whole_name(model, name)] = units[max(prefixes, key=len)]
     return found
 
 
@@ -189,48 +189,3 @@ def _counts(parameters: Mapping[str, Tensorlike], names: Iterable[str], ranks: R
 
 def _all_have_all(counts: list[int], unit: Any, shape: torch.Size) -> bool:
     return all(counts[rank] == shape.numel() for rank in dist.get_process_group_ranks(unit.process_group))
-
-
-# ---------------------------------------------------------------------------------------------------- samples
-
-
-def sample(tensor: Tensor) -> str:
-    """Hash values from all over a tensor: enough to tell it from that of another model, and quick for billions."""
-    flat = tensor.detach().reshape(-1)
-    return _hash(flat[:: _stride(flat.numel())].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def sampled_part(tensor: Tensorlike) -> dict[str, str]:
-    """Return what this process has of a sharded tensor's sample: by position, bytes as hexadecimal digits."""
-    found: dict[str, str] = {}
-    shape = tuple(tensor.shape) or (1,)
-    positions = np.arange(0, math.prod(shape), _stride(math.prod(shape)))
-    places = np.stack(np.unravel_index(positions, shape))
-    for box, numbers in parts_of(tensor):
-        if not tensor.shape:
-            box, numbers = Box((0,), (1,)), numbers.reshape(1)
-        inside = _inside(places, box)
-        within = tuple(torch.from_numpy(places[dim][inside] - box.offsets[dim]) for dim in range(len(box.offsets)))
-        some = numbers[within].cpu().contiguous().view(torch.uint8).numpy().reshape(int(inside.sum()), -1)
-        found.update({str(at): row.tobytes().hex() for at, row in zip(positions[inside], some, strict=True)})
-    return found
-
-
-def joined_sample(parts: Iterable[Mapping[str, str]]) -> str:
-    """Return the `sample` of a tensor of which the parts are known."""
-    together = {int(position): digits for part in parts for position, digits in part.items()}
-    return _hash(b"".join(bytes.fromhex(together[position]) for position in sorted(together)))
-
-
-def _inside(places: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
-    offsets, sizes = np.array(box.offsets)[:, None], np.array(box.sizes)[:, None]
-    found: np.ndarray[Any, Any] = ((places >= offsets) & (places < offsets + sizes)).all(axis=0)
-    return found
-
-
-def _stride(numel: int) -> int:
-    return max(1, numel // _SAMPLES)
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

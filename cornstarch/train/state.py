@@ -3,7 +3,7 @@
 Everything goes by the names that the parameters have in the model: which optimizer group or process held them is not
 asked. Saved are the parameters that are trained, or that the optimizer holds, and all buffers. Frozen parameters come
 from where the model comes from; a checkpoint of a 7B model with a trained projector has the size of the projector. Of
-each frozen parameter the type, the shape and a hash of some of its values are noted, so that another model is refused.
+each frozen parameter the type, the shape and a fingerprint of its values are noted, so that another model is refused.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.train.checkpoint.pieces import Sharded, Tensorlike, is_cut
 from cornstarch.train.checkpoint.ranks import Ranks
+from cornstarch.train.fingerprint import fingerprint, join_fingerprints, partial_fingerprints
 from cornstarch.train.holdings import (
     describe,
     fill,
     held_parameters,
     is_trained,
-    joined_sample,
     named_buffers,
     named_parameters,
-    sample,
-    sampled_part,
     settle,
 )
 from cornstarch.train.nested import pack, tensor_names, unpack
@@ -50,7 +48,8 @@ __all__ = [
     "seed_all",
 ]  # fmt: skip
 
-FORMAT = 1
+FORMAT = 2
+"""1: frozen parameters had hashes of some values (`sample`), which are not compared any more."""
 
 _SHOWN = 5
 
@@ -99,14 +98,14 @@ def capture(
     parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
     frozen = [name for name, parameter in held.items() if not is_trained(parameter)]
     known = _surveyed(model, held, lambda: packed_groups(own, parameters, tensors), frozen, ranks)
-    samples = {name: known.samples[name] for name in frozen if name not in known.optimized}
+    prints = {name: known.fingerprints[name] for name in frozen if name not in known.optimized}
     averages = _cut_as_parameters(ema, held)
-    tensors.update({f"parameters/{name}": _live(p) for name, p in held.items() if name not in samples})
+    tensors.update({f"parameters/{name}": _live(p) for name, p in held.items() if name not in prints})
     tensors.update({f"buffers/{name}": buffer.detach() for name, buffer, _ in named_buffers(model)})
     tensors.update({f"ema/{name}": _live(average) for name, average in (averages or {}).items()})
     state = {
         "format": FORMAT,
-        "parameters": {name: _parameter_entry(p, samples.get(name)) for name, p in held.items()},
+        "parameters": {name: _parameter_entry(p, prints.get(name)) for name, p in held.items()},
         "buffers": {n: {"is": describe(b), "persistent": persistent} for n, b, persistent in named_buffers(model)},
         "ema": None if averages is None else {name: describe(average) for name, average in averages.items()},
         "optimizer": {
@@ -144,13 +143,13 @@ def restore(
     settle(model)
     state = _state(data)
     parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
-    known = _surveyed(model, held, lambda: _bare_groups(own, parameters), _not_saved(state), ranks)
     averages = _cut_as_parameters(ema, held)
+    known = _surveyed(model, held, lambda: _bare_groups(own, parameters), _not_saved(state), ranks, averages)
 
     def check() -> None:
         _refuse(_model_differences(state, known) + _trained_differences(state, held), "the model")
         _refuse(optimizer_differences(state["optimizer"], own, parameters, known.optimized), "the optimizer")
-        _refuse(_ema_differences(state["ema"], averages), "the averaged weights")
+        _refuse([] if ema is None else _ema_differences(state["ema"], known.averages), "the averaged weights")
         _refuse(_scaler_differences(state["scaler"], scaler), "the gradient scaler")
         needed = needed_tensors(state["optimizer"], own, parameters, held)
         needed += tensor_names([state[part] for part in ("scaler", "scheduler", "loader")])
@@ -216,12 +215,14 @@ class _Survey:
     """The parameters that the optimizer of some process holds."""
     groups: list[Group]
     """Of the optimizers of all processes."""
-    samples: Mapping[str, str]
+    fingerprints: Mapping[str, str]
     """Of parameters that this process has, whole."""
     parameters: Mapping[str, str]
     """What there is, in whichever process: of a pipeline each has its own."""
     buffers: Mapping[str, str]
     """Those that are saved with the model."""
+    averages: Mapping[str, str]
+    """Averaged weights, in whichever process."""
 
 
 def _surveyed(
@@ -230,6 +231,7 @@ def _surveyed(
     groups: Callable[[], list[Group]],
     names: Iterable[str],
     ranks: Ranks,
+    averages: Mapping[str, Tensorlike] | None = None,
 ) -> _Survey:
     """Find out, all processes together, about optimizers and about the parameters that are named."""
     asked = [name for name in names if name in held]
@@ -237,22 +239,24 @@ def _surveyed(
     def work() -> dict[str, Any]:
         return {
             "groups": groups(),
-            "cut": {name: sampled_part(held[name]) for name in asked if is_cut(held[name])},
+            "cut": {name: partial_fingerprints(held[name]) for name in asked if is_cut(held[name])},
             "parameters": {name: describe(parameter) for name, parameter in held.items()},
             "buffers": {name: describe(buffer) for name, buffer, persistent in named_buffers(model) if persistent},
+            "averages": {name: describe(average) for name, average in (averages or {}).items()},
         }
 
     def join(found: list[dict[str, Any]]) -> dict[str, Any]:
         cut = dict.fromkeys(name for one in found for name in one["cut"])
-        samples = {name: joined_sample(one["cut"][name] for one in found if name in one["cut"]) for name in cut}
-        kinds = ("parameters", "buffers")
+        prints = {name: join_fingerprints(p for one in found for p in one["cut"].get(name, ())) for name in cut}
+        kinds = ("parameters", "buffers", "averages")
         there = {kind: {name: form for one in found for name, form in one[kind].items()} for kind in kinds}
-        return {"groups": joined_groups([one["groups"] for one in found]), "samples": samples, **there}
+        return {"groups": joined_groups([one["groups"] for one in found]), "fingerprints": prints, **there}
 
     joined = ranks.reduced(work, join)
-    samples = {name: joined["samples"].get(name) or sample(_whole(held[name])) for name in asked}
+    prints = {name: joined["fingerprints"].get(name) or fingerprint(_whole(held[name])) for name in asked}
     optimized = {name: None for group in joined["groups"] for name in group["parameters"]}
-    return _Survey(optimized, joined["groups"], samples, joined["parameters"], joined["buffers"])
+    there = (joined[kind] for kind in ("parameters", "buffers", "averages"))
+    return _Survey(optimized, joined["groups"], prints, *there)
 
 
 def _bare_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[Group]:
@@ -287,9 +291,9 @@ def _live(tensor: Tensorlike) -> Tensorlike:
 # ---------------------------------------------------------------------------------------------------- the model
 
 
-def _parameter_entry(parameter: Tensorlike, sampled: str | None) -> dict[str, Any]:
-    entry = {"is": describe(parameter), "trained": is_trained(parameter), "saved": sampled is None}
-    return entry if sampled is None else {**entry, "sample": sampled}
+def _parameter_entry(parameter: Tensorlike, frozen_as: str | None) -> dict[str, Any]:
+    entry = {"is": describe(parameter), "trained": is_trained(parameter), "saved": frozen_as is None}
+    return entry if frozen_as is None else {**entry, "fingerprint": frozen_as}
 
 
 def _model_differences(state: Mapping[str, Any], known: _Survey) -> list[str]:
@@ -301,7 +305,7 @@ def _model_differences(state: Mapping[str, Any], known: _Survey) -> list[str]:
         found = [
             f"{name} is frozen and was not saved, and has other values now (was it loaded from another model?)"
             for name, entry in saved.items()
-            if not entry["saved"] and name in known.samples and entry["sample"] != known.samples[name]
+            if name in known.fingerprints and entry.get("fingerprint") not in (None, known.fingerprints[name])
         ]
     return found
 
@@ -381,12 +385,10 @@ def _copy_buffer(tensors: Mapping[str, Any], name: str, buffer: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------------- what is optional
 
 
-def _ema_differences(saved: Mapping[str, str] | None, ema: Mapping[str, Tensorlike] | None) -> list[str]:
-    if ema is None:
-        return []
+def _ema_differences(saved: Mapping[str, str] | None, averages: Mapping[str, str]) -> list[str]:
     if saved is None:
         return ["the run has averaged weights, the checkpoint was made without"]
-    return _differences(saved, {name: describe(average) for name, average in ema.items()})
+    return _differences(saved, averages)
 
 
 def _scaler_differences(saved: Mapping[str, Any] | None, scaler: Stateful | None) -> list[str]:

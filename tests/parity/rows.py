@@ -38,6 +38,8 @@ LLAMA = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
+_WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}
+"""What 16 and 32 columns hide: a shard of so many may lack what every shard of a few has."""
 _PHI3 = {**LLAMA, "model_type": "phi3", "num_key_value_heads": 2}
 _MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 _T5 = {"model_type": "t5", **_TOKENS, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4,
@@ -108,7 +110,7 @@ ROWS: dict[str, Row] = {
         "vision frozen, LLM with LoRA",
         {
             "encoders": {"vision": vision("projector")},
-            "language_model": llm(train="lora", lora={"rank": 2, "alpha": 4}),
+            "language_model": llm(_WIDE, train="lora", lora={"rank": 2, "alpha": 4}),
         },
         asking("i"),
         ("vision", "language_model"),

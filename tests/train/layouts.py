@@ -43,7 +43,7 @@ class Small(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(7, width)
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.frozen = nn.Linear(width, 64).requires_grad_(False)
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.filter = nn.Conv1d(width, 3, 3)
         self.head = nn.Linear(width, 7, bias=False)
@@ -51,7 +51,7 @@ class Small(nn.Module):
         self.register_buffer("steps", torch.zeros(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(self.embedding(x))
+        x = self.frozen(self.embedding(x))[..., : self.embedding.embedding_dim]
         for block in self.blocks:
             x = block(x)
         return self.head(x).sum() + self.filter(x.transpose(1, 2)).sum()
@@ -142,6 +142,7 @@ def tensor_parallel(model: nn.Module) -> Build:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"frozen": RowwiseParallel()})
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
     return _fully_shard(model, mesh["dp"])

@@ -173,10 +173,10 @@ def test_converting_there_and_back(expected: dict[str, str], tmp_path: Path) -> 
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp1"])
-def test_another_model(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "ranks"), [("ddp", 2), ("fsdp2", 2), ("fsdp1", 3), ("tp", 4)])
+def test_another_model(layout: str, ranks: int, tmp_path: Path) -> None:
     run(2, layouts.saved, tmp_path, "fsdp2")
-    for message in run(2, layouts.refusal, layouts.with_other_frozen_values, tmp_path, layout):
+    for message in run(ranks, layouts.refusal, layouts.with_other_frozen_values, tmp_path, layout):
         assert "1 difference(s)" in message and "frozen.weight is frozen and was not saved, and has other" in message
 
 

@@ -34,6 +34,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
             "ranks": "first_stage",
         },
     ),
+    "pp 2, tp 2, vocabulary": (
+        4,
+        {
+            "modules": {"vision": {"tp": 2}, "language_model": {"stages": 2, "tp": 2, "tp_vocabulary": True}},
+            "ranks": "first_stage",
+        },
+    ),
     "zero3 2, tp 2": (4, {"data": {"kind": "zero3"}, "modules": {"model": {"tp": 2}}}),
 }
 PAIRS = [
@@ -49,6 +56,7 @@ PAIRS = [
     ("tied", "vision, pp 2", "one process"),
     ("tied", "zero3 2", "vision, pp 2"),
     ("tied", "vision, pp 2", "vision inside, pp 2 x zero2"),
+    ("tied", "pp 2, tp 2, vocabulary", "one process"),
     ("lora", "vision inside, pp 2 x zero2", "vision, pp 2"),
 ]
 
@@ -56,7 +64,7 @@ PAIRS = [
 def saved(row: str, parallel: Mapping[str, Any], steps: int, tokenizer: str, folder: str) -> list[float]:
     """Train to a step, from the checkpoint that is there, save, and return this process's losses."""
     samples = alike(ROWS[row].make, STEPS * BATCH)
-    loop = {"steps": STEPS, "batch_size": BATCH}
+    loop = {"steps": STEPS, "batch_size": BATCH, "ema": 0.5}
     trainer = made(row, samples, loop, parallel, tokenizer, folder, allow_changes=True)
     trainer.watching = False
     losses = []

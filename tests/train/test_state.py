@@ -548,7 +548,7 @@ def test_data_of_something_else() -> None:
     model = Net()
     with pytest.raises(ConfigError, match='found weights, expected "state"'):
         restore({}, {"weights": 1}, model, two_groups(model))
-    with pytest.raises(ConfigError, match="format 9.*up to 1"):
+    with pytest.raises(ConfigError, match="format 9.*up to 2"):
         restore_weights({}, {"state": {"format": 9}}, model)
 
 
