@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from cornstarch.launch.world import GLOO_FOR_ALL
 from tests import forked
 
-MOST = 4
+MOST = 6
 _START = 240.0  # seconds; busy machines import slowly
 # That a process waits for another one in a collective, before it says that they are out of step. For a GPU kernels are
 # compiled, by one process later than by another.
@@ -32,11 +32,20 @@ _WORDS = {"cpu": 150.0, "cuda": 600.0}  # that a job may take
 
 
 class Failed(Exception):
-    """A job failed in a worker; the text has its traceback."""
+    """A job failed in a worker; the text has its traceback.
+
+    Args:
+        text: What the workers say that failed.
+        results: By rank, what the others returned before that.
+    """
+
+    def __init__(self, text: str, results: Mapping[int, Any] | None = None) -> None:
+        super().__init__(text)
+        self.results = dict(results or {})
 
 
 class Pool:
-    """Up to four processes that run the same function together, in a gloo group made for each call.
+    """Up to `MOST` processes that run the same function together, in a gloo group made for each call.
 
     Args:
         device: What they compute on: cpu, or cuda.
@@ -50,8 +59,23 @@ class Pool:
         self._jobs = 0
         self._to_renew: set[int] = set()
 
-    def run(self, ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> list[Any]:
-        """Call `function(*arguments)` in so many processes and return their results by rank."""
+    def run(
+        self,
+        ranks: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        seconds: float | None = None,
+        apart: float = float("inf"),
+    ) -> list[Any]:
+        """Call `function(*arguments)` in so many processes and return their results by rank.
+
+        Args:
+            ranks: The number of processes.
+            function: Called in each of them.
+            arguments: Its arguments.
+            seconds: That it may take. Default: by device.
+            apart: Seconds that may pass between the first process that returns and the last.
+        """
         seconds = _WORDS[self.device] if seconds is None else seconds
         self._start(ranks)
         self._jobs += 1
@@ -59,14 +83,14 @@ class Pool:
             self._workers[rank][1].send((self._jobs, rank, ranks, rank in self._to_renew, function, arguments))
         self._to_renew -= set(range(ranks))
         try:
-            results = self._results(ranks, seconds)
+            results = self._results(ranks, seconds, apart)
         except BaseException:  # a test that has run out of time: its answers must not be taken for those of the next
             self.close()
             raise
         failures = [text for is_good, text in results.values() if not is_good]
         if failures:
             self.close()  # whoever waits for the one that failed would wait for ever
-            raise Failed("\n".join(failures))
+            raise Failed("\n".join(failures), {rank: value for rank, (is_good, value) in results.items() if is_good})
         return [results[rank][1] for rank in range(ranks)]
 
     def _start(self, ranks: int) -> None:
@@ -92,7 +116,7 @@ class Pool:
         # What is imported beforehand may ask for GPUs, and a process in which that was done cannot be forked.
         return multiprocessing.get_context("spawn").Process(target=_work, args=arguments, daemon=True)
 
-    def _results(self, ranks: int, seconds: float) -> dict[int, tuple[bool, Any]]:
+    def _results(self, ranks: int, seconds: float, apart: float) -> dict[int, tuple[bool, Any]]:
         """Return what each worker says; once one has failed, the others, who may wait for it, are not waited for."""
         waiting = {self._workers[rank][1]: rank for rank in range(ranks)}
         results: dict[int, tuple[bool, Any]] = {}
@@ -102,6 +126,8 @@ class Pool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 results[rank] = self._received(connection, rank := waiting.pop(connection))
+            if ready and len(results) == len(ready):
+                end = min(end, monotonic() + apart)
             if waiting and (not ready or any(not is_good for is_good, _ in results.values())):
                 end = min(end, monotonic() + 1.0)
                 if not ready:
