@@ -71,9 +71,7 @@ def describe_run(case: Case, folders: Folders, output: str) -> dict[str, Any]:
 
 def _describe_model(case: Case, folders: Folders) -> dict[str, Any]:
     language_model = {
-        "path": folders.language_model(
-            case["llm"], case.get("layers"), case.get("vocabulary"), case.get("weights", 1)
-        ),
+        "path": folders.language_model(case["llm"], case.get("layers"), case.get("vocabulary"), case.get("weights", 1)),
         "tokenizer": folders.tokenizer(),
         "train": case["llm_train"],
         "lora": LORA,

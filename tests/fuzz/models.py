@@ -125,9 +125,7 @@ class Folders:
         """Return the folder of the tokenizer that all language models share."""
         return self._write("tokenizer", lambda into: local_processors.tokenizer().save_pretrained(into))
 
-    def language_model(
-        self, name: str, layers: int | None = None, vocabulary: int | None = None, seed: int = 1
-    ) -> str:
+    def language_model(self, name: str, layers: int | None = None, vocabulary: int | None = None, seed: int = 1) -> str:
         """Return the folder of a language model."""
         sizes = dict(LANGUAGE_MODELS[name])
         sizes["n_layer" if sizes["model_type"] == "gpt2" else "num_hidden_layers"] = layers or LAYERS

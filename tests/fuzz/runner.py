@@ -46,7 +46,7 @@ class Verdict:
         return {**asdict(self), "details": list(self.details)}
 
 
-class _Ended(Exception):  # noqa: N818
+class _Ended(Exception):
     """The verdict is known before the end of a case."""
 
     def __init__(self, verdict: Verdict) -> None:
