@@ -30,7 +30,7 @@ from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout
 from cornstarch.plugin.boosted import Asked, BoostedModel, Criterion
 from cornstarch.plugin.loaders import dealt_out
-from cornstarch.plugin.loss_scale import LossScale
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.plugin.microbatches import BatchCutter
 from cornstarch.plugin.multimodal_parallel_plugin import MultimodalParallelPlugin, StageManager
 from cornstarch.plugin.optimizers import GroupedParameters, Stepping
@@ -173,7 +173,8 @@ class Booster:
     def _made(self, model: nn.Module, layout: Layout, placement: Placement) -> BoostedModel:
         plugin, plan = self.plugin, layout.plan
         recompute_planned(model, layout)
-        if plugin.processor is not None and isinstance(model, MultimodalModel) and layout.dp > 1:
+        in_step = layout.dp > 1 or (plan.is_pipeline and layout.exchanges_in_passes)
+        if plugin.processor is not None and isinstance(model, MultimodalModel) and in_step:
             model.keep_encoders_running(plugin.processor.stand_ins())
         # Both look at the whole model.
         cutter, tokens = BatchCutter(model, plugin.num_microbatches, plugin.microbatch_size), TokenCount(model)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from math import prod
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -108,6 +109,15 @@ class Layout:
             return ranks, 1
         copies = self.replicate or 1
         return copies, ranks // copies
+
+    @property
+    def exchanges_in_passes(self) -> bool:
+        """Whether FSDP exchanges parameters and gradients of some module while passes run.
+
+        All ranks of a data group must then run the same modules in every microbatch. Data groups have dp × cp ranks.
+        """
+        whole = ("ddp", "zero1", *APART)
+        return any(self.plan.kind(name) not in whole and prod(self.data_shape(name)) > 1 for name in self.plan.modules)
 
     # ---------------------------------------------------------------------------------------- places
 

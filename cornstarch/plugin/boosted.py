@@ -111,10 +111,9 @@ class BoostedModel(nn.Module):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether replicas must run the same modules equally often, because they exchange while they do."""
-        # Of a pipeline, replicas whose parameters are whole need not: gradients meet after all passes.
-        is_apart = self.pipeline is not None and self.layout.plan.data.kind in ("ddp", "zero1")
-        return self.layout.dp > 1 and not is_apart
+        """Whether ranks must run the same modules in every microbatch, because they exchange while they do."""
+        # Stages whose parameters are whole need not: their gradients meet after all passes.
+        return self.layout.dp > 1 if self.pipeline is None else self.layout.exchanges_in_passes
 
     def unwrap(self) -> nn.Module:
         """Return the model inside."""

@@ -301,6 +301,17 @@ def test_two_encoders_alike_are_two_encoders() -> None:
     assert len(layout.ranks("left")) == len(layout.ranks("right")) == 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "cp", "replicas", "expected"),
+    [("fsdp2", 2, 1, True), ("zero2", 1, 2, True), ("fsdp1", 1, 1, False), ("ddp", 2, 2, False), ("zero1", 2, 1, False)],
+)
+def test_fsdp_exchanges_in_passes_over_context_parallel_ranks_too(
+    kind: Any, cp: int, replicas: int, expected: bool
+) -> None:
+    plan = Plan({"vision": ModulePlan(cp=cp), "language_model": ModulePlan()}, DataPlan(kind))
+    assert Layout.of(plan, replicas * plan.replica).exchanges_in_passes == expected
+
+
 def test_encoders_on_the_same_ranks() -> None:
     modules = {"vision": ModulePlan(tp=2), "audio": ModulePlan(), "language_model": ModulePlan(tp=2, stages=2)}
     layout = Layout.of(Plan(modules, ranks="colocated"), 12)
