@@ -68,11 +68,19 @@ def apply_hyperparameters(
         group.update({key: value for key, value in wanted.items() if key not in ("params", "foreach", "fused")})
 
 
-def scale_rates(optimizer: torch.optim.Optimizer, how: str, processes: int) -> None:
-    """Multiply the learning rates by the number of processes, or its square root."""
-    factor = {"none": 1.0, "linear": float(processes), "sqrt": math.sqrt(processes)}[how]
+def scale_rates(optimizer: torch.optim.Optimizer, how: str, replicas: int) -> None:
+    """Multiply the learning rates by the number of replicas, or its square root."""
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
+        group["lr"] = group["lr"] * _rate_scale(how, replicas)
+
+
+def _rate_scale(how: str, replicas: int) -> float:
+    return {"none": 1.0, "linear": float(replicas), "sqrt": math.sqrt(replicas)}[how]
+
+
+def highest_rate(config: OptimizerConfig, parts: Sequence[Part], replicas: int) -> float:
+    """Return the highest learning rate of the parts that are trained."""
+    return max(part.learning_rate for part in parts if part.trained) * _rate_scale(config.scale_rate, replicas)
 
 
 def _groups(part: Part, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
@@ -164,21 +172,31 @@ def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
 
 
 class LearningRate:
-    """Sets the rates of an optimizer's groups before each step; it has no state of its own."""
+    """Sets the rates of an optimizer's groups before each step; it has no state of its own.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, total: int) -> None:
+    Args:
+        optimizer: Of this rank, which may step some of the parameters only, or none.
+        config: How the rates change.
+        total: Steps of the run.
+        highest: The highest rate of all parts of the model, wherever they are. Default: that of the optimizer's groups.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, total: int, highest: float | None = None
+    ) -> None:
         self._optimizer, self._config, self._total = optimizer, config, total
-        self._highest = [float(group["lr"]) for group in optimizer.param_groups]
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._highest = max(self._rates) if highest is None else highest
 
     def set(self, step: int) -> float:
-        """Set the rates of a step, counted from 0, and return the highest of them."""
+        """Set the rates of a step, counted from 0, and return the highest of all parts, the same on every rank."""
         factor = rate_factor(self._config, step, self._total)
-        for group, highest in zip(self._optimizer.param_groups, self._highest, strict=True):
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(highest * factor)
+                group["lr"].fill_(rate * factor)
             else:
-                group["lr"] = highest * factor
-        return max(self._highest) * factor
+                group["lr"] = rate * factor
+        return self._highest * factor
 
 
 # ---------------------------------------------------------------------------------------------------- averages
@@ -195,6 +213,8 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Take one step's weights in."""
+        if not self._parameters:  # a stage that trains nothing
+            return
         now = [local_value(parameter.detach()).float() for parameter in self._parameters.values()]
         self._average([local_value(average) for average in self.averages.values()], now, None)
 

@@ -75,6 +75,12 @@ def test_each_group_keeps_its_own_highest_rate() -> None:
     assert isinstance(optimizer.param_groups[1]["lr"], torch.Tensor)  # a compiled step reads it where it is
 
 
+def test_the_rate_that_is_told_is_the_highest_of_all_parts_wherever_they_are() -> None:
+    nothing = torch.optim.SGD([{"params": []}], lr=0.001)  # a stage that trains nothing
+    rates = LearningRate(nothing, ScheduleConfig(name="linear", warmup=0), 4, highest=0.4)
+    assert rates.set(3) == pytest.approx(0.1)
+
+
 # ------------------------------------------------------------------------------------------------ groups
 
 
@@ -207,3 +213,10 @@ def test_averages_are_in_use_within_a_block_only() -> None:
     assert parameter.tolist() == [4.0, 4.0]
     parameter.data.add_(1)  # and its memory is its own
     assert averages.averages["p"].tolist() == [2.0, 2.0]
+
+
+def test_a_rank_that_trains_nothing_has_nothing_to_average() -> None:
+    averages = AveragedWeights({}, 0.5)
+    averages.update()
+    with averages.in_use():
+        assert averages.averages == {}

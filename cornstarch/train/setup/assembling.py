@@ -14,7 +14,7 @@ from cornstarch.train.data.feeding import Feed
 from cornstarch.train.evaluation import Evaluator
 from cornstarch.train.exchanging import Exchanging
 from cornstarch.train.failure import LossWatch
-from cornstarch.train.optim import LearningRate
+from cornstarch.train.optim import LearningRate, highest_rate
 from cornstarch.train.profiling import as_range
 from cornstarch.train.setup.model import ReadyModel, ready_model
 from cornstarch.train.setup.start import Start
@@ -61,7 +61,8 @@ def assemble(start: Start, task: Task, verify: Callable[[], None], stopping: Sto
     counter = counter_of(start, model, stopping)
     update = WeightUpdate(config, model.parts, placement, model.pipeline, replica.count)
     total_steps = start.data.total_steps()
-    rates = LearningRate(update.optimizer, config.schedule, total_steps)
+    highest = highest_rate(config.optimizer, model.all_parts, replica.count)
+    rates = LearningRate(update.optimizer, config.schedule, total_steps, highest)
     exchange = exchanging_of(start, model, update)
     balancer = told_balancer(start, model)
     evaluator = Evaluator(task, config, start.data.evaluation, placement, replica, model.pipeline)
