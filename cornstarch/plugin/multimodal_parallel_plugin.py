@@ -24,7 +24,7 @@ from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.plan import LANGUAGE_MODEL, DataKind, DataPlan, ModulePlan, Plan, Precision, Ranks
 from cornstarch.plugin.loaders import replica_loader
-from cornstarch.plugin.loss_scale import LossScale
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.schedule.policies import Policy
 
 Mode = Literal["ring_attn", "all_to_all", "gather"]

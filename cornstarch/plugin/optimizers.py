@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
-from cornstarch.plugin.loss_scale import LossScale
+from cornstarch.parallel.loss_scale import LossScale
 
 Clip = Callable[[float], Tensor]
 """Takes the largest norm, clips all gradients, returns the norm that they had."""
@@ -144,7 +144,7 @@ class Stepping:
     def _before(self, *_: Any) -> None:
         self.norm = None
         if self._scale is not None:
-            self._unscale(self._scale.value)
+            self._scale.unscale(self._trained)
         if self._most or self._scale is not None:
             self.norm = self._clip(self._most or float("inf"))
         if self._scale is not None:
@@ -155,12 +155,6 @@ class Stepping:
                 for parameter in self._trained:
                     parameter.grad = None
         self.groups.begin()
-
-    @torch.no_grad()
-    def _unscale(self, scale: float) -> None:
-        for parameter in self._trained:
-            if parameter.grad is not None:
-                parameter.grad.div_(scale)
 
     def _after(self, *_: Any) -> None:
         self.groups.end()

@@ -14,6 +14,7 @@ from torch import Tensor
 from cornstarch.attention.choice import Way, attend_with, check_way
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.train.build import DTYPES
 from cornstarch.train.config import Precision
 
@@ -38,9 +39,10 @@ class Placement:
             return cast
         return _on_gpu(cast, self.attention)
 
-    def scaler(self) -> torch.amp.GradScaler | None:
+    def loss_scale(self) -> LossScale | None:
         """Return what keeps small gradients of fp16 from vanishing; other precisions need none."""
-        return torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
+        # With the numbers of torch's GradScaler.
+        return LossScale(growth_interval=2000, hysteresis=1) if self.precision == "fp16" else None
 
     def moved(self, value: Any) -> Any:
         """Return a batch on the device; what is in pinned memory is copied while other things go on."""

@@ -18,6 +18,7 @@ from cornstarch.parallel.apply import TensorCut, tensor_cut, whole_reasons
 from cornstarch.parallel.data import measured_bucket
 from cornstarch.parallel.exchange import Exchange, exchange_of
 from cornstarch.parallel.loading import note_whole
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.parallel.mesh import Meshes
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.pipeline.staging import StageGroups, Staging, leave_elsewhere
@@ -178,8 +179,8 @@ class Spreading:
             loss_of: What a pipeline is run for.
         """
         layout, config = self._layout, self._config
-        # Of a pipeline, replicas whose parameters are whole need not be in step: gradients meet after all passes.
-        in_step = not self._is_pipeline or (layout.plan.data.kind not in ("ddp", "zero1") and layout.dp > 1)
+        # Stages whose parameters are whole need not be in step: their gradients meet after all passes.
+        in_step = not self._is_pipeline or layout.exchanges_in_passes
         in_step = in_step and layout.plan.data.kind not in APART
         if in_step and isinstance(self.task, ConversationTask) and self.task.model.encoders:
             self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
@@ -221,7 +222,7 @@ class Spreading:
             self._note("Replicas lend images to one another where one has more than its share (data.split_images).")
         return self._layout.dp > 1
 
-    def exchange(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Exchange | None:
+    def exchange(self, optimizer: torch.optim.Optimizer, scaler: LossScale | None) -> Exchange | None:
         """Return how replicas keep together, if torch does not see to it alone; all processes must ask."""
         if self._meshes is None or self.task.wrapped is None:
             return None

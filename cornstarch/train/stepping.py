@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cornstarch.parallel.data import gradients_kept_here
 from cornstarch.parallel.lending import lending, lends
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.train.attribution import LOSS
 from cornstarch.train.counting import Totals
@@ -66,7 +67,7 @@ class Passes:
         feed: Feed,
         pipeline: Pipeline | None,
         ahead: EncodedAhead | None,
-        scaler: torch.amp.GradScaler | None,
+        scaler: LossScale | None,
         shares: int,
     ) -> None:
         self._loss, self._feed, self._pipeline, self._ahead = loss, feed, pipeline, ahead

@@ -54,8 +54,9 @@ class WeightUpdate:
         scale_rates(self.optimizer, config.optimizer.scale_rate, replicas)
         # Sharded gradients have their norm elsewhere, too, and a scaler divides them itself.
         self._divides = processes.is_alone() and placement.precision != "fp16" and divides_gradients(self.optimizer)
-        self.scaler = placement.scaler()
+        self.scaler = placement.loss_scale()
         """Keeps small gradients of fp16 from vanishing."""
+        self._is_finite = True
         if self.scaler is not None and any(p.dtype == torch.float16 for p in self._clipped):
             raise ConfigError("precision = fp16 needs trained weights in fp32: leave `dtype` out, or set it to fp32.")
         self.averages = AveragedWeights(self.trained, config.loop.ema) if config.loop.ema else None
@@ -72,17 +73,25 @@ class WeightUpdate:
         Args:
             wrapped: What is called instead of the model.
         """
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self._most is None:
+        if self._most is None and self.scaler is None:
             return None, None
         with ranged(CLIPPING):
             if self._divides:
+                assert self._most is not None
                 return clipping_divisor(self._clipped, self._most)
-            if self._pipeline is None:
-                return clip_gradients(wrapped, self._clipped, self._most), None
-            holders, copies = self._pipeline.holders, self._pipeline.copies()
-            return clip_gradients(None, self._clipped, self._most, holders, copies, self._pipeline.device), None
+            if self.scaler is None:
+                return self._clip(wrapped), None
+            self.scaler.unscale(self._clipped)  # all, not only those that this rank steps: all of them are clipped
+            norm = self._clip(wrapped)
+            self._is_finite = bool(torch.isfinite(norm))  # of all ranks' gradients: they agree
+            return None if self._most is None else norm, None
+
+    def _clip(self, wrapped: nn.Module | None) -> Tensor:
+        most = float("inf") if self._most is None else self._most
+        if self._pipeline is None:
+            return clip_gradients(wrapped, self._clipped, most)
+        holders, copies = self._pipeline.holders, self._pipeline.copies()
+        return clip_gradients(None, self._clipped, most, holders, copies, self._pipeline.device)
 
     def apply(self, divisor: Tensor | None) -> None:
         """Change the weights, and forget the gradients.
@@ -93,11 +102,10 @@ class WeightUpdate:
         with ranged(OPTIMIZER):
             if divisor is not None:
                 step_dividing(self.optimizer, divisor)
-            elif self.scaler is None:
+            elif self._is_finite:
                 self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
+            if self.scaler is not None:  # a step whose gradients overflow is left out
+                self.scaler.update(self._is_finite)
             if self.owned is not None:
                 self.owned.share()
             self.forget()

@@ -1,12 +1,27 @@
-"""Losses scaled up, so that small gradients of fp16 do not vanish; down again when large ones overflow."""
+"""Losses scaled up, so that small gradients of fp16 do not vanish; down again when large ones overflow.
+
+torch's `GradScaler` looks at the gradients of one optimizer in one process. Here the norm of all gradients, wherever
+they are, decides: whether it is finite is known to all ranks alike, so that all of them step, or none does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.compat import multiply_all
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.data import local_value
 
 
 class LossScale:
     """What losses are multiplied with. It changes with what was found in the gradients of each step.
+
+    A step is: backward of `value` × loss, `unscale`, the norm of all gradients, the optimizer's step if the norm is
+    finite, `update`.
 
     Args:
         initial: At first.
@@ -43,6 +58,36 @@ class LossScale:
         self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
         self._hysteresis, self._least, self._most = hysteresis, float(least), float(most)
         self._finite = self._infinite = 0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss to take gradients of."""
+        return loss * self.value
+
+    @torch.no_grad()
+    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide the gradients of parameters, all that this rank holds, by the scale."""
+        gradients = [local_value(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        multiply_all(gradients, torch.tensor(1.0 / self.value))
+
+    def get_scale(self) -> float:
+        """Return `value`, by the name that torch's `GradScaler` has for it."""
+        return self.value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, by the names of torch's `GradScaler`."""
+        return {
+            "scale": self.value,
+            "growth_factor": self._growth,
+            "backoff_factor": self._backoff,
+            "growth_interval": self._interval,
+            "_growth_tracker": self._finite,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.value, self._finite = float(state["scale"]), int(state["_growth_tracker"])
+        self._growth, self._backoff = float(state["growth_factor"]), float(state["backoff_factor"])
+        self._interval = int(state["growth_interval"])
 
     def update(self, is_finite: bool) -> None:
         """Note whether all gradients of a step were finite."""
