@@ -26,11 +26,11 @@ from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, processes, spread
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout
 from cornstarch.plugin.boosted import Asked, BoostedModel, Criterion
 from cornstarch.plugin.loaders import dealt_out
-from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.plugin.microbatches import BatchCutter
 from cornstarch.plugin.multimodal_parallel_plugin import MultimodalParallelPlugin, StageManager
 from cornstarch.plugin.optimizers import GroupedParameters, Stepping

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import processes
+from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.plan import LANGUAGE_MODEL, DataKind, DataPlan, ModulePlan, Plan, Precision, Ranks
 from cornstarch.plugin.loaders import replica_loader
-from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.schedule.policies import Policy
 
 Mode = Literal["ring_attn", "all_to_all", "gather"]
