@@ -6,7 +6,9 @@ Each entry says which versions it is for, why it is needed, and when it can go.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
+import json
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -384,3 +386,93 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
         chosen.step()
     finally:
         del chosen.grad_scale, chosen.found_inf
+
+
+# ------------------------------------------------------------------------------------------------ whole processors
+
+_loading = threading.RLock()
+
+
+def load_processor_of(source: str, trust_remote_code: bool) -> Any:
+    """Return what `AutoProcessor` finds in a folder, with or without torchvision.
+
+    transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but have no video processor
+    without it, and refuse to make a processor without one. Where torchvision is missing or cannot be imported, the
+    processor is made with the settings of its video processor in the place of one: it does everything but videos. Goes
+    when transformers makes such a processor itself.
+    """
+    from transformers import AutoProcessor
+    from transformers.utils import is_torchvision_available
+
+    options = {"trust_remote_code": trust_remote_code}
+    if is_torchvision_available():
+        try:
+            importlib.import_module("torchvision")
+        except (ImportError, RuntimeError, OSError):  # built for another torch
+            with _without_video_processors(source), _without_torchvision():
+                return AutoProcessor.from_pretrained(source, **options)
+        return AutoProcessor.from_pretrained(source, **options)
+    with _without_video_processors(source):
+        return AutoProcessor.from_pretrained(source, **options)
+
+
+@contextmanager
+def _without_video_processors(source: str) -> Iterator[None]:
+    """Run a block in which a processor's video processor is nothing but its settings."""
+    from transformers import ProcessorMixin
+    from transformers.models.auto import video_processing_auto
+
+    automatic: Any = video_processing_auto.AutoVideoProcessor  # the name in transformers itself stands for nothing
+    mixin: Any = ProcessorMixin
+    with _loading:  # one at a time: what is replaced is there once for all threads
+        load, check = automatic.from_pretrained, mixin.check_argument_for_proper_class
+
+        def check_others(processor: Any, name: str, argument: Any) -> Any:
+            return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
+
+        automatic.from_pretrained = staticmethod(lambda *args, **options: VideoSettings(_video_settings(source)))
+        mixin.check_argument_for_proper_class = check_others
+        try:
+            yield
+        finally:
+            automatic.from_pretrained, mixin.check_argument_for_proper_class = load, check
+
+
+@contextmanager
+def _without_torchvision() -> Iterator[None]:
+    """Run a block in which transformers takes Pillow's image processors although a broken torchvision is installed."""
+    from transformers.models.auto import image_processing_auto as automatic
+
+    with _loading:
+        available = automatic.is_torchvision_available
+        automatic.is_torchvision_available = lambda: False
+        try:
+            yield
+        finally:
+            automatic.is_torchvision_available = available
+
+
+def _video_settings(source: str) -> dict[str, Any]:
+    """Return the settings of a video processor as they are stored: in a file of their own, or among others."""
+    from transformers.utils import cached_file
+
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        try:
+            with open(str(cached_file(source, name)), encoding="utf-8") as file:
+                settings = json.load(file)
+        except OSError:
+            continue
+        settings = settings.get("video_processor") if name.startswith("processor") else settings
+        if settings:
+            return dict(settings)
+    return {}
+
+
+class VideoSettings(dict[str, Any]):
+    """The settings of a video processor that cannot be made here; a processor saves them as they are."""
+
+    _auto_class = None  # transformers asks every part of a processor for it
+    model_input_names: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        raise ImportError("Processing videos needs torchvision, which is missing or cannot be imported.")

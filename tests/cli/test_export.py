@@ -18,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaProcessor,
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -31,6 +32,14 @@ from tests.cli.small_runs import AUDIO, Command, add_sounds
 from tests.models import local_processors, small
 from tests.train.tasks.small_tasks import LLAMA, T5, tokenizer_folder
 from tests.train.tiny import quiet, tiny_config, write_data
+
+
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{% if part.type == 'image' %}<image> {% else %}{{ part.text }} {% endif %}{% endfor %}"
+    "{% if message.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def fit(config: Any) -> Trainer:
@@ -226,7 +235,9 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlavaForConditionalGeneration(config).save_pretrained(folder / "llava")
     tokenizer.save_pretrained(folder / "llava")
     size = {"height": 8, "width": 8}
-    CLIPImageProcessor(size=size, crop_size=size).save_pretrained(folder / "llava")
+    images = CLIPImageProcessor(size=size, crop_size=size)
+    described = {"patch_size": 4, "vision_feature_select_strategy": "default", "chat_template": LLAVA_TEMPLATE}
+    LlavaProcessor(images, tokenizer, num_additional_image_tokens=1, **described).save_pretrained(folder / "llava")
     return folder
 
 

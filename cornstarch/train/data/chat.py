@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ PLAIN_TEMPLATE = (
 """For tokenizers without a chat template: `user: …`, `assistant: …`, and the end token after each answer."""
 
 # Two characters that Unicode sets apart for a program's own use; no text has them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_ANSWER = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+_ANSWER = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 Placeholder = Callable[[Media], str]
 
@@ -52,8 +52,7 @@ class ChatWriter:
         self._tokenizer = tokenizer
         self._template = template or tokenizer.chat_template or PLAIN_TEMPLATE
         self._system, self._answers_only = system, answers_only
-        special = sorted(map(str, tokenizer.all_special_tokens), key=len, reverse=True)
-        self._turn_end = re.compile(rf"\s*(?:{'|'.join(map(re.escape, special))})?" if special else r"\s*")
+        self._turn_end = turn_end(special_tokens(tokenizer).values())
 
     def write(self, sample: Sample, placeholder: Placeholder) -> Rendered:
         """Return the text of a sample; `placeholder` says what stands for a medium."""
@@ -69,7 +68,7 @@ class ChatWriter:
         """Return the text of a conversation that the model is to continue."""
         turns = self._turns(sample, placeholder)
         text = self._applied(turns, answer_follows=True)
-        before, mark, _ = self._applied([*turns, {"role": "assistant", "content": _marked("a")}]).partition(_OPEN)
+        before, mark, _ = self._applied([*turns, {"role": "assistant", "content": mark_answer("a")}]).partition(OPEN)
         # What stands before an answer in training. Templates may put more or less into a prompt: an empty thought
         # (Qwen3), no role. White space alone decides nothing: a space belongs to the answer's first token.
         return Rendered(text if not mark or text.rstrip() == before.rstrip() else before.rstrip(" "), ())
@@ -104,11 +103,14 @@ class ChatWriter:
     def _answers(self, text: str, turns: Sequence[Mapping[str, str]]) -> tuple[tuple[int, int], ...]:
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         marked = self._applied(
-            [{**turn, "content": _marked(turn["content"])} if turn["role"] == "assistant" else turn for turn in turns]
+            [
+                {**turn, "content": mark_answer(turn["content"])} if turn["role"] == "assistant" else turn
+                for turn in turns
+            ]
         )
         expected = sum(bool(said.strip()) for said in answers)
         found = list(_ANSWER.finditer(marked))
-        if marked.replace(_OPEN, "").replace(_CLOSE, "") != text or len(found) != expected:
+        if marked.replace(OPEN, "").replace(CLOSE, "") != text or len(found) != expected:
             raise SampleError(
                 "the chat template rewrites the answers, so it is unknown which tokens they are; give another with "
                 "`data.chat_template`, or train on everything"
@@ -122,14 +124,30 @@ class ChatWriter:
         return tuple(spans)
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return a tokenizer's special tokens by id, also those that it has no name for.
+
+    `all_special_tokens` has the named ones only; `<end_of_turn>` and `<|eot_id|>` often have none.
+    """
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)
+    return {**added, **dict(named)}
+
+
+def turn_end(special: Iterable[str]) -> re.Pattern[str]:
+    """Return the pattern of what ends an answer: white space, and the first special token after it."""
+    special = sorted(special, key=len, reverse=True)
+    return re.compile(rf"\s*(?:{'|'.join(map(re.escape, special))})?" if special else r"\s*")
+
+
 def _joined(content: Content, placeholder: Placeholder) -> str:
     return "".join(part if isinstance(part, str) else placeholder(part) for part in content)
 
 
-def _marked(content: str) -> str:
+def mark_answer(content: str) -> str:
     """Return an answer with marks inside its white space, which templates trim."""
     inner = content.strip()
     if not inner:
         return content
     start = content.index(inner)
-    return f"{content[:start]}{_OPEN}{inner}{_CLOSE}{content[start + len(inner) :]}"
+    return f"{content[:start]}{OPEN}{inner}{CLOSE}{content[start + len(inner) :]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -20,7 +20,7 @@ from cornstarch.models.multimodal_language_model.packing import IGNORED, pack
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import item_argument, item_kind, keywords
 from cornstarch.train.config import DataConfig
-from cornstarch.train.data.chat import ChatWriter, Rendered
+from cornstarch.train.data.chat import ChatWriter, Rendered, special_tokens
 from cornstarch.train.data.lengths import RowLengths
 from cornstarch.train.data.media import load_audio, load_features, load_image
 from cornstarch.train.data.sample import Media, MediaKind, Message, Sample, SampleError, SampleTooLongError
@@ -44,6 +44,10 @@ class PreparedSample:
     """The decoded items by modality, in order."""
     encoder_inputs: Mapping[str, Any]
     """What the processors made of the items."""
+    token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """What else the processor says of each token, [S]: types of tokens."""
+    source: Any = None
+    """What the processor made it of, where that is needed again for several samples together."""
 
     @property
     def trained_tokens(self) -> int:
@@ -128,7 +132,11 @@ class ChatCollator:
             input_ids = made.pop("input_ids")[0]
         labels = self._labels(input_ids, single, trained)
         prepared = PreparedSample(sample.id, rendered.text, input_ids, labels, items, made)
-        if len(input_ids) > self.data.max_length:
+        return self._within_limits(prepared)
+
+    def _within_limits(self, prepared: PreparedSample) -> PreparedSample:
+        """Return a sample cut to the limit, if the config says so; SampleError if it cannot be used."""
+        if len(prepared.input_ids) > self.data.max_length:
             prepared = self._shortened(prepared)
         if not prepared.trained_tokens:
             raise SampleError(f"has no token to train on ({self.data.train_on}, {len(prepared.input_ids)} tokens)")
@@ -158,7 +166,7 @@ class ChatCollator:
         ids, trained = self._tokenized(rendered)
         last = ids[trained][-1:].tolist()
         tokenizer = self.processor.llm_tokenizer
-        special = [token for token in last if token in tokenizer.all_special_ids]
+        special = [token for token in last if token in special_tokens(tokenizer)]
         return sorted({*special, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])})
 
     def media_kinds(self) -> dict[str, MediaKind]:
@@ -253,10 +261,11 @@ class ChatCollator:
 
     # ------------------------------------------------------------------ labels
 
-    def _tokenized(self, rendered: Rendered) -> tuple[Tensor, Tensor]:
+    def _tokenized(self, rendered: Rendered, add_special_tokens: bool = False) -> tuple[Tensor, Tensor]:
         """Return the ids of a text, its placeholders single, and which of them are the model's to write."""
+        added = rendered.is_document or add_special_tokens
         encoded = self.processor.llm_tokenizer(
-            rendered.text, add_special_tokens=rendered.is_document, return_offsets_mapping=True, verbose=False
+            rendered.text, add_special_tokens=added, return_offsets_mapping=True, verbose=False
         )
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         ids = torch.tensor(encoded["input_ids"], dtype=torch.long)
@@ -343,19 +352,27 @@ class ChatCollator:
             "attention_mask": rows([torch.ones_like(sample.input_ids) for sample in samples], 0),
             "labels": rows([sample.labels for sample in samples], IGNORED),
         }
+        for key in _token_keys(samples):
+            inputs[key] = rows([_token_input(sample, key) for sample in samples], 0)
         return inputs, list(range(len(samples)))
 
     def _packed(self, samples: Sequence[PreparedSample]) -> tuple[dict[str, Any], list[int]]:
+        keys = _token_keys(samples)
         tokens = [
-            {"input_ids": s.input_ids, "labels": s.labels, "number": torch.full_like(s.input_ids, number + 1)}
-            for number, s in enumerate(samples)
+            {
+                "input_ids": sample.input_ids,
+                "labels": sample.labels,
+                "number": torch.full_like(sample.input_ids, number + 1),
+                **{key: _token_input(sample, key) for key in keys},
+            }
+            for number, sample in enumerate(samples)
         ]
         inputs = pack(
             tokens,
             self.data.max_length,
             pad_token_id=self._pad,
             pad_to=self._lengths.of_packed_rows,
-            token_keys=("number",),
+            token_keys=("number", *keys),
         )
         numbers = inputs.pop("number").flatten().unique_consecutive()
         return inputs, (numbers[numbers > 0] - 1).tolist()
@@ -363,7 +380,7 @@ class ChatCollator:
     def _encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
         """Return the encoders' inputs of all samples, in the order of their tokens."""
         parts = [sample.encoder_inputs for sample in samples if sample.encoder_inputs]
-        joined = _concatenated(parts) if self._alike(samples) else None
+        joined = concatenated(parts) if self._alike(samples) else None
         if joined is not None:
             return joined
         # Items of several sizes: the processors know how they are filled up.
@@ -400,6 +417,16 @@ def trained_tokens(offsets: np.ndarray, rendered: Rendered) -> np.ndarray:
     return trained
 
 
+def _token_keys(samples: Sequence[PreparedSample]) -> list[str]:
+    return list(dict.fromkeys(key for sample in samples for key in sample.token_inputs))
+
+
+def _token_input(sample: PreparedSample, key: str) -> Tensor:
+    """Return what is said of each token; 0 for samples of which nothing is said: text alone."""
+    found = sample.token_inputs.get(key)
+    return torch.zeros_like(sample.input_ids) if found is None else found
+
+
 def sampling_rate(processor: Any) -> int | None:
     """Return the rate of the sounds that a processor takes; None if it says none."""
     inner = getattr(processor, "feature_extractor", processor)
@@ -414,13 +441,13 @@ def _pads_only_when_told(processor: Any) -> bool:
     return padding is not None and padding.default in (False, None)
 
 
-def _concatenated(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def concatenated(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return inputs one after the other along their first dimension, or None if their other dimensions differ."""
     joined: dict[str, Any] = {}
     for key in {key: None for part in parts for key in part}:
         values = [part[key] for part in parts if key in part]
         if all(isinstance(value, Mapping) for value in values):
-            joined[key] = _concatenated(values)
+            joined[key] = concatenated(values)
         elif all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
             same = len({value.shape[1:] for value in values}) == 1
             joined[key] = torch.cat(values) if same else None

@@ -15,8 +15,10 @@ Row = Mapping[str, Any]
 
 # By kind: the names under which a row may hold its media.
 MEDIA_COLUMNS: dict[MediaKind, tuple[str, ...]] = {"image": ("image", "images"), "audio": ("audio", "audios")}
+_VIDEO_COLUMNS = ("video", "videos")
 _MEDIA_NAMES = frozenset(name for names in MEDIA_COLUMNS.values() for name in names)
 MARKS: dict[str, MediaKind] = {"<image>": "image", "<audio>": "audio"}
+_VIDEO_MARK = "<video>"
 _MARK = re.compile("|".join(MARKS))
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+://")
 _ROLES: dict[str, Role] = {
@@ -37,6 +39,8 @@ def sample_of(row: Any, format: str, id: str, media_folder: Path) -> Sample:
         raise SampleError(f"has the fields {sorted(map(str, row))}, expected {format}: {_LAYOUTS[format].expected}")
     if format == "rows" and _MEDIA_NAMES.isdisjoint(row):  # nothing to read: ready numbers, by the thousand per second
         return Sample(id, fields=dict(row))
+    if format != "rows" and any(row.get(column) for column in _VIDEO_COLUMNS):
+        raise _video()
     media = {kind: list(_media_of(row, kind, media_folder)) for kind in MEDIA_COLUMNS}
     messages, document = _LAYOUTS[format].read(row, _Supply(media, media_folder))
     return Sample(id, messages, document, _fields(row, media))
@@ -105,15 +109,16 @@ class _Supply:
         return next(self._left[kind], Media(kind, None))
 
     def parts(self, text: Any) -> Content:
-        """Return a text with its marks replaced by media."""
+        """Return a text with its marks replaced by media; a line break beside a mark is a part of its own."""
         if not isinstance(text, str):
             raise SampleError(f"a text is a {type(text).__name__} ({str(text)[:40]!r}), expected a string")
         found: list[str | Media] = []
         end = 0
         for mark in _MARK.finditer(text):
-            found += [text[end : mark.start()], self.next(MARKS[mark.group()])]
+            found += [*_apart(text[end : mark.start()], before=end > 0, after=True), self.next(MARKS[mark.group()])]
             end = mark.end()
-        return tuple(part for part in (*found, text[end:]) if part != "")
+        found += _apart(text[end:], before=end > 0, after=False)
+        return tuple(part for part in found if part != "")
 
     def check(self) -> None:
         """Refuse a row whose texts have more or fewer marks than there are media."""
@@ -138,6 +143,17 @@ def _fields(row: Row, media: Mapping[MediaKind, list[Media]]) -> dict[str, Any]:
     return fields
 
 
+def _video() -> SampleError:
+    return SampleError("has a video; models are trained on images and sounds: give frames of it as images")
+
+
+def _apart(text: str, before: bool, after: bool) -> list[str]:
+    """Return a text and the line breaks that set it apart from marks before and after it, if there are marks."""
+    first = ["\n"] if before and text.startswith("\n") else []
+    last = ["\n"] if after and text[len(first) :].endswith("\n") else []
+    return [*first, text[len(first) : len(text) - len(last)], *last]
+
+
 # ------------------------------------------------------------------------------------------------ formats
 
 
@@ -152,6 +168,8 @@ def _read_turns(row: Row, supply: _Supply, column: str, role: str, content: str)
             raise SampleError(f"a turn of `{column}` has {found}, expected `{role}` and `{content}`")
         if turn[role] not in _ROLES:
             raise SampleError(f"a turn of `{column}` has the role {turn[role]!r}, expected one of {list(_ROLES)}")
+        if isinstance(turn[content], str) and _VIDEO_MARK in turn[content]:
+            raise _video()
         messages.append(Message(_ROLES[turn[role]], _read_content(turn[content], supply)))
     supply.check()
     return tuple(messages)
@@ -166,6 +184,8 @@ def _read_content(content: Any, supply: _Supply) -> Content:
         kind: Any = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text":
             parts += supply.parts(part.get("text"))
+        elif kind == "video":
+            raise _video()
         elif kind in get_args(MediaKind):
             inline = part.get(kind, part.get("path"))
             parts.append(supply.next(kind) if inline is None else as_media(kind, inline, supply.folder))

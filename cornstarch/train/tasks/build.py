@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
+from cornstarch.models.multimodal_language_model.storage.processor import CONFIG_NAME as COMPOSED_PROCESSOR
+from cornstarch.models.multimodal_language_model.whole_processing import WholeModelProcessor
 from cornstarch.parallel.loading import is_read_in_part, loaded_whole, note_whole
 from cornstarch.parallel.tensor import is_cut
 from cornstarch.train.build import (
@@ -20,12 +22,12 @@ from cornstarch.train.build import (
     build_processor,
     load_part,
     part_config,
-    stored_processors,
     tokenizer_of,
 )
 from cornstarch.train.config import RunConfig, WholeModelConfig
 from cornstarch.train.data.collate import ChatCollator
 from cornstarch.train.data.formats import SampleSource
+from cornstarch.train.data.whole_collate import WholeChatCollator
 from cornstarch.train.tasks.classify import image_classification_task, sequence_classification_task
 from cornstarch.train.tasks.conversation import PROCESSOR_FOLDER, ConversationTask
 from cornstarch.train.tasks.loading import WHERE, task_of, whole_of
@@ -131,12 +133,17 @@ def _whole_multimodal(config: RunConfig, whole: WholeModelConfig) -> Conversatio
         folder = Path(whole.path) / PROCESSOR_FOLDER
         if not folder.is_dir():
             raise ConfigError(f"{WHERE}.path = {whole.path}\n  It has no folder {PROCESSOR_FOLDER!r} with a processor.")
-        processor = MultimodalProcessor.from_pretrained(folder, model=model)
+        if (folder / COMPOSED_PROCESSOR).is_file():
+            composed = MultimodalProcessor.from_pretrained(folder, model=model)
+            declare_trained(model, whole)
+            return ConversationTask("multimodal", model, ChatCollator(composed, config.data))
+        source = str(folder)
     else:
         model = MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole)))
-        processor = _processor_of(model, whole)
+        source = whole.processor or whole.path or ""
+    processor = _processor_of(model, whole, source, config.data.chat_template)
     declare_trained(model, whole)
-    return ConversationTask("multimodal", model, ChatCollator(processor, config.data))
+    return ConversationTask("multimodal", model, WholeChatCollator(processor, config.data))
 
 
 def multimodal_class(whole: WholeModelConfig) -> Any:
@@ -146,12 +153,27 @@ def multimodal_class(whole: WholeModelConfig) -> Any:
     return AutoModelForImageTextToText
 
 
-def _processor_of(model: MultimodalModel, whole: WholeModelConfig) -> MultimodalProcessor:
-    """Return a processor with the placeholders that a taken-apart model was trained with."""
-    tokenizer = tokenizer_of(WHERE, whole)
-    items = stored_processors(WHERE, whole, list(model.encoders))
-    tokens = {name: str(tokenizer.convert_ids_to_tokens(token)) for name, token in model.modality_token_ids.items()}
-    return MultimodalProcessor(items, tokenizer, model, predefined_tokens={name: tokens[name] for name in items})
+def _processor_of(
+    model: MultimodalModel, whole: WholeModelConfig, source: str, chat_template: str | None
+) -> WholeModelProcessor:
+    """Return the processor that a whole model is stored with."""
+    for name in ("tokenizer", "processor_config"):
+        if getattr(whole, name) is not None:
+            raise ConfigError(
+                f"{WHERE}.{name}: a whole multimodal model is trained with the processor that it is stored with, which "
+                "has a tokenizer and settings of its own. Change the files of the processor, and name their folder: "
+                "`processor: <folder>`."
+            )
+    if not source:
+        raise ConfigError(f"{WHERE} has no `path`: give `processor: <folder>`, where its processor is.")
+    try:
+        return WholeModelProcessor.from_pretrained(
+            source, model=model, chat_template=chat_template, trust_remote_code=whole.trust_remote_code
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{WHERE}: {error}") from error
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise ConfigError(f"{WHERE}: the processor of {source} cannot be loaded: {error}") from error
 
 
 def declare_trained(model: MultimodalModel, whole: WholeModelConfig) -> None:

@@ -33,12 +33,13 @@ _LOOKED_AT = 20  # rows from which the task is told, where the model does not sa
 
 # For each task: what transformers calls it in the names of its lists of classes.
 _LISTS = {
-    "seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM",
-    "sequence-classification": "SEQUENCE_CLASSIFICATION",
-    "image-classification": "IMAGE_CLASSIFICATION",
-    "masked-lm": "MASKED_LM",
-    "multimodal": "IMAGE_TEXT_TO_TEXT",
-    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": ("SEQ_TO_SEQ_CAUSAL_LM",),
+    "sequence-classification": ("SEQUENCE_CLASSIFICATION",),
+    "image-classification": ("IMAGE_CLASSIFICATION",),
+    "masked-lm": ("MASKED_LM",),
+    # Language models that listen are in the first and the last one only, the latter beside encoder-decoders.
+    "multimodal": ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "causal-lm": ("CAUSAL_LM",),
 }
 
 
@@ -81,7 +82,9 @@ def task_of(config: PreTrainedConfig, data: DataConfig, source: SampleSource | N
 
 
 def _classes(task: str) -> Mapping[str, Any]:
-    return getattr(modeling_auto, f"MODEL_FOR_{_LISTS[task]}_MAPPING_NAMES")
+    """Return the names of the classes for a task, by type of model; of several lists the first one that has it."""
+    lists = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in _LISTS[task]]
+    return {kind: names for listed in reversed(lists) for kind, names in listed.items()}
 
 
 def is_a(config: PreTrainedConfig, task: str) -> bool:

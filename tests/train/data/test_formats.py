@@ -49,7 +49,7 @@ ROWS: dict[str, tuple[dict[str, Any], str, tuple[Any, ...]]] = {
             "conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a cat"}],
         },
         "llava",
-        (user(CAT, "\nwhat?"), assistant("a cat")),
+        (user(CAT, "\n", "what?"), assistant("a cat")),
     ),
     "llava without media": (
         {"conversations": [{"from": "system", "value": "be kind"}, {"from": "human", "value": "hi"}]},

@@ -47,7 +47,7 @@ CHAT = {"messages": [{"role": "user", "content": "cat"}, {"role": "assistant", "
         ("clip", "CLIPModel", PICTURE, "image-classification"),
         ("llava", "LlavaForConditionalGeneration", CHAT, "multimodal"),
         ("llava", None, PICTURE, "multimodal"),
-        ("qwen2_audio", None, CHAT, None),
+        ("qwen2_audio", None, CHAT, "multimodal"),
         ("vit", None, TEXT, None),
     ],
 )

@@ -1,0 +1,311 @@
+"""The processor that a whole Hugging Face multimodal model is stored with.
+
+Its chat template decides what a conversation looks like as text, and its `__call__` what the model is given: which
+tokens stand around an image, how often a placeholder is repeated, how images are cut and sounds are padded. Nothing of
+that is computed here.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from cornstarch.compat import load_processor_of
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import noise_item
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: `role`, and `content` as a list of parts with a type (`{"type": "image", "image": …}`)."""
+Style = Literal["parts", "text", "suffix"]
+
+# By modality: what transformers calls its items, and the attributes of a processor that process them.
+_KINDS = {"vision": "image", "audio": "audio"}
+_ATTRIBUTES = {"vision": ("image_processor",), "audio": ("feature_extractor", "audio_processor")}
+_KEYS = {"image": "images", "audio": "audio"}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a processor made of one conversation."""
+
+    inputs: dict[str, Any]
+    """As the processor returned it: a batch of one."""
+    text: str | None
+    """The text that the tokenizer was given, placeholders repeated; None if the tokenizer was not given a text."""
+    offsets: np.ndarray | None
+    """[S, 2]: the characters of `text` that each token stands for; hidden characters are not counted."""
+
+
+class WholeModelProcessor:
+    """A transformers processor with the interface that training uses.
+
+    Args:
+        original: The processor, whose chat template is used; where it has none, its tokenizer's.
+        model: The `MultimodalModel` made of the whole model; its encoders name the modalities.
+        chat_template: A template to use in place of the processor's own.
+    """
+
+    def __init__(self, original: ProcessorMixin, model: Any, chat_template: str | None = None) -> None:
+        self.original = original
+        self.llm_tokenizer: PreTrainedTokenizerBase = original.tokenizer
+        self.encoder_processors: dict[str, Any] = {}
+        for name in model.encoders:
+            found = [getattr(original, attribute, None) for attribute in _ATTRIBUTES[name]]
+            if not any(found):
+                raise ConfigError(
+                    f"{type(original).__name__} has no {' or '.join(_ATTRIBUTES[name])}, but the model has a {name} "
+                    "encoder. Give the folder of the model's own processor: `processor: <folder>`."
+                )
+            self.encoder_processors[name] = next(one for one in found if one)
+        self.modality_token_ids: dict[str, int] = dict(model.modality_token_ids)
+        tokens = {name: self.llm_tokenizer.convert_ids_to_tokens(i) for name, i in self.modality_token_ids.items()}
+        self.modality_tokens: dict[str, str] = {name: str(token) for name, token in tokens.items()}
+        self.input_names: dict[str, tuple[str, ...]] = {n: tuple(e.input_names) for n, e in model.encoders.items()}
+        self._template: Any = chat_template or original.chat_template or self.llm_tokenizer.chat_template
+        if isinstance(self._template, dict):
+            self._template = self._template.get("default")
+        self.style: Style = self._find_style()
+        """How conversations are given: as typed parts, as one text per message, or as a prefix and a suffix."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        model: Any,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> WholeModelProcessor:
+        """Load the processor of a folder, as `AutoProcessor` does.
+
+        Args:
+            folder: A folder, or a name on the hub.
+            model: The `MultimodalModel`.
+            chat_template: A template to use in place of the stored one.
+            trust_remote_code: Whether code in the folder may be run.
+        """
+        original = load_processor_of(str(folder), trust_remote_code)
+        if not isinstance(original, ProcessorMixin) or getattr(original, "tokenizer", None) is None:
+            raise ConfigError(
+                f"{folder} has no processor for text and items together (AutoProcessor finds a "
+                f"{type(original).__name__}). Copy the files of the model's own processor there "
+                "(processor_config.json or preprocessor_config.json, tokenizer files, chat_template.jinja), or give "
+                "their folder: `processor: <folder>`."
+            )
+        return cls(original, model, chat_template)
+
+    def save_pretrained(self, folder: str | PathLike[str]) -> None:
+        """Save the processor; `AutoProcessor` loads it again."""
+        self.original.save_pretrained(folder)
+
+    # ------------------------------------------------------------------ conversations
+
+    def _find_style(self) -> Style:
+        if self._template is None:
+            if "suffix" in _call_keywords(self.original):
+                return "suffix"
+            raise ConfigError(
+                f"{type(self.original).__name__} is stored without a chat template, so it is unknown how the model "
+                "was shown conversations. Add chat_template.jinja to its folder, or set `data.chat_template`."
+            )
+        word = "word"
+        try:
+            written = self._render([{"role": "user", "content": [{"type": "text", "text": word}]}])
+        except Exception:  # a template raises whatever it likes at a content that is no text
+            return "text"
+        return "parts" if word in written and "'type'" not in written and '"type"' not in written else "text"
+
+    def placeholder(self, kind: str) -> str:
+        """Return what stands for an item in a text that is given to the processor."""
+        name = next(name for name, its_kind in _KINDS.items() if its_kind == kind)
+        own = getattr(self.original, f"{kind}_token", None)
+        return str(own) if own is not None else self.modality_tokens[name]
+
+    def write(self, messages: Messages, *, prompt: bool = False) -> str:
+        """Return the text that the chat template makes of a conversation, one placeholder for each item.
+
+        Args:
+            messages: The conversation; items need not be given.
+            prompt: Whether the model's answer is to follow.
+        """
+        if self.style == "suffix":
+            prefix, suffix = self._prefix_and_suffix(messages)
+            return prefix + (suffix or "")
+        return self._render(self._styled(messages), prompt=prompt)
+
+    def encode(self, messages: Messages, *, prompt: bool = False, hidden: str = "") -> Encoded:
+        """Return what the processor makes of a conversation.
+
+        Args:
+            messages: The conversation, with its items.
+            prompt: Whether the model's answer is to follow.
+            hidden: Characters that the tokenizer does not see; they are in the returned text.
+        """
+        worker, reader = self._worker(hidden)
+        made = self._call(worker, [messages], {}, prompt)
+        return Encoded(dict(made), reader.text, reader.offsets)
+
+    def encode_text(self, text: str, items: Mapping[str, list[Any]]) -> Encoded:
+        """Return what the processor makes of a text without roles, which has a placeholder for each item."""
+        worker, reader = self._worker("")
+        made = worker(text=[text], **self._item_arguments([items]), return_tensors="pt")
+        return Encoded(dict(made), reader.text, reader.offsets)
+
+    def encode_together(self, conversations: Sequence[Messages]) -> dict[str, Any]:
+        """Return what the processor makes of several conversations, filled up on the right."""
+        return dict(self._call(self.original, conversations, {"padding": True, "padding_side": "right"}, False))
+
+    def _call(self, worker: Any, conversations: Sequence[Messages], options: dict[str, Any], prompt: bool) -> Any:
+        if self.style == "parts":
+            return worker.apply_chat_template(
+                [[dict(message) for message in messages] for messages in conversations],
+                chat_template=self._template,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+                add_generation_prompt=prompt,
+                processor_kwargs=dict(options),
+            )
+        options = {**options, **self._item_arguments([items_of(messages) for messages in conversations])}
+        if self.style == "suffix":
+            pairs = [self._prefix_and_suffix(messages) for messages in conversations]
+            options["text"] = [prefix for prefix, _ in pairs]
+            if not prompt:
+                options["suffix"] = [suffix or "" for _, suffix in pairs]
+        else:
+            options["text"] = [self.write(messages, prompt=prompt) for messages in conversations]
+            bos = self.llm_tokenizer.bos_token
+            if bos is not None and options["text"][0].startswith(bos):
+                options["add_special_tokens"] = False  # as apply_chat_template decides it
+        return worker(**options, return_tensors="pt")
+
+    def _item_arguments(self, items: Sequence[Mapping[str, list[Any]]]) -> dict[str, Any]:
+        """Return items as a processor takes them: images in a list per sample, sounds in one list."""
+        given: dict[str, Any] = {}
+        if any(sample.get("image") for sample in items):
+            given["images"] = [list(sample.get("image", ())) for sample in items]
+        if any(sample.get("audio") for sample in items):
+            given["audio"] = [sound for sample in items for sound in sample.get("audio", ())]
+        return given
+
+    def _worker(self, hidden: str) -> tuple[Any, _TextReader]:
+        """Return the processor with a tokenizer that notes the text it is given."""
+        reader = _TextReader(self.llm_tokenizer, hidden)
+        worker = copy.copy(self.original)
+        worker.tokenizer = reader
+        return worker, reader
+
+    def _render(self, messages: Messages, prompt: bool = False) -> str:
+        made = self.original.apply_chat_template(
+            [dict(message) for message in messages],
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=prompt,
+        )
+        return str(made)
+
+    def _styled(self, messages: Messages) -> Messages:
+        if self.style == "parts":
+            return messages
+        return [{**message, "content": self._as_text(message["content"])} for message in messages]
+
+    def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(p["text"] if p["type"] == "text" else self.placeholder(p["type"]) for p in parts)
+
+    def _prefix_and_suffix(self, messages: Messages) -> tuple[str, str | None]:
+        """Return a question and its answer, for a processor that knows nothing else."""
+        roles = [message["role"] for message in messages]
+        if roles not in (["user"], ["user", "assistant"]):
+            raise ConfigError(
+                f"{type(self.original).__name__} has no chat template: it takes one question and one answer, but the "
+                f"turns are {', '.join(roles)}. Set `data.chat_template`, or give one question and one answer"
+            )
+        prefix, *suffix = [self._as_text(message["content"]) for message in messages]
+        return prefix, suffix[0] if suffix else None
+
+    # ------------------------------------------------------------------ inputs of encoders
+
+    def is_encoder_input(self, key: str) -> bool:
+        """Whether an encoder takes this entry of a batch."""
+        return any(key in names for names in self.input_names.values())
+
+    def stand_ins(self) -> dict[str, dict[str, Any]]:
+        """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
+        return {name: self.encoder_inputs(name, [noise_item(p)]) for name, p in self.encoder_processors.items()}
+
+    def encoder_inputs(self, name: str, items: Sequence[Any]) -> dict[str, Any]:
+        """Return what an encoder is given for items: those of a conversation that has nothing else."""
+        made = self.encode(message_of(_KINDS[name], items), prompt=True).inputs
+        return {key: value for key, value in made.items() if key in self.input_names[name]}
+
+
+class _TextReader:
+    """Stands in for a processor's tokenizer: hides characters from it, and notes the text and which token is where."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: str) -> None:
+        self._tokenizer, self._hidden = tokenizer, str.maketrans("", "", hidden)
+        self.text: str | None = None
+        self.offsets: np.ndarray | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_tokenizer":  # while this is being copied
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: Any = None, *args: Any, **options: Any) -> Any:
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, (list, tuple)) or not all(isinstance(one, str) for one in texts):
+            return self._tokenizer(text, *args, **options)
+        plain = [one.translate(self._hidden) for one in texts]
+        given = plain[0] if isinstance(text, str) else plain
+        if not self._tokenizer.is_fast or len(plain) != 1:
+            return self._tokenizer(given, *args, **options)
+        asked = options.pop("return_offsets_mapping", False)
+        encoded = self._tokenizer(given, *args, return_offsets_mapping=True, **options)
+        offsets = encoded["offset_mapping"] if asked else encoded.pop("offset_mapping")
+        self.text, self.offsets = texts[0], np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        return encoded
+
+
+def message_of(kind: str, items: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return a conversation that consists of items."""
+    return [{"role": "user", "content": [{"type": kind, kind: item} for item in items]}]
+
+
+def items_of(messages: Messages) -> dict[str, list[Any]]:
+    """Return the items of a conversation, by kind."""
+    found: dict[str, list[Any]] = {}
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] in _KEYS and part["type"] in part:
+                found.setdefault(part["type"], []).append(part[part["type"]])
+    return found
+
+
+def _call_keywords(processor: ProcessorMixin) -> set[str]:
+    """Return the names of the options that a processor's `__call__` lists for its tokenizer."""
+    parameters = inspect.signature(type(processor).__call__).parameters
+    kinds = [typing.get_args(p.annotation) for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    listed = [getattr(kind, "__annotations__", {}).get("text_kwargs") for (kind, *_) in kinds if kind]
+    return {name for options in listed for name in getattr(options, "__annotations__", {})}
+
+
+def per_token(inputs: Mapping[str, Any], key: str) -> bool:
+    """Whether an entry of a batch of one has a number for each token."""
+    value = inputs[key]
+    return isinstance(value, Tensor) and value.shape == inputs["input_ids"].shape
+
+
+__all__ = ["Encoded", "Messages", "WholeModelProcessor", "items_of", "message_of", "per_token"]

@@ -1,0 +1,245 @@
+"""Samples into the batch of a whole multimodal model: what the model's own processor makes of them, with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.packing import IGNORED
+from cornstarch.models.multimodal_language_model.whole_processing import (
+    Encoded,
+    WholeModelProcessor,
+    message_of,
+    per_token,
+)
+from cornstarch.train.config import DataConfig
+from cornstarch.train.data.chat import Rendered, special_tokens
+from cornstarch.train.data.collate import ChatCollator, PreparedSample, concatenated, trained_tokens
+from cornstarch.train.data.sample import MediaKind, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.train.data.whole_chat import MARKS, Conversation, WholeChatWriter
+from cornstarch.trees import tensors_in
+
+_KINDS: dict[str, MediaKind] = {"vision": "image", "audio": "audio"}
+
+
+class WholeChatCollator(ChatCollator):
+    """Makes batches that equal, tensor for tensor, what the model's own processor makes of the same conversations.
+
+    Args:
+        processor: The whole model's processor.
+        data: The limits, the template, what is trained on, and whether samples are packed.
+    """
+
+    def __init__(self, processor: WholeModelProcessor, data: DataConfig) -> None:
+        super().__init__(processor, data)  # type: ignore[arg-type]
+        self._own = processor
+        self._whole_writer = WholeChatWriter(processor, data.system, data.train_on == "answers")
+        # Whether samples' inputs laid end to end are what the processor makes of the samples together; by the keys
+        # that the samples have.
+        self._joins: dict[frozenset[frozenset[str]], bool] = {}
+
+    # ------------------------------------------------------------------ one sample
+
+    def _prepared(self, sample: Sample) -> PreparedSample:
+        if sample.document:
+            return self._prepared_document(sample)
+        items = [self._load(media) for media in sample.media]
+        conversation = self._whole_writer.conversation(sample, items)
+        encoded = self._encoded(self._whole_writer.marked(conversation))
+        return self._within_limits(self._read(sample, encoded, items, conversation))
+
+    def _encoded(self, conversation: Conversation, prompt: bool = False) -> Encoded:
+        try:
+            return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
+        except Exception as error:  # whatever a processor stumbles over: an odd image, a count that does not fit
+            named = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+            raise SampleError(f"cannot be processed: {named}{error}") from error
+
+    def _read(self, sample: Sample, encoded: Encoded, items: Sequence[Any], source: Any) -> PreparedSample:
+        """Take apart what the processor returned."""
+        tokens, encoder_inputs = _take_apart(self._own, encoded.inputs)
+        input_ids = tokens.pop("input_ids")
+        own_labels = tokens.pop("labels", None)
+        if own_labels is not None and self._own.style == "suffix" and self.data.train_on == "answers":
+            labels = own_labels
+            text = encoded.text or ""
+        else:
+            rendered = self._rendered(encoded)
+            labels = self._answers(input_ids, encoded, rendered)
+            text = rendered.text
+        by_name: dict[str, list[Any]] = {}
+        for media, item in zip(sample.media, items, strict=True):
+            by_name.setdefault(self.modality(media), []).append(item)
+        return PreparedSample(sample.id, text, input_ids, labels, by_name, encoder_inputs, tokens, source)
+
+    def _rendered(self, encoded: Encoded) -> Rendered:
+        if encoded.text is None or encoded.offsets is None:
+            raise SampleError(
+                f"{type(self._own.original).__name__} does not give its tokenizer a text, so answers cannot be told "
+                "from questions"
+            )
+        return self._whole_writer.rendered(encoded.text)
+
+    def _answers(self, input_ids: Tensor, encoded: Encoded, rendered: Rendered) -> Tensor:
+        """Return the ids where they are learned, which is never at a placeholder."""
+        assert encoded.offsets is not None
+        learned = torch.from_numpy(trained_tokens(encoded.offsets, rendered))
+        if len(learned) != len(input_ids):
+            raise SampleError(
+                f"its processor makes {len(input_ids)} tokens of a text of {len(learned)}, so answers cannot be told "
+                "from questions"
+            )
+        learned &= ~torch.isin(input_ids, self._placeholder_ids)
+        return torch.where(learned, input_ids, IGNORED)
+
+    def _load(self, media: Any) -> Any:
+        return self._item(media, self._own.encoder_processors[self.modality(media)])
+
+    def media_kinds(self) -> dict[str, MediaKind]:
+        """Return the kind of media that each modality takes."""
+        return {name: _KINDS[name] for name in self._own.encoder_processors}
+
+    # ------------------------------------------------------------------ documents
+
+    def _prepared_document(self, sample: Sample) -> PreparedSample:
+        items = [self._load(media) for media in sample.media]
+        given: dict[str, list[Any]] = {}
+        for media, item in zip(sample.media, items, strict=True):
+            given.setdefault(media.kind, []).append(item)
+        rendered = self._writer.write(sample, lambda media: self._own.placeholder(media.kind))
+        if not items:
+            ids, learned = self._tokenized(rendered)
+            labels = torch.where(learned, ids, IGNORED)
+            return self._within_limits(PreparedSample(sample.id, rendered.text, ids, labels, {}, {}))
+        encoded = self._own.encode_text(rendered.text, given)
+        if encoded.text is None:
+            raise SampleError(f"{type(self._own.original).__name__} cannot process a text without roles")
+        whole = replace(rendered, text=encoded.text, trained=((0, len(encoded.text)),))
+        tokens, encoder_inputs = _take_apart(self._own, encoded.inputs)
+        input_ids = tokens.pop("input_ids")
+        tokens.pop("labels", None)
+        labels = self._answers(input_ids, encoded, whole)
+        by_name = {name: given[kind] for name, kind in _KINDS.items() if kind in given}
+        prepared = PreparedSample(sample.id, encoded.text, input_ids, labels, by_name, encoder_inputs, tokens, None)
+        return self._within_limits(prepared)
+
+    # ------------------------------------------------------------------ sizes, questions
+
+    def written(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Return the ids of a sample's text, one placeholder for each item, and which are the model's to write."""
+        if sample.document:
+            return self._tokenized(self._writer.write(sample, lambda media: self._own.placeholder(media.kind)))
+        conversation = self._whole_writer.marked(self._whole_writer.conversation(sample))
+        return self._unexpanded(self._whole_writer.rendered(self._whole_writer.write(conversation)))
+
+    def _unexpanded(self, rendered: Rendered) -> tuple[Tensor, Tensor]:
+        """Tokenize a text whose placeholders are single, with the tokens around it that the processor adds."""
+        bos = self._own.llm_tokenizer.bos_token
+        return self._tokenized(rendered, add_special_tokens=bos is None or not rendered.text.startswith(bos))
+
+    def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
+        """Return what an encoder is given for decoded items, and the tokens that each will take in a text."""
+        lengths = []
+        for item in items:
+            conversation = message_of(_KINDS[name], [item])
+            alone = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
+            unexpanded, _ = self._unexpanded(Rendered(self._own.write(conversation, prompt=True), ()))
+            lengths.append(alone - len(unexpanded) + 1)
+        return self._own.encoder_inputs(name, items), lengths
+
+    def question(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return a batch of one conversation, for the model to continue."""
+        sample = Sample("the question", tuple(messages))
+        items = [self._load(media) for media in sample.media]
+        inputs = dict(self._encoded(self._whole_writer.conversation(sample, items), prompt=True).inputs)
+        inputs.pop("labels", None)
+        return inputs
+
+    @property
+    def answer_ends(self) -> list[int]:
+        """The tokens that end an answer."""
+        tokenizer = self._own.llm_tokenizer
+        ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+        turns = (Message("user", ("a",)), Message("assistant", ("a",)))
+        try:
+            ids, learned = self.written(Sample("an answer", turns))
+        except SampleError:  # a template that wants an image
+            return sorted(ends)
+        last = ids[learned][-1:].tolist()
+        return sorted({*ends, *(token for token in last if token in special_tokens(tokenizer))})
+
+    def _shortened(self, sample: PreparedSample) -> PreparedSample:
+        """Cut a sample's end off, if no item is there."""
+        limit, length = self.data.max_length, len(sample.input_ids)
+        if self.data.too_long != "cut":
+            raise SampleTooLongError(f"has {length} tokens, max_length is {limit}")
+        if bool(torch.isin(sample.input_ids[limit:], self._placeholder_ids).any()):
+            raise SampleTooLongError(
+                f"has {length} tokens, max_length is {limit}, and an item stands beyond it, which cannot be cut off"
+            )
+        tokens = {key: value[:limit] for key, value in sample.token_inputs.items()}
+        return replace(sample, input_ids=sample.input_ids[:limit], labels=sample.labels[:limit], token_inputs=tokens)
+
+    # ------------------------------------------------------------------ several samples
+
+    def _encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
+        """Return the encoders' inputs of all samples, as the processor makes them of the samples together."""
+        given = [sample.encoder_inputs for sample in samples]
+        if not any(given):
+            return {}
+        joined = concatenated([inputs for inputs in given if inputs])
+        if len(samples) == 1:
+            assert joined is not None
+            return joined
+        if joined is None:  # items of several sizes: the processor knows how they are filled up
+            return self._together(samples)
+        kind = frozenset(frozenset(inputs) for inputs in given)
+        if kind not in self._joins:
+            # Processors that lay images out by rows fill up rows without images, too.
+            together = self._together(samples)
+            self._joins[kind] = _equal(joined, together)
+            return together
+        return joined if self._joins[kind] else self._together(samples)
+
+    def _together(self, samples: Sequence[PreparedSample]) -> dict[str, Any]:
+        if any(sample.source is None and sample.items for sample in samples):
+            raise ConfigError(
+                f"{samples[0].id} and its neighbours are texts without roles with items of several sizes, which "
+                f"{type(self._own.original).__name__} cannot lay out together. Give conversations, or microbatches of "
+                "one sample."
+            )
+        made = self._own.encode_together([sample.source for sample in samples if sample.source is not None])
+        return {key: value for key, value in made.items() if self._own.is_encoder_input(key)}
+
+
+def _take_apart(processor: WholeModelProcessor, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what a batch of one says of each token, [S], and what is the encoders'."""
+    tokens: dict[str, Tensor] = {}
+    encoder_inputs: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if not processor.is_encoder_input(key) and per_token(inputs, key):
+            tokens[key] = value[0]
+        else:
+            encoder_inputs[key] = value
+    mask = tokens.pop("attention_mask", None)
+    if mask is not None and not bool(mask.all()):  # a processor that fills up to a length of its own
+        tokens = {key: value[mask.bool()] for key, value in tokens.items()}
+    return tokens, encoder_inputs
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    for key in one:
+        ours, theirs = tensors_in(one[key]), tensors_in(other[key])
+        if len(ours) != len(theirs) or not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
+            return False
+    return True
+
+
+__all__ = ["WholeChatCollator"]
