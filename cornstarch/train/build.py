@@ -43,8 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ENCODER_CONFIGS = ("vision_config", "audio_config")
 # The files in which transformers keeps the settings of processors, and the keys for their class.
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-_KEYS_BY_MODALITY = {"vision": "image_processor_type", "audio": "feature_extractor_type"}
-_PROCESSOR_KEYS = tuple(_KEYS_BY_MODALITY.values())
+_PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type")
 
 
 def build_model(config: ModelConfig, *, weights: bool = True, cuts: Cuts | None = None) -> MultimodalModel:
@@ -360,22 +359,6 @@ def _processor_class(where: str, name: str) -> Any:
     raise ConfigError(
         f"{where}: transformers and Cornstarch have no processor {name!r}; give `processor_config.class_name`."
     )
-
-
-def stored_processors(where: str, part: WholeModelConfig, modalities: Sequence[str]) -> dict[str, Any]:
-    """Return the processors that a whole multimodal model is stored with, by modality: vision, audio."""
-    source = part.processor or part.path
-    if source is None:
-        raise ConfigError(f"{where} has no `path`: give `processor: <folder>`, where its processors are.")
-    stored = _stored_classes(source)
-    missing = [name for name in modalities if _KEYS_BY_MODALITY.get(name) not in stored]
-    if missing:
-        raise ConfigError(
-            f"{where}: {source} has no settings of a processor for {', '.join(missing)} "
-            f"({', '.join(_PROCESSOR_FILES)}). Give `processor: <folder>`."
-        )
-    classes = {name: stored[_KEYS_BY_MODALITY[name]] for name in modalities}
-    return {name: _processor_class(where, found).from_pretrained(source) for name, found in classes.items()}
 
 
 def _stored_class(where: str, source: str) -> str:

@@ -33,7 +33,6 @@ from tests.models import local_processors, small
 from tests.train.tasks.small_tasks import LLAMA, T5, tokenizer_folder
 from tests.train.tiny import quiet, tiny_config, write_data
 
-
 LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
     "{% if part.type == 'image' %}<image> {% else %}{{ part.text }} {% endif %}{% endfor %}"
