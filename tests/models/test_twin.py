@@ -9,9 +9,12 @@ import torch
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
+    GPTJConfig,
     LlamaConfig,
+    Mamba2Config,
     MixtralConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
@@ -20,12 +23,15 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from cornstarch.models.twin import twin_config
+from tests.models.mixtures import MIXTURES, mixture_config
 
 LARGE: list[tuple[PreTrainedConfig, Any]] = [
     (LlamaConfig(num_key_value_heads=8), AutoModelForCausalLM),
     (MixtralConfig(), AutoModelForCausalLM),
     (GPT2Config(), AutoModelForCausalLM),
     (Gemma3TextConfig(), AutoModelForCausalLM),
+    (GPTJConfig(), AutoModelForCausalLM),  # rotates a part of a head
+    (Mamba2Config(), AutoModelForCausalLM),  # heads of another width
     (CLIPVisionConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16), CLIPVisionModel),
 ]
 
@@ -43,6 +49,37 @@ def test_a_twin_is_small_and_runs(config: PreTrainedConfig, kind: Any) -> None:
         assert model(torch.zeros(1, 3, twin.image_size, twin.image_size)).last_hidden_state.isfinite().all()
     else:
         assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_twin_of_a_published_mixture_runs_through_its_experts(name: str) -> None:
+    config = mixture_config(name)
+    twin = twin_config(config, 2)
+    model = AutoModelForCausalLM.from_config(twin)
+    assert sum(p.numel() for p in model.parameters()) < 8_000_000
+    model(torch.tensor([[1, 2, 3, 4, 5, 6, 7]]), use_cache=False).logits.square().sum().backward()
+    routed = {p.grad is not None and bool(p.grad.any()) for key, p in model.named_parameters() if ".experts." in key}
+    assert routed == {True}  # it has experts, and all kinds of their weights are used
+
+
+def test_experts_of_a_twin_are_few_and_chosen_as_before() -> None:
+    twin = twin_config(mixture_config("DeepSeek-V3"), 2)
+    assert (twin.n_routed_experts, twin.num_experts_per_tok, twin.n_group, twin.topk_group) == (4, 2, 2, 1)
+    assert twin_config(mixture_config("Qwen3-30B-A3B"), 8).num_experts_per_tok == 4  # of 8
+    assert twin_config(mixture_config("Llama-4-Scout")).num_experts_per_tok == 1
+    assert set(twin_config(mixture_config("Hunyuan-A13B")).moe_topk) == {2}
+    odd = twin_config(mixture_config("FlexOlmo-7x7B"), 2)
+    assert (odd.num_experts, odd.num_experts_per_tok) == (7, 5)  # 2 does not divide 7: the mistake must show
+
+
+def test_kinds_that_are_told_by_an_index_are_kept() -> None:
+    assert twin_config(mixture_config("DeepSeek-V3")).num_hidden_layers == 4  # three are dense
+    scout = twin_config(mixture_config("Llama-4-Scout"))
+    assert scout.moe_layers == list(range(scout.num_hidden_layers)) and scout.num_hidden_layers <= 4
+    config = Gemma3nTextConfig(num_hidden_layers=20, num_kv_shared_layers=10)
+    twin = twin_config(config)
+    assert 0 < twin.num_kv_shared_layers < twin.num_hidden_layers < 8
+    assert set(twin.layer_types[: -twin.num_kv_shared_layers]) == set(config.layer_types)
 
 
 def test_what_is_cut_stays_a_multiple() -> None:
