@@ -28,6 +28,7 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
     encoder_width,
 )
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import processor_class
+from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_tokenizer
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 from cornstarch.models.twin import disturb, twin_config
@@ -325,12 +326,14 @@ def adapted(where: str, part: PartConfig, model: nn.Module, trained_whole: Seque
 
 
 def tokenizer_of(where: str, part: LanguageModelConfig | WholeModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model."""
+    """Return the tokenizer of a model, if it can encode text."""
     name = part.tokenizer or part.path
     if name is None:
         raise ConfigError(f"{where} has no `path`: say where its tokenizer is, `tokenizer: <folder>`.")
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=part.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=part.trust_remote_code)
+        check_tokenizer(tokenizer)
+        return tokenizer
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}.tokenizer = {name}\n  {error}") from error
 

@@ -54,6 +54,15 @@ def test_tokens_labels_and_broken_samples(run: Path, capsys: pytest.CaptureFixtu
     assert "train.json:6: image missing.png cannot be read" in said
 
 
+def test_a_model_folder_without_tokenizer_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes)).save_pretrained("bare")
+    code, said = checked(capsys, str(run), "model.language_model.path=bare")
+    assert code == 2, said
+    assert "model.language_model.tokenizer = bare" in said and "encodes plain text to nothing" in said
+
+
 def test_rows_need_no_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = checked(capsys, str(run), "model.language_model.path=./nowhere", "--rows")
     assert code == 0 and "Lengths in characters" in said

@@ -26,6 +26,7 @@ from cornstarch.models.multimodal_language_model.preprocessing.placeholders impo
     register_tokens,
 )
 from cornstarch.models.multimodal_language_model.preprocessing.tokenizing import ItemTokenizer
+from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_tokenizer, check_vocabulary
 from cornstarch.models.multimodal_language_model.storage.processor import ProcessorParts, load_parts, save_parts
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
 
@@ -85,6 +86,7 @@ class MultimodalProcessor:
         self.llm_tokenizer: PreTrainedTokenizerBase = one_of(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
         if self.llm_tokenizer is None:
             raise ConfigError("The processor needs the language model's tokenizer: pass llm_tokenizer=….")
+        check_tokenizer(self.llm_tokenizer)
         self.encoder_processors: dict[str, Any] = subprocessors.collect_processors(
             encoder_processors, image_processor, feature_extractor
         )
@@ -118,6 +120,7 @@ class MultimodalProcessor:
                 f"The processor has {missing}, the model has encoders {list(model.encoders)}. "
                 "Name the processors like the encoders: encoder_processors={name: processor}."
             )
+        check_vocabulary(self.llm_tokenizer, unwrap(model.language_model))
         for name, encoder in model.encoders.items():
             self._flat_keys[name] = frozenset(encoder.input_names)
             if name in self.encoder_processors:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.packing import IGNORED
+from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_vocabulary, table_size
 from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.sample import Content, Sample, SampleError, SampleTooLongError
@@ -43,7 +44,8 @@ class TextReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, model: nn.Module) -> None:
         self.tokenizer, self.data = tokenizer, data
         self.limit, self._limited_by = _longest(tokenizer, data, model)
-        self.table = _table_size(model)
+        check_vocabulary(tokenizer, unwrap(model))
+        self.table = table_size(unwrap(model))
         wanted = dict.fromkeys(("input_ids", "attention_mask", *tokenizer.model_input_names))
         self._names = [name for name in wanted if accepts(model, name)]
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -125,12 +127,6 @@ def _positions(model: nn.Module) -> list[int]:
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             found.append(module.num_embeddings - module.padding_idx - 1)
     return found
-
-
-def _table_size(model: nn.Module) -> int | None:
-    inner: Any = unwrap(model)
-    table = inner.get_input_embeddings()
-    return table.num_embeddings if isinstance(table, nn.Embedding) else None
 
 
 def numbers_of(text: str) -> list[int]:

@@ -195,7 +195,7 @@ def test_broken_rows_say_why(tmp_path: Path, row: dict[str, Any], message: str) 
         (BERT, {}, r"'bert' model has no encoder and decoder"),
         (T5, {"packing": True}, r"data.packing = True\n  A seq2seq-lm run has no use for it"),
         (T5, {"train_on": "everything"}, r"data.train_on = everything"),
-        ({**T5, "vocab_size": 10}, {}, r"token 'three' with number 21, the model's table has 10 rows"),
+        ({**T5, "vocab_size": 10}, {}, r"54 tokens beyond the model's embedding table of 10 rows"),
     ],
 )
 def test_descriptions_that_cannot_work_say_why(
