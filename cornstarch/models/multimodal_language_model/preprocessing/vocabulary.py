@@ -59,10 +59,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
     beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
     ordinary = sorted(beyond.keys() - added.keys())
     if ordinary:
+        last = ordinary[-1]
         raise ConfigError(
-            f"The tokenizer ({type(tokenizer).__name__}, {len(tokenizer)} tokens) has {len(ordinary)} tokens beyond the "
-            f"model's embedding table of {rows} rows, such as {beyond[ordinary[-1]]!r} with number {ordinary[-1]}: they "
-            "do not belong together. Give the model's own tokenizer."
+            f"The tokenizer ({type(tokenizer).__name__}, {len(tokenizer)} tokens) has {len(ordinary)} tokens beyond "
+            f"the model's embedding table of {rows} rows, such as {beyond[last]!r} with number {last}: they do not "
+            "belong together. Give the model's own tokenizer."
         )
 
 
