@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -208,11 +209,9 @@ class LazyHead(nn.Linear):
         """Return logits, now or later."""
         if not self.computes_loss:
             return super().forward(input)
-        return LazyLogits(input, self.weight, self.bias, self.logits)  # type: ignore[return-value]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states."""
-        return nn.functional.linear(hidden, self.weight, self.bias)
+        # The weights of now: after the model's forward FSDP1 has put a shard in their place.
+        logits = partial(nn.functional.linear, weight=self.weight, bias=self.bias)
+        return LazyLogits(input, self.weight, self.bias, logits)  # type: ignore[return-value]
 
 
 def _note_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

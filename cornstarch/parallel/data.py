@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -197,20 +198,31 @@ def sharded_units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
     return wrapping_units(model, classes, plan.wrap_min_parameters or 0)
 
 
-def frozen_modules(module: nn.Module, table: nn.Module | None = None) -> Iterator[nn.Module]:
+def frozen_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that are frozen as a whole: FSDP 1 would make zero gradients for them.
 
     A table of embeddings is a module of its own, because a multimodal model looks up words before it calls its language
-    model.
+    model. Modules that share a parameter with others, as tied embeddings do, stay with the model: FSDP 1 would take it
+    away from the others.
     """
-    if isinstance(module, MultimodalModel):
-        table = module.language_model.get_input_embeddings()  # type: ignore[operator]
-    for child in module.children():
-        parameters = list(child.parameters())
-        if any(parameter.requires_grad for parameter in parameters) or _holds(child, table):
-            yield from frozen_modules(child, table)
-        elif parameters and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield child
+    table = model.language_model.get_input_embeddings() if isinstance(model, MultimodalModel) else None  # type: ignore[operator]
+    uses = _parameter_uses(model)
+
+    def inside(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            parameters = list(child.parameters())
+            is_shared = any(count < uses[number] for number, count in _parameter_uses(child).items())
+            if any(parameter.requires_grad for parameter in parameters) or is_shared or _holds(child, table):
+                yield from inside(child)
+            elif parameters and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                yield child
+
+    return inside(model)
+
+
+def _parameter_uses(module: nn.Module) -> Counter[int]:
+    """Count under how many names a module has each parameter, by its id."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _holds(module: nn.Module, other: nn.Module | None) -> bool:

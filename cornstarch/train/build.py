@@ -7,13 +7,21 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.errors import ConfigError
@@ -260,6 +268,8 @@ def _model_class(where: str, part: PartConfig, config: PreTrainedConfig, auto_cl
     if part.class_name is not None:
         name = part.class_name.removeprefix("transformers.")
         found = getattr(transformers, name, None)
+        if found is None:  # towers of whole models are not exported
+            found = next((kind for kind in _own_classes(_encoder_config(config)) if kind.__name__ == name), None)
         if found is None:
             raise ConfigError(f"{where}.class_name = {part.class_name}: transformers has no class of this name.")
         return found
@@ -267,13 +277,34 @@ def _model_class(where: str, part: PartConfig, config: PreTrainedConfig, auto_cl
         return auto_class
     if isinstance(part, LanguageModelConfig):
         return AutoModelForCausalLM
-    kind = type(_encoder_config(config))
-    if kind not in MODEL_MAPPING:
+    inner = _encoder_config(config)
+    if type(inner) in MODEL_MAPPING:
+        found = MODEL_MAPPING[type(inner)]
+        return found[0] if isinstance(found, tuple) else found
+    classes = _own_classes(inner)
+    if len(classes) != 1:
+        listed = " or ".join(kind.__name__ for kind in classes)
         raise ConfigError(
-            f"{where}: transformers does not say which class a {kind.__name__} belongs to. Give its `class_name`."
+            f"{where}: transformers does not say which class a {type(inner).__name__} belongs to. Give its "
+            f"`class_name`{f': {listed}' if listed else ''}."
         )
-    found = MODEL_MAPPING[kind]
-    return found[0] if isinstance(found, tuple) else found
+    return classes[0]
+
+
+def _own_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
+    """Return the models that are written for a config, without those that others are derived from.
+
+    The towers of whole models, Qwen2-VL's for images, say, are in none of transformers' lists.
+    """
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = import_module(name)
+    except ImportError:
+        return []
+    kinds = {kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, PreTrainedModel)}
+    own = [kind for kind in kinds if kind.__module__ == name and kind.config_class is type(config)]
+    bases = {base for kind in own for base in kind.__mro__[1:]}
+    return sorted((kind for kind in own if kind not in bases), key=lambda kind: kind.__name__)
 
 
 def _encoder_config(config: PreTrainedConfig, model_class: Any = None) -> PreTrainedConfig:

@@ -262,12 +262,12 @@ class MultimodalModel(nn.Module):
         its batch runs the vision encoder on a stand-in, whose tokens go nowhere and whose gradient is zero.
 
         Args:
-            stand_ins: By modality, some valid input of its encoder, as `MultimodalProcessor.stand_ins` makes it. Empty:
-                encoders run on what is there, as in one process.
+            stand_ins: By modality, some valid input of its encoder, as `MultimodalProcessor.stand_ins` makes it, under
+                the processor's names or the encoder's. Empty: encoders run on what is there, as in one process.
         """
         for name in stand_ins:
             self._check_encoder_name(name)
-        self._stand_ins = {name: dict(inputs) for name, inputs in stand_ins.items()}
+        self._stand_ins = {name: self.encoders[name].as_arguments(dict(one)) for name, one in stand_ins.items()}
 
     @contextmanager
     def given_features(self, features: dict[str, Features], touched: Sequence[Tensor] = ()) -> Iterator[None]:
