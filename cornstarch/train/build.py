@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -225,17 +225,39 @@ def _stored(
         "output_loading_info": True,
         **({} if config is None else {"config": config}),
     }
+    model, told = _read(model_class, part, cut, options)
+    missing = told["missing_keys"]
+    if missing and all(name in missing for name, _ in model.named_parameters()):
+        # The tower of a whole model is stored under the name that it has there.
+        prefix = _stored_prefix(model, told["unexpected_keys"])
+        if prefix is None:
+            raise ConfigError(
+                f"{part.path} has none of the weights of {type(model).__name__}; among others it has "
+                f"{', '.join(sorted(told['unexpected_keys'])[:3])}. Give the folder of the part itself."
+            )
+        model, told = _read(model_class, part, cut, {**options, "key_mapping": {f"^{re.escape(prefix)}": ""}})
+    mismatched = [entry if isinstance(entry, str) else entry[0] for entry in told["mismatched_keys"]]
+    setattr(model, NEW_WEIGHTS, frozenset([*told["missing_keys"], *mismatched]))
+    return model
+
+
+def _read(model_class: Any, part: PartConfig, cut: PartCut | None, options: Mapping[str, Any]) -> Any:
+    """Return the model, and what transformers tells about its loading."""
     is_checked_later = part.train == "lora" and cut is not None and cut.sequence
     if cut is None or is_checked_later:
         model, told = model_class.from_pretrained(part.path, **options)
         if is_checked_later:
             note_whole(model, "whether its tokens can be cut depends on its adapters")
-    else:
-        held = None if cut.held is None else partial(cut.names, part)
-        model, told = load_cut(model_class, str(part.path), partial(cut.cut, part), held=held, **options)
-    mismatched = [entry if isinstance(entry, str) else entry[0] for entry in told["mismatched_keys"]]
-    setattr(model, NEW_WEIGHTS, frozenset([*told["missing_keys"], *mismatched]))
-    return model
+        return model, told
+    held = None if cut.held is None else partial(cut.names, part)
+    return load_cut(model_class, str(part.path), partial(cut.cut, part), held=held, **options)
+
+
+def _stored_prefix(model: nn.Module, stored: Collection[str]) -> str | None:
+    """Return what stands before the names of all parameters of a model where they are stored; None if nothing does."""
+    names = [name for name, _ in model.named_parameters()]
+    prefixes = sorted(key.removesuffix(names[0]) for key in stored if key.endswith(f".{names[0]}"))
+    return next((prefix for prefix in prefixes if all(f"{prefix}{name}" in stored for name in names)), None)
 
 
 def _made(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Module:

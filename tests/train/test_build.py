@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CLIPVisionModel, LlamaForCausalLM, SiglipVisionModel, WhisperConfig, WhisperModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    CLIPVisionModel,
+    LlamaForCausalLM,
+    SiglipVisionModel,
+    WhisperConfig,
+    WhisperModel,
+)
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.train.build import build_model, build_processor
-from cornstarch.train.config import ModelConfig
+from cornstarch.train.build import build_model, build_processor, load_part
+from cornstarch.train.config import EncoderConfig, ModelConfig
 from tests.documented.hub import make_hub
 from tests.models.local_processors import image
 
@@ -109,6 +117,49 @@ def test_encoder_of_a_model_of_several(tmp_path: Path, hub: dict[str, str]) -> N
     assert isinstance(model.audio_encoder.module, WhisperEncoder)
     assert isinstance(model.vision_encoder.module, SiglipVisionModel)
     assert list(model.encoders) == ["audio", "vision"]
+
+
+_TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "intermediate_size": 16}  # fmt: skip
+_PATCHES = {"depth": 1, "num_heads": 2, "patch_size": 4}
+WHOLE = {
+    "qwen2_vl": (
+        {**_PATCHES, "embed_dim": 24, "hidden_size": 16, "mlp_ratio": 2}, "Qwen2VisionTransformerPretrainedModel"
+    ),
+    "qwen2_5_vl": (
+        {**_PATCHES, "hidden_size": 24, "out_hidden_size": 16, "intermediate_size": 16},
+        "Qwen2_5_VisionTransformerPretrainedModel",
+    ),
+    "llava": (
+        {"model_type": "clip_vision_model", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "intermediate_size": 16, "image_size": 8, "patch_size": 4},
+        "CLIPVisionModel",
+    ),
+}  # fmt: skip
+"""By type: the sizes of the tower of a whole model, and its class."""
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_the_tower_of_a_whole_model(kind: str, tmp_path: Path) -> None:
+    """It is named by its sizes, or by the folder of the whole model, which has its weights under other names."""
+    sizes, name = WHOLE[kind]
+    text = {**_TEXT, "model_type": "llama"} if kind == "llava" else _TEXT
+    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, vision_config=sizes, text_config=text))
+    whole.save_pretrained(tmp_path)
+    described = [{"config": {"model_type": kind, "vision_config": sizes}}, {"path": str(tmp_path)}]
+    for one in [*described, {**described[0], "class_name": name}]:
+        tower = load_part("model.encoders.vision", EncoderConfig.model_validate(one))
+        assert type(tower).__name__ == name
+    tower = load_part("model.encoders.vision", EncoderConfig.model_validate(described[1]))
+    stored = whole.model.vision_tower if kind == "llava" else whole.model.visual
+    for key, parameter in tower.named_parameters():
+        assert torch.equal(parameter, stored.get_parameter(key)), key
+
+
+def test_a_folder_without_any_of_the_weights(hub: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="has none of the weights of ViTModel"):
+        part = {"path": hub["openai/clip-vit-base-patch32"], "class_name": "ViTModel"}
+        load_part("model.encoders.vision", EncoderConfig.model_validate(part))
 
 
 def test_no_encoders_is_a_plain_language_model(hub: dict[str, str]) -> None:
