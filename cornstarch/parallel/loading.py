@@ -14,10 +14,12 @@ way treats a piece as it would treat its part of the whole; what is not known to
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -91,15 +93,31 @@ def load_cut(
     options = {"use_safetensors": True, **options}
     try:
         try:
-            return _by_slice(model_class, folder, cut, held, options)
+            with own_random_numbers():
+                return _by_slice(model_class, folder, cut, held, options)
         except ReadWhole as error:
             reason = str(error)
-        loaded = model_class.from_pretrained(folder, **options)
+        with own_random_numbers():
+            loaded = model_class.from_pretrained(folder, **options)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder}: {error}") from error
     cut(_model_of(loaded))
     note_whole(_model_of(loaded), reason)
     return loaded
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Run a block that loads a model; the random numbers for whatever follows stay as they were.
+
+    `_init_weights` of some models draws numbers for every layer that is not on the meta device, also for those whose
+    weights are stored: how many it draws depends on what this process holds. Numbers inside the block follow from the
+    state before it, so that weights that are not stored are the same in every process.
+    """
+    seed = crc32(torch.get_rng_state().numpy().tobytes())
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _by_slice(
@@ -348,4 +366,5 @@ __all__ = [
     "loaded_whole",
     "note_in_part",
     "note_whole",
+    "own_random_numbers",
 ]

@@ -40,7 +40,14 @@ from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 from cornstarch.models.twin import disturb, twin_config
-from cornstarch.parallel.loading import is_read_in_part, load_cut, loaded_whole, note_in_part, note_whole
+from cornstarch.parallel.loading import (
+    is_read_in_part,
+    load_cut,
+    loaded_whole,
+    note_in_part,
+    note_whole,
+    own_random_numbers,
+)
 from cornstarch.parallel.making import made_in_part
 from cornstarch.parallel.tensor import is_cut, seen_whole
 from cornstarch.train.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, WholeModelConfig
@@ -245,7 +252,8 @@ def _read(model_class: Any, part: PartConfig, cut: PartCut | None, options: Mapp
     """Return the model, and what transformers tells about its loading."""
     is_checked_later = part.train == "lora" and cut is not None and cut.sequence
     if cut is None or is_checked_later:
-        model, told = model_class.from_pretrained(part.path, **options)
+        with own_random_numbers():  # as for what is read in part
+            model, told = model_class.from_pretrained(part.path, **options)
         if is_checked_later:
             note_whole(model, "whether its tokens can be cut depends on its adapters")
         return model, told

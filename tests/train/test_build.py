@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPVisionModel,
     LlamaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SiglipVisionModel,
     WhisperConfig,
     WhisperModel,
@@ -21,7 +23,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.train.build import build_model, build_processor, load_part
-from cornstarch.train.config import EncoderConfig, ModelConfig
+from cornstarch.train.config import EncoderConfig, LanguageModelConfig, ModelConfig
+from cornstarch.train.part_cut import PartCut
 from tests.documented.hub import make_hub
 from tests.models.local_processors import image
 
@@ -202,3 +205,28 @@ def test_processor_that_is_not_there_says_where(
     config = described(hub, vision, **llm)
     with pytest.raises(ConfigError, match=message):
         build_processor(config, build_model(config, weights=False))
+
+
+@pytest.mark.parametrize("held", [None, frozenset(), frozenset({"model.embed_tokens.weight"})], ids=["all", "none", "1"])
+def test_what_is_drawn_after_loading_does_not_depend_on_what_was_loaded(
+    next_folder: str, held: frozenset[str] | None
+) -> None:
+    part = LanguageModelConfig(path=next_folder)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    load_part("model.language_model", part, cut=None if held is None else PartCut(held=held))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.fixture(scope="module")
+def next_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a model whose `_init_weights` draws numbers for weights that are stored, too."""
+    config = Qwen3NextConfig(
+        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=32, vocab_size=64,
+        num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, linear_key_head_dim=4, linear_value_head_dim=4, linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )  # fmt: skip
+    folder = str(tmp_path_factory.mktemp("next"))
+    Qwen3NextForCausalLM(config).save_pretrained(folder)
+    return folder
