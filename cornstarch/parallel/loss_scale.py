@@ -64,10 +64,15 @@ class LossScale:
         return loss * self.value
 
     @torch.no_grad()
-    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of parameters, all that this rank holds, by the scale."""
+    def unscale(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
+        """Divide gradients by the scale.
+
+        Args:
+            parameters: All that this rank holds.
+            factor: What gradients are multiplied with besides.
+        """
         gradients = [local_value(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        multiply_all(gradients, torch.tensor(1.0 / self.value))
+        multiply_all(gradients, torch.tensor(factor / self.value))
 
     def get_scale(self) -> float:
         """Return `value`, by the name that torch's `GradScaler` has for it."""

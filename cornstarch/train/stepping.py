@@ -88,9 +88,10 @@ class Passes:
             tokens, count = batch.portions[number].trained_tokens, totals().trained_tokens
             loss = mean if tokens == count else mean * (tokens / max(count, 1))
             losses.append(loss.detach())
+            if self._scaler is not None:  # gradients are multiplied by the shares when they are unscaled: in fp16 the
+                return self._scaler.scale(loss)  # factor could make them overflow where they do not in one process
             # Gradients are averaged over processes, but each has only its share of the sum.
-            loss = loss * self._shares if self._shares > 1 else loss
-            return loss if self._scaler is None else self._scaler.scale(loss)
+            return loss * self._shares if self._shares > 1 else loss
 
         if self._pipeline is not None:
             self._pipeline.train([portion.inputs for portion in batch.portions], scaled)

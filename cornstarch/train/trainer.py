@@ -227,6 +227,7 @@ class Trainer:
         self.exchange.before_step()
         self._observers.begins()
         loss = self._passes(batch, totals_of_all)
+        self.update.unscale()
         totals = totals_of_all()
         position.epoch, position.batch = batch.epoch, batch.index + 1
         position.broken += totals.broken

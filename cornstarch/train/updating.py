@@ -34,12 +34,19 @@ class WeightUpdate:
         placement: Where it computes, and in what.
         pipeline: Whose stages the parts are, if there is one.
         replicas: That learn from a batch together.
+        shares: Over how many ranks the loss of a step is shared out.
     """
 
     def __init__(
-        self, config: RunConfig, parts: Sequence[Part], placement: Placement, pipeline: Pipeline | None, replicas: int
+        self,
+        config: RunConfig,
+        parts: Sequence[Part],
+        placement: Placement,
+        pipeline: Pipeline | None,
+        replicas: int,
+        shares: int,
     ) -> None:
-        self._most, self._pipeline = config.optimizer.clip, pipeline
+        self._most, self._pipeline, self._shares = config.optimizer.clip, pipeline, shares
         self.trained: Mapping[str, nn.Parameter] = {
             name: parameter for part in parts for name, parameter in part.trained.items()
         }
@@ -67,6 +74,14 @@ class WeightUpdate:
         """The names of `owned`; None: all."""
         return None if self.owned is None else self.owned.names
 
+    def unscale(self) -> None:
+        """Undo the scale of the losses in the gradients of a step.
+
+        Of all parameters, not only of those that this rank steps (zero1): all of them are clipped.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale(self._clipped, self._shares)
+
     def clip(self, wrapped: nn.Module | None) -> tuple[Tensor | None, Tensor | None]:
         """Clip gradients and return their norm; or return also what the optimizer is to divide them by.
 
@@ -81,7 +96,6 @@ class WeightUpdate:
                 return clipping_divisor(self._clipped, self._most)
             if self.scaler is None:
                 return self._clip(wrapped), None
-            self.scaler.unscale(self._clipped)  # all, not only those that this rank steps: all of them are clipped
             norm = self._clip(wrapped)
             self._is_finite = bool(torch.isfinite(norm))  # of all ranks' gradients: they agree
             return None if self._most is None else norm, None

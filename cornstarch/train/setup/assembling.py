@@ -59,7 +59,8 @@ def assemble(start: Start, task: Task, verify: Callable[[], None], stopping: Sto
     config, placement, replica = start.config, start.placement, start.standing.replica
     model = ready_model(start, task, verify, held)
     counter = counter_of(start, model, stopping)
-    update = WeightUpdate(config, model.parts, placement, model.pipeline, replica.count)
+    shares = shares_of(start)
+    update = WeightUpdate(config, model.parts, placement, model.pipeline, replica.count, shares)
     total_steps = start.data.total_steps()
     highest = highest_rate(config.optimizer, model.all_parts, replica.count)
     rates = LearningRate(update.optimizer, config.schedule, total_steps, highest)
@@ -69,7 +70,7 @@ def assemble(start: Start, task: Task, verify: Callable[[], None], stopping: Sto
     watch = LossWatch(config, placement)
     feed = Feed(placement)
     clock = StepClock.of(placement.device)
-    passes = Passes(model.loss, feed, model.pipeline, model.ahead, update.scaler, shares_of(start))
+    passes = Passes(model.loss, feed, model.pipeline, model.ahead, update.scaler, shares)
     return RunSetup(
         start, model, counter, update, total_steps, rates, exchange, balancer, evaluator, watch, feed, clock, passes
     )
