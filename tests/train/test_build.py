@@ -207,7 +207,10 @@ def test_processor_that_is_not_there_says_where(
         build_processor(config, build_model(config, weights=False))
 
 
-@pytest.mark.parametrize("held", [None, frozenset(), frozenset({"model.embed_tokens.weight"})], ids=["all", "none", "1"])
+HELD = {"all": None, "nothing": frozenset[str](), "a table": frozenset({"model.embed_tokens.weight"})}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
 def test_what_is_drawn_after_loading_does_not_depend_on_what_was_loaded(
     next_folder: str, held: frozenset[str] | None
 ) -> None:
