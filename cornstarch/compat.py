@@ -9,6 +9,7 @@ import copy
 import importlib
 import inspect
 import json
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -396,63 +397,77 @@ _loading = threading.RLock()
 def load_processor_of(source: str, trust_remote_code: bool) -> Any:
     """Return what `AutoProcessor` finds in a folder, with or without torchvision.
 
-    transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but have no video processor
-    without it, and refuse to make a processor without one. Where torchvision is missing or cannot be imported, the
-    processor is made with the settings of its video processor in the place of one: it does everything but videos. Goes
-    when transformers makes such a processor itself.
+    transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but not videos, and refuse to make
+    a processor for both; a class that takes a function from an image processor's module (Pixtral's) cannot even be
+    imported. Where torchvision is missing or cannot be imported, the processor is made with the settings of its video
+    processor in the place of one: it does everything but videos. Goes when transformers makes such processors itself.
     """
     from transformers import AutoProcessor
-    from transformers.utils import is_torchvision_available
 
     options = {"trust_remote_code": trust_remote_code}
-    if is_torchvision_available():
-        try:
-            importlib.import_module("torchvision")
-        except (ImportError, RuntimeError, OSError):  # built for another torch
-            with _without_video_processors(source), _without_torchvision():
-                return AutoProcessor.from_pretrained(source, **options)
+    if has_torchvision():
         return AutoProcessor.from_pretrained(source, **options)
-    with _without_video_processors(source):
+    with _without_torchvision(source):
         return AutoProcessor.from_pretrained(source, **options)
+
+
+@cache
+def has_torchvision() -> bool:
+    """Say whether torchvision is there and can be imported: one that was built for another torch cannot."""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError, OSError, AttributeError):
+        return False
+    return True
 
 
 @contextmanager
-def _without_video_processors(source: str) -> Iterator[None]:
-    """Run a block in which a processor's video processor is nothing but its settings."""
+def _without_torchvision(source: str) -> Iterator[None]:
+    """Run a block in which a processor is made of what needs no torchvision, and of its video processor's settings."""
     from transformers import ProcessorMixin
-    from transformers.models.auto import video_processing_auto
+    from transformers.models.auto import image_processing_auto, processing_auto, video_processing_auto
 
-    automatic: Any = video_processing_auto.AutoVideoProcessor  # the name in transformers itself stands for nothing
     mixin: Any = ProcessorMixin
+    check, find = mixin.check_argument_for_proper_class, processing_auto.processor_class_from_name
+
+    def check_others(processor: Any, name: str, argument: Any) -> Any:
+        return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
+
+    replaced = [
+        # The class that transformers itself gives out under this name stands for nothing without torchvision.
+        (video_processing_auto.AutoVideoProcessor, "from_pretrained", lambda *_, **__: _video_settings(source)),
+        (mixin, "check_argument_for_proper_class", check_others),
+        (processing_auto, "processor_class_from_name", lambda name: _importable(find(name))),
+        (image_processing_auto, "is_torchvision_available", lambda: False),
+    ]
     with _loading:  # one at a time: what is replaced is there once for all threads
-        load, check = automatic.from_pretrained, mixin.check_argument_for_proper_class
-
-        def check_others(processor: Any, name: str, argument: Any) -> Any:
-            return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
-
-        automatic.from_pretrained = staticmethod(lambda *args, **options: VideoSettings(_video_settings(source)))
-        mixin.check_argument_for_proper_class = check_others
+        originals = [vars(owner)[name] for owner, name, _ in replaced]
         try:
+            for owner, name, other in replaced:
+                setattr(owner, name, staticmethod(other) if owner is replaced[0][0] else other)
             yield
         finally:
-            automatic.from_pretrained, mixin.check_argument_for_proper_class = load, check
+            for (owner, name, _), original in zip(replaced, originals, strict=True):
+                setattr(owner, name, original)
 
 
-@contextmanager
-def _without_torchvision() -> Iterator[None]:
-    """Run a block in which transformers takes Pillow's image processors although a broken torchvision is installed."""
-    from transformers.models.auto import image_processing_auto as automatic
+def _importable(kind: Any) -> Any:
+    """Return a processor's class; for a dummy, the real one, imported with Pillow's image processor beside it."""
+    if not getattr(kind, "is_dummy", False):
+        return kind
+    model = kind.__module__.rpartition(".processing_")[2]
+    package = f"transformers.models.{model}"
+    absent = f"{package}.image_processing_{model}"
+    try:
+        sys.modules[absent] = importlib.import_module(f"{package}.image_processing_pil_{model}")
+        return getattr(importlib.import_module(f"{package}.processing_{model}"), kind.__name__, kind)
+    except ImportError:
+        return kind  # says what is missing when it is used
+    finally:
+        sys.modules.pop(absent, None)
 
-    with _loading:
-        available = automatic.is_torchvision_available
-        automatic.is_torchvision_available = lambda: False
-        try:
-            yield
-        finally:
-            automatic.is_torchvision_available = available
 
-
-def _video_settings(source: str) -> dict[str, Any]:
+def _video_settings(source: str) -> VideoSettings:
     """Return the settings of a video processor as they are stored: in a file of their own, or among others."""
     from transformers.utils import cached_file
 
@@ -464,8 +479,8 @@ def _video_settings(source: str) -> dict[str, Any]:
             continue
         settings = settings.get("video_processor") if name.startswith("processor") else settings
         if settings:
-            return dict(settings)
-    return {}
+            return VideoSettings(settings)
+    return VideoSettings()
 
 
 class VideoSettings(dict[str, Any]):
@@ -473,6 +488,11 @@ class VideoSettings(dict[str, Any]):
 
     _auto_class = None  # transformers asks every part of a processor for it
     model_input_names: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:  # processors read settings as attributes, whether or not there is a video
+        if name.startswith("__") or name not in self:
+            raise AttributeError(name)
+        return self[name]
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise ImportError("Processing videos needs torchvision, which is missing or cannot be imported.")

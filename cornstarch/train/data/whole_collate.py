@@ -196,15 +196,23 @@ class WholeChatCollator(ChatCollator):
         if len(samples) == 1:
             assert joined is not None
             return joined
-        if joined is None:  # items of several sizes: the processor knows how they are filled up
-            return self._together(samples)
         kind = frozenset(frozenset(inputs) for inputs in given)
-        if kind not in self._joins:
-            # Processors that lay images out by rows fill up rows without images, too.
-            together = self._together(samples)
+        if joined is not None and self._joins.get(kind):
+            return joined
+        try:
+            together = self._together(samples)  # it knows how items of several sizes, and rows without, are filled up
+        except ConfigError:
+            raise
+        except Exception as error:
+            if joined is None:
+                raise ConfigError(
+                    f"{type(self._own.original).__name__} cannot process {samples[0].id} and its neighbours together: "
+                    f"{type(error).__name__}: {error}. Use microbatches of one sample."
+                ) from error
+            together = joined  # a processor that takes one item per text, say
+        if joined is not None and kind not in self._joins:
             self._joins[kind] = _equal(joined, together)
-            return together
-        return joined if self._joins[kind] else self._together(samples)
+        return together
 
     def _together(self, samples: Sequence[PreparedSample]) -> dict[str, Any]:
         if any(sample.source is None and sample.items for sample in samples):
