@@ -397,10 +397,10 @@ _loading = threading.RLock()
 def load_processor_of(source: str, trust_remote_code: bool) -> Any:
     """Return what `AutoProcessor` finds in a folder, with or without torchvision.
 
-    transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but not videos, and refuse to make
-    a processor for both; a class that takes a function from an image processor's module (Pixtral's) cannot even be
-    imported. Where torchvision is missing or cannot be imported, the processor is made with the settings of its video
-    processor in the place of one: it does everything but videos. Goes when transformers makes such processors itself.
+    transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but not videos, and refuse to
+    make a processor for both; a class that takes a function from an image processor's module (Pixtral's) cannot even
+    be imported. Where torchvision is missing or broken, the processor is made with the settings of its video processor
+    in the place of one: it does everything but videos. Goes when transformers makes such processors itself.
     """
     from transformers import AutoProcessor
 
@@ -433,9 +433,12 @@ def _without_torchvision(source: str) -> Iterator[None]:
     def check_others(processor: Any, name: str, argument: Any) -> Any:
         return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
 
-    replaced = [
+    def load_video_settings(*args: Any, **options: Any) -> VideoSettings:
+        return _video_settings(source)
+
+    replaced: list[tuple[Any, str, Any]] = [
         # The class that transformers itself gives out under this name stands for nothing without torchvision.
-        (video_processing_auto.AutoVideoProcessor, "from_pretrained", lambda *_, **__: _video_settings(source)),
+        (video_processing_auto.AutoVideoProcessor, "from_pretrained", staticmethod(load_video_settings)),
         (mixin, "check_argument_for_proper_class", check_others),
         (processing_auto, "processor_class_from_name", lambda name: _importable(find(name))),
         (image_processing_auto, "is_torchvision_available", lambda: False),
@@ -444,7 +447,7 @@ def _without_torchvision(source: str) -> Iterator[None]:
         originals = [vars(owner)[name] for owner, name, _ in replaced]
         try:
             for owner, name, other in replaced:
-                setattr(owner, name, staticmethod(other) if owner is replaced[0][0] else other)
+                setattr(owner, name, other)
             yield
         finally:
             for (owner, name, _), original in zip(replaced, originals, strict=True):

@@ -22,7 +22,7 @@ from cornstarch.models.multimodal_language_model.unwrap import accepts, argument
 from cornstarch.train.build import adapted, build_model, load_part
 from cornstarch.train.config import RunConfig, WholeModelConfig
 from cornstarch.train.data.formats import SampleSource
-from cornstarch.train.tasks.build import declare_trained, is_exported, multimodal_class, task_name
+from cornstarch.train.tasks.build import declare_trained, is_exported, multimodal_class, task_name, whole_multimodal
 from cornstarch.train.tasks.loading import WHERE, whole_config, whole_of
 from cornstarch.train.tasks.module import factory_task
 
@@ -87,7 +87,7 @@ def _multimodal(whole: WholeModelConfig) -> MultimodalModel:
     if is_exported(whole):  # its parts are described by its folder only, and read with it
         assert whole.path is not None
         return MultimodalModel.from_pretrained(whole.path, trust_remote_code=whole.trust_remote_code).to("meta")
-    return MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole), weights=False))
+    return whole_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole), weights=False))
 
 
 # ---------------------------------------------------------------------------------------------------- a batch

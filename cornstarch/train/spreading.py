@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from cornstarch.compat import move_present
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.takeover.undivided import UndividedModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.whole_processing import WholeModelProcessor
 from cornstarch.parallel import spread
 from cornstarch.parallel.apply import TensorCut, tensor_cut, whole_reasons
 from cornstarch.parallel.data import measured_bucket
@@ -132,6 +134,8 @@ class Spreading:
     def take(self, task: Task) -> None:
         """Bring a task's model, or what of it this process will need, into its precision and to its device."""
         self.task, self.model = task, task.model
+        if isinstance(self.model, UndividedModel):
+            _check_undivided(self.model, self._layout, self._is_pipeline)
         if self._is_pipeline:
             self._give_up()
         self.parts = self.all_parts = parts_of(self.model, self._config.model, self._config.optimizer)
@@ -182,8 +186,12 @@ class Spreading:
         # Stages whose parameters are whole need not be in step: their gradients meet after all passes.
         in_step = not self._is_pipeline or layout.exchanges_in_passes
         in_step = in_step and layout.plan.data.kind not in APART
-        if in_step and isinstance(self.task, ConversationTask) and self.task.model.encoders:
-            self.task.model.keep_encoders_running(self.task.collator.processor.stand_ins())
+        if in_step and isinstance(self.task, ConversationTask):
+            processor = self.task.collator.processor
+            if isinstance(self.model, UndividedModel) and isinstance(processor, WholeModelProcessor):
+                self.model.keep_encoders_running(processor.stand_in_rows())
+            elif self.task.model.encoders:
+                self.task.model.keep_encoders_running(processor.stand_ins())
         shapes = {name: parameter.shape for part in self.parts for name, parameter in part.parameters.items()}
         self.all_parts = [part.described() for part in self.parts]
         if self._is_pipeline:
@@ -250,6 +258,16 @@ def _part_of(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(model, MultimodalModel):
         return model
     return model.language_model if name == LANGUAGE_MODEL else model.encoders[name]
+
+
+def _check_undivided(model: UndividedModel, layout: Layout, is_pipeline: bool) -> None:
+    """Refuse a plan that cuts a model which is trained in one piece."""
+    plans = layout.plan.modules.values()
+    if is_pipeline or any(plan.tp > 1 or plan.cp > 1 for plan in plans):
+        raise ConfigError(
+            f"parallel: {type(unwrap(model.language_model)).__name__} is trained in one piece: it has no stages, and "
+            f"neither its matrices nor its tokens are cut, so tp, cp and stages must be 1. {model.reason}"
+        )
 
 
 __all__ = ["LossOf", "Spreading", "tensor_cuts"]

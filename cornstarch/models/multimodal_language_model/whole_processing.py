@@ -57,19 +57,23 @@ class WholeModelProcessor:
     def __init__(self, original: ProcessorMixin, model: Any, chat_template: str | None = None) -> None:
         self.original = original
         self.llm_tokenizer: PreTrainedTokenizerBase = original.tokenizer
-        self.encoder_processors: dict[str, Any] = {}
-        for name in model.encoders:
-            found = [getattr(original, attribute, None) for attribute in _ATTRIBUTES[name]]
-            if not any(found):
-                raise ConfigError(
-                    f"{type(original).__name__} has no {' or '.join(_ATTRIBUTES[name])}, but the model has a {name} "
-                    "encoder. Give the folder of the model's own processor: `processor: <folder>`."
-                )
-            self.encoder_processors[name] = next(one for one in found if one)
+        self.encoder_processors: dict[str, Any] = _item_processors(original)
+        missing = [name for name in model.encoders if name not in self.encoder_processors]
+        if missing:
+            raise ConfigError(
+                f"{type(original).__name__} has no {' or '.join(_ATTRIBUTES[missing[0]])}, but the model has a "
+                f"{missing[0]} encoder. Give the folder of the model's own processor: `processor: <folder>`."
+            )
+        self._in_parts = bool(model.encoders)
+        if self._in_parts:
+            self.encoder_processors = {name: self.encoder_processors[name] for name in model.encoders}
         self.modality_token_ids: dict[str, int] = dict(model.modality_token_ids)
         tokens = {name: self.llm_tokenizer.convert_ids_to_tokens(i) for name, i in self.modality_token_ids.items()}
         self.modality_tokens: dict[str, str] = {name: str(token) for name, token in tokens.items()}
-        self.input_names: dict[str, tuple[str, ...]] = {n: tuple(e.input_names) for n, e in model.encoders.items()}
+        # A model in one piece does not say what its encoders take; their processors do.
+        made = {name: p.model_input_names for name, p in self.encoder_processors.items() if not model.encoders}
+        taken = {name: encoder.input_names for name, encoder in model.encoders.items()}
+        self.input_names: dict[str, tuple[str, ...]] = {n: tuple(names) for n, names in (made | taken).items()}
         self._template: Any = chat_template or original.chat_template or self.llm_tokenizer.chat_template
         if isinstance(self._template, dict):
             self._template = self._template.get("default")
@@ -239,11 +243,38 @@ class WholeModelProcessor:
         return any(key in names for names in self.input_names.values())
 
     def stand_ins(self) -> dict[str, dict[str, Any]]:
-        """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
+        """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`.
+
+        A model in one piece has no encoders that could be run alone: nothing.
+        """
+        if not self._in_parts:
+            return {}
         return {name: self.encoder_inputs(name, [noise_item(p)]) for name, p in self.encoder_processors.items()}
+
+    def stand_in_rows(self) -> dict[str, dict[str, Any]]:
+        """Return, by modality, a batch of one row with an item of noise: see `UndividedModel.keep_encoders_running`."""
+        rows = {}
+        for name, processor in self.encoder_processors.items():
+            made = self.encode(message_of(_KINDS[name], [noise_item(processor)]), prompt=True).inputs
+            tokens, items = self.take_apart(made)
+            rows[name] = {"tokens": tokens, "items": items}
+        return rows
+
+    def take_apart(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what a batch of one says of each token, and what is the encoders'."""
+        tokens: dict[str, Tensor] = {}
+        items: dict[str, Any] = {}
+        for key, value in inputs.items():
+            if not self.is_encoder_input(key) and per_token(inputs, key):
+                tokens[key] = value
+            else:
+                items[key] = value
+        return tokens, items
 
     def encoder_inputs(self, name: str, items: Sequence[Any]) -> dict[str, Any]:
         """Return what an encoder is given for items: those of a conversation that has nothing else."""
+        if not self._in_parts:
+            return {}
         made = self.encode(message_of(_KINDS[name], items), prompt=True).inputs
         return {key: value for key, value in made.items() if key in self.input_names[name]}
 
@@ -277,6 +308,15 @@ class _TextReader:
         offsets = encoded["offset_mapping"] if asked else encoded.pop("offset_mapping")
         self.text, self.offsets = texts[0], np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
         return encoded
+
+
+def _item_processors(original: Any) -> dict[str, Any]:
+    """Return the processors of single modalities that a processor has."""
+    found = {
+        name: next((one for one in (getattr(original, key, None) for key in keys) if one is not None), None)
+        for name, keys in _ATTRIBUTES.items()
+    }
+    return {name: processor for name, processor in found.items() if processor is not None}
 
 
 def message_of(kind: str, items: Sequence[Any]) -> list[dict[str, Any]]:

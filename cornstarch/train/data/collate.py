@@ -19,6 +19,7 @@ from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.packing import IGNORED, pack
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import item_argument, item_kind, keywords
+from cornstarch.models.multimodal_language_model.whole_processing import WholeModelProcessor
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.chat import ChatWriter, Rendered, special_tokens
 from cornstarch.train.data.lengths import RowLengths
@@ -80,11 +81,12 @@ class ChatCollator:
     A sample alone is prepared first, so that whatever is wrong with it concerns no other; then samples are joined.
 
     Args:
-        processor: With `model=`, or functions for the number of tokens of an item.
+        processor: With `model=`, or functions for the number of tokens of an item. That of a whole model is for
+            `WholeChatCollator`.
         data: The limits, the template, what is trained on, and whether samples are packed.
     """
 
-    def __init__(self, processor: MultimodalProcessor, data: DataConfig) -> None:
+    def __init__(self, processor: MultimodalProcessor | WholeModelProcessor, data: DataConfig) -> None:
         self.processor, self.data = processor, data
         self._lengths = RowLengths.of(data, compiled=False)
         self.features: ItemLookup | None = None
@@ -107,6 +109,11 @@ class ChatCollator:
     def expect_compiled(self) -> None:
         """Make rows of few lengths, if the config leaves that open: the model will be compiled for each of them."""
         self._lengths = RowLengths.of(self.data, compiled=True)
+
+    @property
+    def _composed(self) -> MultimodalProcessor:
+        assert isinstance(self.processor, MultimodalProcessor)
+        return self.processor
 
     # ------------------------------------------------------------------ one sample
 
@@ -149,7 +156,7 @@ class ChatCollator:
 
     def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
         """Return what an encoder is given for decoded items, and the tokens that each will take in a text."""
-        return self.processor.process_items({name: self._arguments(name, items)})[name]
+        return self._composed.process_items({name: self._arguments(name, items)})[name]
 
     def question(self, messages: Sequence[Message]) -> dict[str, Any]:
         """Return a batch of one conversation, for the model to continue."""
@@ -230,9 +237,9 @@ class ChatCollator:
             return self._processed_fresh(items, rendered)
         given = {name: self._arguments(name, values) for name, values in items.items()}
         if rendered is None:
-            return dict(self.processor(given, return_tensors="pt"))
+            return dict(self._composed(given, return_tensors="pt"))
         options = {"text": [rendered.text], "add_special_tokens": rendered.is_document, "verbose": False}
-        made = dict(self.processor(given, options, return_tensors="pt"))
+        made = dict(self._composed(given, options, return_tensors="pt"))
         unused = set(self.processor.llm_tokenizer.model_input_names) - {"input_ids"}
         return {key: value for key, value in made.items() if key not in unused}
 
@@ -242,12 +249,12 @@ class ChatCollator:
         lengths: dict[str, list[int]] = {}
         for name, values in items.items():
             fresh = [item.decoded for item in values if item.tokens is None]
-            made = self.processor.process_items({name: self._arguments(name, fresh) if fresh else None})
+            made = self._composed.process_items({name: self._arguments(name, fresh) if fresh else None})
             inputs[name], lengths[name] = known_inputs(values, *made.get(name, ({}, [])))
         if rendered is None:
             return inputs
         options = {"add_special_tokens": rendered.is_document, "verbose": False, "return_tensors": "pt"}
-        return {**inputs, "input_ids": self.processor.tokenize([rendered.text], lengths, **options)["input_ids"]}
+        return {**inputs, "input_ids": self._composed.tokenize([rendered.text], lengths, **options)["input_ids"]}
 
     def _arguments(self, name: str, items: list[Any]) -> dict[str, Any]:
         processor = self.processor.encoder_processors[name]

@@ -15,7 +15,6 @@ from cornstarch.models.multimodal_language_model.whole_processing import (
     Encoded,
     WholeModelProcessor,
     message_of,
-    per_token,
 )
 from cornstarch.train.config import DataConfig
 from cornstarch.train.data.chat import Rendered, special_tokens
@@ -36,7 +35,7 @@ class WholeChatCollator(ChatCollator):
     """
 
     def __init__(self, processor: WholeModelProcessor, data: DataConfig) -> None:
-        super().__init__(processor, data)  # type: ignore[arg-type]
+        super().__init__(processor, data)
         self._own = processor
         self._whole_writer = WholeChatWriter(processor, data.system, data.train_on == "answers")
         # Whether samples' inputs laid end to end are what the processor makes of the samples together; by the keys
@@ -222,18 +221,14 @@ class WholeChatCollator(ChatCollator):
                 "one sample."
             )
         made = self._own.encode_together([sample.source for sample in samples if sample.source is not None])
-        return {key: value for key, value in made.items() if self._own.is_encoder_input(key)}
+        keys = {key for sample in samples for key in sample.encoder_inputs}
+        return {key: value for key, value in made.items() if key in keys}
 
 
 def _take_apart(processor: WholeModelProcessor, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a batch of one says of each token, [S], and what is the encoders'."""
-    tokens: dict[str, Tensor] = {}
-    encoder_inputs: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if not processor.is_encoder_input(key) and per_token(inputs, key):
-            tokens[key] = value[0]
-        else:
-            encoder_inputs[key] = value
+    rows, encoder_inputs = processor.take_apart(inputs)
+    tokens = {key: value[0] for key, value in rows.items()}
     mask = tokens.pop("attention_mask", None)
     if mask is not None and not bool(mask.all()):  # a processor that fills up to a length of its own
         tokens = {key: value[mask.bool()] for key, value in tokens.items()}

@@ -9,9 +9,10 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
 from cornstarch.models.multimodal_language_model.storage.processor import CONFIG_NAME as COMPOSED_PROCESSOR
+from cornstarch.models.multimodal_language_model.takeover.undivided import UndividedModel
 from cornstarch.models.multimodal_language_model.whole_processing import WholeModelProcessor
 from cornstarch.parallel.loading import is_read_in_part, loaded_whole, note_whole
 from cornstarch.parallel.tensor import is_cut
@@ -139,11 +140,21 @@ def _whole_multimodal(config: RunConfig, whole: WholeModelConfig) -> Conversatio
             return ConversationTask("multimodal", model, ChatCollator(composed, config.data))
         source = str(folder)
     else:
-        model = MultimodalModel.from_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole)))
+        model = whole_multimodal(load_part(WHERE, whole, auto_class=multimodal_class(whole)))
         source = whole.processor or whole.path or ""
+    if isinstance(model, UndividedModel) and config.data.packing:
+        raise ConfigError(f"data.packing = true: rows of several samples cannot be given to this model. {model.reason}")
     processor = _processor_of(model, whole, source, config.data.chat_template)
     declare_trained(model, whole)
     return ConversationTask("multimodal", model, WholeChatCollator(processor, config.data))
+
+
+def whole_multimodal(model: Any) -> MultimodalModel:
+    """Return a Hugging Face multimodal model in parts, or in one piece where its parts would not give its results."""
+    try:
+        return MultimodalModel.from_multimodal(model)
+    except UnsupportedModelError as error:
+        return UndividedModel(model, str(error))
 
 
 def multimodal_class(whole: WholeModelConfig) -> Any:

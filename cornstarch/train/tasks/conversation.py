@@ -16,6 +16,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.packing import IGNORED
+from cornstarch.models.multimodal_language_model.takeover.undivided import UndividedModel
 from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap
 from cornstarch.train.data.collate import ChatCollator, CollatedBatch
 from cornstarch.train.data.sample import MediaKind, Message, Sample, SampleError
@@ -101,7 +102,7 @@ class ConversationTask:
     # ------------------------------------------------------------------ the folder
 
     def save(self, folder: Path) -> None:
-        """Write the model, adapters merged, with its processor; a plain language model as transformers does."""
+        """Write the model, adapters merged, with its processor; a model in one piece as transformers does."""
         model, processor = merged(self.model), self.collator.processor
         with new_folder(folder) as fresh:
             if model.encoders:
@@ -109,14 +110,18 @@ class ConversationTask:
                 processor.save_pretrained(fresh / PROCESSOR_FOLDER)
             else:
                 model.language_model.save_pretrained(fresh)  # type: ignore[operator]
-                processor.llm_tokenizer.save_pretrained(fresh)
+                whole = isinstance(model, UndividedModel)
+                (processor if whole else processor.llm_tokenizer).save_pretrained(fresh)
 
     def load(self, folder: Path) -> nn.Module:
         """Return the model of a folder."""
         if self.model.encoders:
             return MultimodalModel.from_pretrained(folder)
         kind: Any = type(unwrap(self.model.language_model))
-        return MultimodalModel({}, kind.from_pretrained(folder, dtype="auto"))
+        loaded = kind.from_pretrained(folder, dtype="auto")
+        if isinstance(self.model, UndividedModel):
+            return UndividedModel(loaded, self.model.reason)
+        return MultimodalModel({}, loaded)
 
     def logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
         """Return the logits at tokens that are no padding."""
