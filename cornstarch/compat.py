@@ -493,9 +493,13 @@ class VideoSettings(dict[str, Any]):
     model_input_names: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:  # processors read settings as attributes, whether or not there is a video
-        if name.startswith("__") or name not in self:
-            raise AttributeError(name)
-        return self[name]
+        from transformers.processing_utils import VideosKwargs
+
+        if name in self:
+            return self[name]
+        if name in VideosKwargs.__annotations__:
+            return None
+        raise AttributeError(name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         raise ImportError("Processing videos needs torchvision, which is missing or cannot be imported.")

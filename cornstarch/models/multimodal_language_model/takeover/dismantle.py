@@ -229,6 +229,7 @@ class DismantledModel(MultimodalModel):
         alone = self._listen({}, texts, None, inputs).get("position_ids")
         if alone is None:  # the model does not count for itself
             alone = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
+        alone = alone.expand(*alone.shape[:-2], *texts.shape)  # positions that are the same in all rows
         packed = alone.new_zeros(*alone.shape[:-2], *documents.shape)
         for number, (row, place) in enumerate(zip(rows, places, strict=True)):
             packed[..., row, place] = alone[..., number, : int(place.sum())]
