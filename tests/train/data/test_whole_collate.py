@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoProcessor
+from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from cornstarch.errors import ConfigError
+from cornstarch import MultimodalModel
+from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.models.multimodal_language_model.takeover.undivided import UndividedModel
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.rows import sample_of
 from cornstarch.train.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
@@ -153,3 +155,37 @@ def test_what_cannot_be_followed_is_refused(folders: Path, tmp_path: Path) -> No
 def test_videos_are_refused_in_words(row: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(SampleError, match="has a video.*frames of it as images"):
         sample_of(row, "llava" if "conversations" in row else "sharegpt", "row", tmp_path)
+
+
+def test_a_model_that_cannot_be_taken_apart_is_run_in_one_piece(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any) -> Any:
+        raise UnsupportedModelError("Its parts would give something else.")
+
+    monkeypatch.setattr(MultimodalModel, "from_multimodal", staticmethod(refuse))
+    folder = write_folder("qwen2.5-vl", folders)
+    task = task_of(folder)
+    assert isinstance(task.model, UndividedModel) and task.modalities() == {"vision": "image"}
+    samples = [asked(picture(20, 30), "q1"), asked("q2", answer="a2 a3")]
+    inputs = task.collator(samples).inputs
+    own = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder)
+    expected = own(**{key: value for key, value in inputs.items() if key != "facts"})
+    assert task.loss(inputs).item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert isinstance(task.reply(samples[0].messages[:1], most_tokens=2), str)
+
+    # A batch without images still takes every parameter's gradient along, and its loss is the same.
+    text = task.collator(samples[1:]).inputs
+    alone = task.loss(text).item()
+    task.model.keep_encoders_running(task.collator.processor.stand_in_rows())
+    loss = task.loss(text)
+    loss.backward()
+    assert loss.item() == pytest.approx(alone, rel=1e-6)
+    assert [name for name, p in task.model.named_parameters() if p.grad is None] == []
+
+    task.save(tmp_path / "saved")
+    again = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.lm_head.weight, own.lm_head.weight)
+    assert torch.equal(task_of(tmp_path / "saved").collator(samples).inputs["input_ids"], inputs["input_ids"])
+    with pytest.raises(ConfigError, match=r"data.packing.*parts would give something else"):
+        task_of(folder, packing=True)
