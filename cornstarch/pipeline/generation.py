@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
 
 if TYPE_CHECKING:
     from cornstarch.pipeline.apply import Pipeline
@@ -33,8 +35,9 @@ def generate(pipeline: Pipeline, input_ids: Tensor, attention_mask: Tensor | Non
     padding = settings.get("pad_token_id", min(ends, default=0))
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    prompt = input_ids.shape[1]
     for _ in range(settings.get("max_new_tokens", _MOST)):
-        new = _next(pipeline, {"input_ids": input_ids, "attention_mask": mask, **batch}).to(input_ids.device)
+        new = _next(pipeline, {"input_ids": input_ids, "attention_mask": mask, **batch}, prompt).to(input_ids.device)
         new = torch.where(ended, torch.full_like(new, padding), new)
         input_ids = torch.cat([input_ids, new[:, None]], 1)
         mask = torch.cat([mask, (~ended).to(mask)[:, None]], 1)
@@ -60,8 +63,8 @@ def _ends(said: Any) -> Collection[int]:
     return [int(one) for one in said] if isinstance(said, list | tuple) else [int(said)]
 
 
-def _next(pipeline: Pipeline, inputs: Inputs) -> Tensor:
-    """Return the likeliest next token of each text, on every process."""
+def _next(pipeline: Pipeline, inputs: Inputs, prompt: int) -> Tensor:
+    """Return the likeliest next token of each text, whose first `prompt` tokens were given, on every process."""
     found = torch.zeros(len(inputs["input_ids"]), dtype=torch.int64, device=pipeline.device)
 
     def last_logits(model: nn.Module, given: Inputs) -> Tensor:
@@ -71,7 +74,11 @@ def _next(pipeline: Pipeline, inputs: Inputs) -> Tensor:
     def finish(_: int, logits: Tensor) -> None:
         found.copy_(logits.argmax(-1))
 
-    with pipeline.called_for(last_logits):
+    with ExitStack() as stack:
+        stack.enter_context(pipeline.called_for(last_logits))
+        for program in pipeline.programs.values():
+            if isinstance(program.model, MultimodalModel):
+                stack.enter_context(program.model.prompt_of(prompt))
         pipeline.forward([inputs], finish)
     dist.broadcast(found, pipeline.rank_with_loss, group=pipeline.post.group)
     return found

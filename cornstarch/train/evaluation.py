@@ -20,7 +20,7 @@ from cornstarch.train.data.exchange import ExchangedMedia
 from cornstarch.train.data.formats import SampleSource
 from cornstarch.train.data.loader import SkipCounter, StepLoader
 from cornstarch.train.data.order import EpochOrder
-from cornstarch.train.data.sample import MediaKind
+from cornstarch.train.data.sample import BrokenSample, MediaKind
 from cornstarch.train.precision import Placement
 from cornstarch.train.state import random_state, restore_random_state
 from cornstarch.train.tasks.task import Measures, Task
@@ -85,14 +85,17 @@ class Evaluator:
 
     def _measured(self, source: SampleSource) -> tuple[Measures, int]:
         total, count = Measures({}), 0
+        skipped: list[BrokenSample] = []
         batches = self._batches(source)
         while some := list(islice(batches, 1 if self._pipeline is None else _AT_ONCE)):
             count += sum(batch.samples for batch in some)
+            skipped += [sample for batch in some for sample in batch.skipped]
             portions = [portion for batch in some for portion in batch.portions]
             for portion, measured in zip(portions, self._measures(portions), strict=True):
                 if portion.sample_ids:  # else it is a stand-in, which counts nothing
                     total = total + measured
-        return _over_processes(total, count) if self._replica.leads else _over_processes(Measures({}), 0)
+        own = (total, count, skipped) if self._replica.leads else (Measures({}), 0, [])
+        return self._over_processes(*own)
 
     def _measures(self, portions: list[CollatedBatch]) -> list[Measures]:
         """Return what is measured of each portion; of a pipeline, only the last stage has it."""
@@ -120,12 +123,24 @@ class Evaluator:
         with self._placement.computing():
             return self._task.measure(moved)
 
+    def _over_processes(self, measures: Measures, count: int, skipped: list[BrokenSample]) -> tuple[Measures, int]:
+        """Return what all processes have measured together; refuse, in all of them, data that is mostly broken."""
+        broken = sum(not sample.too_long for sample in skipped)
+        sums = {name: list(pair) for name, pair in measures.sums.items()}
+        said = processes.gather_data([count, broken, len(skipped) - broken, sums])
+        counts = [sum(one[place] for one in said) for place in range(3)]
+        if self._replica.count > 1:  # else it was judged while it was read
+            skips = SkipCounter(self._config.data.skip_limit, gather=processes.gather_data)
+            skips.count(*counts, skipped)
+            skips.end_epoch()
+        found = [Measures({name: (total, number) for name, (total, number) in one[3].items()}) for one in said]
+        return sum(found, Measures({})), counts[0]
+
     def _batches(self, source: SampleSource) -> Iterator[Any]:
         loop, data = self._config.loop, self._config.data
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
         replica = self._replica
         size = loop.batch_size // loop.accumulation // replica.count * replica.count
-        skips = SkipCounter(data.skip_limit)
         return iter(
             StepLoader(
                 source,
@@ -137,16 +152,8 @@ class Evaluator:
                 rank=replica.index,
                 ranks=replica.count,
                 epochs=1,
-                skips=skips,
             )
         )
-
-
-def _over_processes(measures: Measures, count: int) -> tuple[Measures, int]:
-    """Return what all processes have measured together."""
-    said = processes.gather_data([count, {name: list(pair) for name, pair in measures.sums.items()}])
-    found = [Measures({name: (total, number) for name, (total, number) in sums.items()}) for _, sums in said]
-    return sum(found, Measures({})), sum(samples for samples, _ in said)
 
 
 def source_names(configs: list[SourceConfig]) -> list[str]:

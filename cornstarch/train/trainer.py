@@ -16,13 +16,13 @@ from cornstarch.parallel.data import forget_stand_ins
 from cornstarch.train.attribution import DATA, TELLING
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.collate import CollatedBatch
-from cornstarch.train.data.loader import StepBatch, StepLoader
+from cornstarch.train.data.loader import SkipCounter, StepBatch, StepLoader
 from cornstarch.train.evaluation import Evaluation
 from cornstarch.train.failure import is_out_of_memory, out_of_memory
 from cornstarch.train.judging import Judge, is_stopped_early, is_worth_saving, metric_of, note_metric
 from cornstarch.train.observing import Observers
 from cornstarch.train.profiling import StepProfiler, ranged, ranged_over
-from cornstarch.train.results import Position, RunResult, Status, StepResult
+from cornstarch.train.results import Position, RunResult, Status, StepResult, StepTotals
 from cornstarch.train.runs import PLAN, RunFolder, check_trace
 from cornstarch.train.saving import Announcer, Saver, store_of, to_go_on_from
 from cornstarch.train.setup import RunSetup, Standing, assemble, begin, check_given, described_task
@@ -84,6 +84,7 @@ class Trainer:
         self._saves = Announcer(self._store, self._teller.saved)
         self._held = ExitStack()
         self._ready = False
+        self._skips: SkipCounter | None = None
 
     @classmethod
     def from_objects(
@@ -188,6 +189,7 @@ class Trainer:
         self.setup()
         if self.position.step >= self.total_steps:
             return
+        self._skips = self._start.data.skips(self.position)
         for batch in self._counter.ahead(ranged_over(DATA, self._loader()), self._steps_at_once):
             self._teller.skipped(batch.skipped)
             if self.pipeline is None and self.ahead is None:  # each stage takes what it needs itself
@@ -229,6 +231,7 @@ class Trainer:
         loss = self._passes(batch, totals_of_all)
         self.update.unscale()
         totals = totals_of_all()
+        self._judge_skipped(batch, totals)
         position.epoch, position.batch = batch.epoch, batch.index + 1
         position.broken += totals.broken
         position.too_long += totals.too_long
@@ -247,6 +250,14 @@ class Trainer:
         position.samples += totals.samples
         self.clock.ends(batch.waited)
         return StepResult(position.step, loss, rate, norm, totals, batch.waited)
+
+    def _judge_skipped(self, batch: StepBatch, totals: StepTotals) -> None:
+        """Refuse, in all processes alike, data of which too much is broken; one process does so while it reads."""
+        if self.replica.count == 1 or self._skips is None or self._standing.is_apart:
+            return
+        self._skips.count(totals.samples, totals.broken, totals.too_long, batch.skipped)
+        if batch.ends_epoch:
+            self._skips.end_epoch()
 
     def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         """Clip the gradients, change the weights, and return the gradients' norm."""

@@ -51,6 +51,8 @@ class Joining:
     trains_on_placeholders: bool
     positions_from_mask: bool
     """Whether positions are counted from the first token that is not padding."""
+    prompt_length: int | None = None
+    """So many tokens may be placeholders; those behind them were generated, and are text. None: all."""
 
     def __call__(
         self,
@@ -115,6 +117,9 @@ class Joining:
                 "MultimodalProcessor(…, model=this_model), which does it."
             )
         masks = placeholder_masks(input_ids, self.token_ids)
+        if self.prompt_length is not None:
+            for mask in masks.values():
+                mask[:, self.prompt_length :] = False
         for name, mask in masks.items():
             if facts is None:
                 check_counts(name, mask, features.get(name))

@@ -73,6 +73,7 @@ class MultimodalModel(nn.Module):
         self.positions_from_mask = True
         self.origin: Any = None
         self._stand_ins: dict[str, dict[str, Any]] = {}
+        self._prompt_length: int | None = None
         self._generate_by: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
         self._given_features: tuple[dict[str, Features], list[Tensor]] | None = None
         self.traits = check_language_model(language_model) if encoders else LanguageModelTraits()
@@ -346,6 +347,7 @@ class MultimodalModel(nn.Module):
             self.preprocess_llm_callback,
             self.trains_on_placeholders,
             self.positions_from_mask,
+            self._prompt_length,
         )
         return joining(
             features,
@@ -372,6 +374,15 @@ class MultimodalModel(nn.Module):
         if self._generate_by is not None:
             return self._generate_by(input_ids, attention_mask, kwargs)
         return generate(self, input_ids, attention_mask, kwargs)
+
+    @contextmanager
+    def prompt_of(self, length: int) -> Iterator[None]:
+        """Run a block in which tokens behind so many were generated: they are text, whatever their ids."""
+        self._prompt_length = length
+        try:
+            yield
+        finally:
+            self._prompt_length = None
 
     def generate_by(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
         """Let a function of (input_ids, attention_mask, all else) do `generate`: a pipeline, whose stages share it."""

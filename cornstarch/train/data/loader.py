@@ -53,6 +53,8 @@ class StepBatch:
     """Samples that were left out here, and in whole batches that were passed over before it."""
     samples: int = 0
     """Samples in the portions."""
+    ends_epoch: bool = False
+    """Whether it is the last of its epoch."""
     waited: float = field(default=0.0, compare=False)
     """Seconds that passed between asking for it and getting it."""
 
@@ -90,16 +92,21 @@ class _Fetched:
         return self if self.batch is None else replace(self, batch=self.batch.pin_memory())
 
 
+Gather = Callable[[list[str]], list[list[str]]]
+_LISTED = 5  # samples that were left out, in a message
+
+
 class SkipCounter:
     """Counts samples that were left out, and stops the run when too many of an epoch are broken.
 
     Args:
         limit: The largest share of broken samples. Samples that are only too long do not count as broken.
         at_least: So many samples of an epoch are looked at before the share is judged.
+        gather: Returns what all ranks say, where the samples of all ranks are counted: all must then count the same.
     """
 
-    def __init__(self, limit: float, at_least: int = 20) -> None:
-        self.limit, self.at_least = limit, at_least
+    def __init__(self, limit: float, at_least: int = 20, gather: Gather = lambda own: [own]) -> None:
+        self.limit, self.at_least, self._gather = limit, at_least, gather
         self.good = 0
         self.broken = 0
         self.too_long = 0
@@ -113,10 +120,14 @@ class SkipCounter:
     def add(self, good: int, skipped: Sequence[BrokenSample]) -> None:
         """Count, and raise ConfigError above the limit."""
         broken = sum(not sample.too_long for sample in skipped)
+        self.count(good, broken, len(skipped) - broken, skipped)
+
+    def count(self, good: int, broken: int, too_long: int, skipped: Sequence[BrokenSample]) -> None:
+        """Count the samples of all ranks, and raise ConfigError above the limit; `skipped` are those of this rank."""
         self.good, self._good = self.good + good, self._good + good
         self.broken, self._broken = self.broken + broken, self._broken + broken
-        self.too_long += len(skipped) - broken
-        self._first += list(skipped)[: 5 - len(self._first)]
+        self.too_long += too_long
+        self._first += list(skipped)[: _LISTED - len(self._first)]
         if self._good + self._broken >= self.at_least:
             self._judge()
 
@@ -136,7 +147,9 @@ class SkipCounter:
             )
 
     def _listed(self) -> str:
-        return "The first of them:" + "".join(f"\n  {sample}" for sample in self._first)
+        # All ranks of a replica have the same list.
+        lists = dict.fromkeys(map(tuple, self._gather([str(sample) for sample in self._first])))
+        return "The first of them:" + "".join([f"\n  {sample}" for one in lists for sample in one][:_LISTED])
 
 
 @dataclass
@@ -175,7 +188,8 @@ class StepLoader:
     balancer: Deal | None = None
     """Deals out the samples of a step. Default: as they come, the same number for each process."""
     skips: SkipCounter | None = None
-    """Default: made from the collator's `skip_limit`."""
+    """Default: made from the collator's `skip_limit`. Of several processes each sees its own samples only, and may have
+    none: nothing is judged here then, but by whoever knows what all of them have."""
     _counter: SkipCounter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,15 +215,16 @@ class StepLoader:
     def __iter__(self) -> Iterator[StepBatch]:
         passed_over: list[BrokenSample] = []
         passed = min(self.start[1] * self.batch_size, self.order.count(self.start[0]))
-        self._counter.begin_epoch(passed // self.ranks)
+        self._counter.begin_epoch(passed)
         asked = time.perf_counter()
         for fetched in self._fetched():
             if fetched.batch is None:
                 raise ConfigError(fetched.mistake)
             batch = fetched.batch
-            self._counter.add(batch.samples, batch.skipped)
-            if fetched.place.ends_epoch:
-                self._counter.end_epoch()
+            if self.ranks == 1:
+                self._counter.add(batch.samples, batch.skipped)
+                if batch.ends_epoch:
+                    self._counter.end_epoch()
             if not batch.portions:
                 passed_over += batch.skipped
                 continue
@@ -289,7 +304,7 @@ class _Steps(Dataset[_Fetched]):
                 portions.append(self._collator.join(good))
             elif self._ranks > 1:
                 portions.append(self._nothing())
-        return StepBatch(portions, place.epoch, place.index, skipped, samples)
+        return StepBatch(portions, place.epoch, place.index, skipped, samples, place.ends_epoch)
 
     def _own(self, numbers: np.ndarray) -> Sequence[np.ndarray]:
         """Return the places of this process's samples in a step, portion by portion."""

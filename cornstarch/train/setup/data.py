@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from cornstarch.parallel import processes
 from cornstarch.parallel.mesh import Replica
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.balancing import Balancer
@@ -55,6 +56,12 @@ class RunData:
         last = math.ceil(self.steps_of_epoch(whole) * (epochs - whole))
         return sum(map(self.steps_of_epoch, range(whole))) + last
 
+    def skips(self, position: Position) -> SkipCounter:
+        """Return what counts the samples that the ranks leave out together, from a position on."""
+        found = SkipCounter(self.config.data.skip_limit, gather=processes.gather_data)
+        found.begin_epoch(min(position.batch * self.config.loop.batch_size, self.order.count(position.epoch)))
+        return found
+
     def some_batch(self, collator: Collator) -> CollatedBatch | None:
         """Return a batch of training data to look at, from the beginning of each source; None if none can be used."""
         prepared: list[Any] = []
@@ -92,7 +99,6 @@ class RunData:
             ranks=replica.count,
             epochs=None if loop.steps is not None else math.ceil(loop.epochs or 1.0),
             balancer=balancer,
-            skips=SkipCounter(data.skip_limit),
         )
 
 

@@ -1,0 +1,48 @@
+"""What one rank alone finds out is refused by all ranks, in the same words; a rank without samples refuses nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cornstarch.errors import ConfigError
+from tests.parity.cell import made
+from tests.parity.pool import pool
+from tests.parity.samples import numbers
+
+
+def fitted(signs: str, options: dict[str, Any], folder: str) -> str:
+    """Train on one sample per sign (`x`: broken); return how many steps that made, or what was refused."""
+    samples = [numbers(number, sign, 1) for number, sign in enumerate(signs)]
+    try:
+        trainer = made(
+            "mlp", samples, {"epochs": 2, "batch_size": 4}, {}, "", folder, evaluation_data=samples, **options
+        )
+        trainer.watching = False
+        trainer.fit()
+    except ConfigError as error:
+        return str(error)
+    return f"{trainer.position.step} steps, {trainer.evaluate().record()['sources']['samples']['count']} evaluated"
+
+
+def run(tmp_path: Path, signs: str, **data: Any) -> list[str]:
+    data["evaluation"] = [{"path": "samples", "format": "given"}]
+    return pool().run(2, fitted, signs, {"data": data}, str(tmp_path / "run"))
+
+
+def test_a_rank_without_a_good_sample(tmp_path: Path) -> None:
+    assert run(tmp_path, "..xx") == ["2 steps, 2 evaluated"] * 2
+
+
+def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
+    assert run(tmp_path, ".") == ["2 steps, 1 evaluated"] * 2
+
+
+def test_too_many_broken_samples(tmp_path: Path) -> None:
+    one, other = run(tmp_path, "...x..xx" * 4, skip_limit=0.3)
+    assert one == other and "7 of 20 samples are broken" in one and "samples:4" in one
+
+
+def test_not_one_good_sample(tmp_path: Path) -> None:
+    one, other = run(tmp_path, "xxxx")
+    assert one == other and "Not one of 4 samples can be used" in one
