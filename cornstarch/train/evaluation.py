@@ -128,13 +128,13 @@ class Evaluator:
         broken = sum(not sample.too_long for sample in skipped)
         sums = {name: list(pair) for name, pair in measures.sums.items()}
         said = processes.gather_data([count, broken, len(skipped) - broken, sums])
-        counts = [sum(one[place] for one in said) for place in range(3)]
+        good, bad, too_long = (sum(one[place] for one in said) for place in range(3))
         if self._replica.count > 1:  # else it was judged while it was read
             skips = SkipCounter(self._config.data.skip_limit, gather=processes.gather_data)
-            skips.count(*counts, skipped)
+            skips.count(good, bad, too_long, skipped)
             skips.end_epoch()
         found = [Measures({name: (total, number) for name, (total, number) in one[3].items()}) for one in said]
-        return sum(found, Measures({})), counts[0]
+        return sum(found, Measures({})), good
 
     def _batches(self, source: SampleSource) -> Iterator[Any]:
         loop, data = self._config.loop, self._config.data
