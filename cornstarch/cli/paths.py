@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -24,7 +25,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "cornstarch_mo
 def path_mistakes(values: Node) -> list[Mistake]:
     """Return what is wrong with the paths in `values`, which may have other mistakes."""
     found = []
-    for path, problem in [*_model_problems(values), *_data_problems(values), *_output_problems(values)]:
+    problems = (_model_problems, _data_problems, _output_problems, _optimizer_problems)
+    for path, problem in [found for look in problems for found in look(values)]:
         node = tree.descend(values, path)
         where, shown = (node.where, node.shown()) if node is not None else (values.where, None)
         found.append(Mistake(where, tree.dotted(path), shown, problem))
@@ -159,6 +161,16 @@ def _output_problems(values: Node) -> Iterator[tuple[tree.Path, str]]:
         yield ("output",), f"{there} is a file; the run needs a folder."
     elif not os.access(there, os.W_OK):
         yield ("output",), f"The run cannot be written: no permission to write in {there.absolute()}."
+
+
+def _optimizer_problems(values: Node) -> Iterator[tuple[tree.Path, str]]:
+    node = tree.descend(values, ("optimizer", "name"))
+    package, dot, _ = node.value.partition(".") if node is not None and isinstance(node.value, str) else ("", "", "")
+    if dot and package.isidentifier() and find_spec(package) is None:
+        yield (
+            ("optimizer", "name"),
+            f"There is no package `{package}` here.\nInstall it, or use adamw, sgd, torch.optim.…",
+        )
 
 
 def _not_there(path: str, kind: str) -> str:

@@ -20,8 +20,20 @@ from cornstarch.schedule.policies import make_schedule
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
+# What `deepspeed.initialize` takes besides, and what takes its place.
+_OF_DEEPSPEED = {
+    "args": "leave it out: nothing is read from the command line",
+    "config": "give microbatches=, microbatch_size= and gradient_clipping= themselves",
+    "config_params": "give microbatches=, microbatch_size= and gradient_clipping= themselves",
+    "model_parameters": "give optimizer= a class, which is called with model.parameters(), or an optimizer of them",
+    "mpu": "give PipelineModule a plan",
+    "dist_init_required": "start the process group first",
+    "distributed_port": "start the process group first",
+}
+
+
 def initialize(
-    model: PipelineModule,
+    model: PipelineModule | None = None,
     optimizer: Optimizer | MakeOptimizer | None = None,
     *,
     microbatches: int = 1,
@@ -30,6 +42,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     lr_scheduler: Callable[[Optimizer], Any] | None = None,
     gradient_clipping: float | None = None,
+    **unknown: Any,
 ) -> PipelineEngine:
     """Return what trains a `PipelineModule`. All processes must call it.
 
@@ -43,7 +56,11 @@ def initialize(
         collate_fn: Makes a microbatch of a list of its samples. Default: they are stacked.
         lr_scheduler: Makes what sets the learning rate, of the optimizer.
         gradient_clipping: The largest norm of the gradients of all stages together.
+        unknown: Refused; arguments of `deepspeed.initialize` with what takes their place.
     """
+    if unknown:
+        lines = [f"{name}: {_OF_DEEPSPEED.get(name, 'there is no such argument')}." for name in unknown]
+        raise ConfigError("\n  ".join([f"initialize does not take {', '.join(unknown)}.", *lines]))
     if not isinstance(model, PipelineModule):
         raise ConfigError(f"initialize takes a PipelineModule, not a {type(model).__name__}.")
     if type(microbatches) is not int or microbatches < 1:

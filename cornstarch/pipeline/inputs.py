@@ -23,7 +23,7 @@ def guesses(model: PreTrainedModel) -> Iterator[Inputs]:
     first = model.main_input_name
     if first not in taken:
         first = next(name for name in taken if name != "self")
-    for make in _MAKERS.get(first, (_text,)):
+    for make in _MAKERS.get(first, (_text, _one_text)):
         made = {name: value for name, value in make(model.config, _noise()).items() if name in taken}
         if "use_cache" in taken:
             made["use_cache"] = False
@@ -74,6 +74,11 @@ def _text(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
     ids, mask = _ids(config, noise), torch.ones(_ROWS, _TOKENS, dtype=torch.long)
     mask[-1, -_PADDING:] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _one_text(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
+    """Make one row, for classifiers that need a padding token to find the ends of several rows, and have none."""
+    return {name: value[:1] for name, value in _text(config, noise).items()}
 
 
 def _channels(config: PreTrainedConfig) -> int:

@@ -104,12 +104,13 @@ def build_model(config: ModelConfig, *, weights: bool = True, cuts: Cuts | None 
 
 def _projector(module: nn.Module, language_model: nn.Module, kind: str, activation: str) -> MultimodalProjector | None:
     """Return a new projector, with memory although the parts beside it may have none; None if its width is unknown."""
-    width = encoder_width(getattr(unwrap(module), "config", None))
+    configs = [getattr(unwrap(part), "config", None) for part in (module, language_model)]
+    width = encoder_width(configs[0])
     table = language_model.get_input_embeddings().weight  # type: ignore[operator]
     if width is None:
         return None
     sizes = {"in_features": width, "out_features": table.shape[1]}
-    projector = MultimodalProjector(MultimodalProjectorConfig(projection_type=kind, activation=activation, **sizes))
+    projector = MultimodalProjector(MultimodalProjectorConfig(*configs, kind, activation, **sizes))
     nn.Module.to(projector, dtype=table.dtype)
     return projector
 

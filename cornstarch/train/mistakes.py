@@ -36,6 +36,18 @@ OTHER_NAMES = {
     "save_steps": "every",
     "logging_steps": "every",
 }
+# What other programs have a section for, and where the same is said here.
+OTHER_PLACES = {
+    "deepspeed": "parallel.data.kind: zero1, zero2 or zero3",
+    "fsdp": "parallel.data.kind: fsdp2",
+    "fsdp_config": "parallel.data",
+    "ddp": "parallel.data.kind: ddp",
+    "strategy": "parallel.data.kind",
+    "accelerator": "device",
+    "bf16": "precision: bf16",
+    "fp16": "precision: fp16",
+    "report_to": "logging.to",
+}
 
 
 def explain(error: ValidationError, tree: Node) -> tuple[list[Mistake], list[tuple[Path, str | None]]]:
@@ -108,6 +120,9 @@ def _suggest(path: Path, tree: Node) -> tuple[str | None, str]:
     steps = tuple(name.split("."))
     if len(steps) > 1 and locate((*parent, *steps)) is not None:
         return None, f"{said}\nIn a file, nest it: one line for each of {', '.join(f'`{step}:`' for step in steps)}"
+    place = OTHER_PLACES.get(name.lower()) if not parent else None
+    if place is not None:
+        return None, f"{said}\nHere that is `{place}`."
     near = nearest(name, names)
     if near is not None:
         return (near if near not in given else None), f"{said}\nDid you mean `{near}`?"
@@ -122,7 +137,7 @@ def nearest(name: str, names: list[str]) -> str | None:
     plain = name.lower().replace("-", "_").replace(" ", "_")
     if OTHER_NAMES.get(plain) in names:
         return OTHER_NAMES[plain]
-    close = get_close_matches(plain, names, n=1, cutoff=0.6)
+    close = get_close_matches(plain, names, n=1, cutoff=0.66)
     return close[0] if close else None
 
 

@@ -872,6 +872,14 @@ def test_leftovers_are_told(saved: Path) -> None:
     assert saved.with_name("model.tmp.0123").exists()
 
 
+def test_a_projector_remembers_what_it_stands_between(tmp_path: Path) -> None:
+    vision_model(init_projector_type="mlp").save_pretrained(tmp_path)
+    config = MultimodalProjector.from_pretrained(tmp_path / "vision_projector").config
+    assert (config.encoder_model_type, config.language_model_type) == ("clip_vision_model", "llama")
+    given = MultimodalProjectorConfig(clip().config, llama().config)
+    assert (given.encoder_model_type, given.language_model_type) == ("clip_vision_model", "llama")
+
+
 def test_a_projector_of_each_kind_says_what_it_is(tmp_path: Path) -> None:
     config = MultimodalProjectorConfig(in_features=24, out_features=32)
     encoder = ModalEncoderModule(clip(), MultimodalProjector(config, projection=Projection()))

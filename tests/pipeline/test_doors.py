@@ -183,6 +183,10 @@ def test_an_engine_says_what_is_wrong() -> None:
         initialize(model).train_batch(iter(pairs))
     with pytest.raises(ConfigError, match="initialize takes a PipelineModule, not a Linear"):
         initialize(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"does not take args, config\.\n  args: leave it out.*\n  config: give micro"
+    ):
+        initialize(args=None, model=model, config={"train_batch_size": 2})
     with pytest.raises(RuntimeError, match=r"microbatch 0: loss_fn returned a tensor of the shape \[2, 4\]"):
         engine.train_batch(iter(pairs * 2))
 

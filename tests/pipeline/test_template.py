@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -68,6 +69,14 @@ def test_modules_stand_in_the_order_of_the_forward_pass(name: str) -> None:
     assert PipelineTemplate.get_modules(model) == MODELS[name]
     covered = tuple(f"{module}." for module in MODELS[name])
     assert all(parameter.startswith(covered) for parameter, _ in model.named_parameters())
+
+
+def test_a_classifier_without_a_padding_token() -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=32, num_labels=3)
+    assert config.pad_token_id is None
+    model = transformers.GPT2ForSequenceClassification(config)
+    assert PipelineTemplate.get_modules(model) == [*MODELS["gpt2"][:-1], "score"]
+    PipelineTemplate.split(model, 2).check(model)
 
 
 def test_an_encoder_with_its_projector() -> None:

@@ -168,6 +168,13 @@ def test_mistakes_in_overrides(tmp_path: Path, override: str, expected: str) -> 
 PLACED = [
     ("sed: 1", "run.yaml:5  sed = 1\n  There is no `sed` in a run's description.\n  Did you mean `seed`?"),
     ("learning_rate: 1", "Did you mean `optimizer.learning_rate` or "),
+    ("deepspeed: ds.json", "no `deepspeed` in a run's description.\n  Here that is `parallel.data.kind: zero1, zero2"),
+    ("speedseeed: 1", "no `speedseeed` in a run's description.\n  Expected one of: "),
+    ("optimizer: {name: adamw_8bit}", "torch.optim has no `adamw_8bit`. Did you mean `adamw`?"),
+    ("optimizer: {name: torch.optim.Adafacter}", "Did you mean `Adafactor`?"),
+    ("device: gpu", "run.yaml:5  device = gpu\n  A run cannot use such a device. Did you mean `cuda`?"),
+    ("device: gpu:1", "Did you mean `cuda:1`?"),
+    ("device: here", "A run cannot use such a device. Expected auto, cpu, cuda, cuda:<number>, mps or xpu."),
     ("optimizer: {lr: 1}", "Did you mean `learning_rate`?"),
     ("optimizer.clip: 1", "In a file, nest it: one line for each of `optimizer:`, `clip:`"),
     ("parallel: {tp: 1}", "Expected one of: modules, data, ranks, schedule, verify"),

@@ -13,7 +13,12 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
 
 def make_projector(
-    name: str, encoder: ModalEncoderModule, width: int, projector_type: str, activation: str
+    name: str,
+    encoder: ModalEncoderModule,
+    width: int,
+    projector_type: str,
+    activation: str,
+    language_model_type: str | None = None,
 ) -> MultimodalProjector:
     """Return a new projector for an encoder that came without one.
 
@@ -23,8 +28,10 @@ def make_projector(
         width: Of the language model's embeddings.
         projector_type: "linear" or "mlp".
         activation: The activation inside an "mlp" projector.
+        language_model_type: The architecture of the language model, which its projector remembers.
     """
-    own = encoder_width(getattr(unwrap(encoder.module), "config", None))
+    encoder_config = getattr(unwrap(encoder.module), "config", None)
+    own = encoder_width(encoder_config)
     if own is None:
         raise ConfigError(
             f"No hidden size can be read from the config of the {name} encoder "
@@ -34,7 +41,12 @@ def make_projector(
         )
     return MultimodalProjector(
         MultimodalProjectorConfig(
-            projection_type=projector_type, activation=activation, in_features=own, out_features=width
+            encoder_config,
+            projection_type=projector_type,
+            activation=activation,
+            in_features=own,
+            out_features=width,
+            language_model_type=language_model_type,
         )
     )
 

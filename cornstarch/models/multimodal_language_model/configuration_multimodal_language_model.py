@@ -42,8 +42,8 @@ def text_width(config: Any) -> int | None:
 class MultimodalProjectorConfig(PreTrainedConfig):
     """Sizes and kind of the projector between one encoder and the language model.
 
-    Sizes are read from the two configs; `in_features` and `out_features` override what is read. Only the sizes are
-    kept, so that a saved projector does not carry a copy of its neighbours' configs.
+    Sizes are read from the two configs; `in_features` and `out_features` override what is read. Only the sizes and the
+    names of the two architectures are kept, so that a saved projector does not carry a copy of its neighbours' configs.
     """
 
     model_type = "multimodal_projector"
@@ -56,6 +56,8 @@ class MultimodalProjectorConfig(PreTrainedConfig):
         activation: str = "gelu",
         in_features: int | None = None,
         out_features: int | None = None,
+        encoder_model_type: str | None = None,
+        language_model_type: str | None = None,
         **kwargs: Any,
     ) -> None:
         if projection_type not in (*PROJECTION_TYPES, "custom"):
@@ -75,4 +77,6 @@ class MultimodalProjectorConfig(PreTrainedConfig):
         self.activation = activation
         self.in_features = in_features
         self.out_features = out_features
+        self.encoder_model_type = encoder_model_type or getattr(encoder_config, "model_type", None)
+        self.language_model_type = language_model_type or getattr(text_config, "model_type", None)
         super().__init__(**kwargs)

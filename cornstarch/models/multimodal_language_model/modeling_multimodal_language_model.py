@@ -89,7 +89,8 @@ class MultimodalModel(nn.Module):
         if not isinstance(encoder, ModalEncoderModule):
             encoder = ModalEncoderModule(encoder)
         if encoder.projector is None:
-            made = make_projector(name, encoder, self._embedding_width(), projector_type, activation)
+            kind = getattr(getattr(unwrap(self.language_model), "config", None), "model_type", None)
+            made = make_projector(name, encoder, self._embedding_width(), projector_type, activation, kind)
             encoder.projector = nn.Module.to(made, device=self.device, dtype=self.dtype)
         check_widths(name, encoder, self._embedding_width())
         self.add_module(f"{name}_encoder", encoder)

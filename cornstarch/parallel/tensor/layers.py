@@ -50,6 +50,17 @@ class SharedInput:
         return copied
 
 
+def check_mesh(mesh: Any, layer: str) -> None:
+    """Refuse what is no mesh of one axis: a number of ranks does not say which ranks share a layer."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        return
+    found = f"a mesh of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
+    raise ConfigError(
+        f"{layer}: mesh = {found}; expected a DeviceMesh of one axis, the ranks that share the layer: "
+        'init_device_mesh("cuda", (2,)), or one axis of a larger mesh, mesh["tp"].'
+    )
+
+
 class CutLayer(nn.Module):
     """What cut layers know beyond their parameters."""
 
@@ -91,6 +102,7 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
             device: Where the parameters are.
             dtype: What type they have.
         """
+        check_mesh(mesh, type(self).__name__)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         _same_everywhere(self, mesh)
         self._cut(mesh, (out_features,), gather)
@@ -107,6 +119,7 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
             parts: The sizes of what is fused in its outputs, each of which is cut.
             gather: Give back all outputs on every rank.
         """
+        check_mesh(mesh, cls.__name__)
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear._cut(mesh, parts or (linear._outputs,), gather)
@@ -164,6 +177,7 @@ class RowParallelLinear(CutLayer, nn.Linear):
             device: Where the parameters are.
             dtype: What type they have.
         """
+        check_mesh(mesh, type(self).__name__)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
         _same_everywhere(self, mesh)
         self._cut(mesh, split)
@@ -177,6 +191,7 @@ class RowParallelLinear(CutLayer, nn.Linear):
             mesh: The ranks; it has one axis.
             split: Take whole inputs, of which each rank uses its own.
         """
+        check_mesh(mesh, cls.__name__)
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear._cut(mesh, split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,10 @@ from cornstarch.train.config.training import (
 from cornstarch.train.config.values import NotNegative, Positive, Precision, Section
 
 
+_DEVICE = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu|npu)(:\d+)?")
+_OTHER_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
+
+
 class RunConfig(Section):
     """Everything that a run is."""
 
@@ -31,7 +36,7 @@ class RunConfig(Section):
     seed: NotNegative = 0
     """Of all random numbers."""
     device: str = "auto"
-    """auto: a GPU if there is one."""
+    """auto: a GPU if there is one; cpu; cuda, or cuda:1 for one of several GPUs; mps; xpu."""
     threads: Positive | None = None
     """Threads of the CPU that one process computes with. Default: torch's choice; small models are faster with 1."""
     precision: Precision | Literal["auto"] = "auto"
@@ -54,6 +59,15 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     features: FeaturesConfig = FeaturesConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, value: str) -> str:
+        if _DEVICE.fullmatch(value):
+            return value
+        kind, colon, number = value.lower().partition(":")
+        meant = f" Did you mean `{_OTHER_DEVICES[kind]}{colon}{number}`?" if kind in _OTHER_DEVICES else ""
+        raise ValueError(f"a run cannot use such a device.{meant} Expected auto, cpu, cuda, cuda:<number>, mps or xpu")
 
     @field_validator("compile", mode="before")
     @classmethod

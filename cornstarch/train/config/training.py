@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cornstarch.train.config.values import AboveZero, NotNegative, Positive, Rate, Section, Share, Size, size_in_bytes
+
+
+_OPTIMIZERS = ("adamw", "sgd")
+_OPTIMIZER_CLASSES = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD", "SparseAdam",
+)  # fmt: skip
 
 
 class OptimizerConfig(Section):
@@ -31,6 +40,22 @@ class OptimizerConfig(Section):
     """Further arguments of the optimizer's class."""
     scale_rate: Literal["none", "linear", "sqrt"] = "none"
     """Multiply learning rates by the number of processes, or its square root, if each process gets a whole batch."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        """Refuse a name that torch.optim does not have; classes of other packages are looked up when training starts."""
+        module, _, name = value.rpartition(".")
+        if value.lower() in _OPTIMIZERS or module not in ("", "torch.optim") or name in _OPTIMIZER_CLASSES:
+            return value
+        if hasattr(import_module("torch.optim"), name):  # a newer torch has more
+            return value
+        near = get_close_matches(name, [*_OPTIMIZERS, *_OPTIMIZER_CLASSES], n=1)
+        meant = f" Did you mean `{near[0]}`?" if near else ""
+        raise ValueError(
+            f"torch.optim has no `{name[:80]}`.{meant} Expected adamw, sgd, a class of torch.optim such as "
+            "torch.optim.Adafactor, or a class of another package with its module, package.module.Class"
+        )
 
 
 class ScheduleConfig(Section):

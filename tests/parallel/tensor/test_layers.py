@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cornstarch.errors import ConfigError
+from cornstarch.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from tests.parallel.tensor.work import by_hand, exchanges, refused_layers, refused_models
 from tests.parity.pool import Pool
 
@@ -30,6 +32,15 @@ def test_sizes_that_do_not_divide_are_refused(workers: Pool) -> None:
             "7 outputs cannot be cut evenly over 2 ranks.",
             "7 inputs cannot be cut evenly over 2 ranks.",
         ]
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_a_number_of_ranks_is_no_mesh(kind: type[ColumnParallelLinear]) -> None:
+    said = rf"{kind.__name__}: mesh = 2; expected a DeviceMesh of one axis"
+    with pytest.raises(ConfigError, match=said):
+        kind(8, 12, 2, 0)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=said):
+        kind.from_linear(torch.nn.Linear(8, 12), 2)  # type: ignore[arg-type]
 
 
 def test_models_that_cannot_be_cut_are_refused(workers: Pool) -> None:
