@@ -21,7 +21,6 @@ from cornstarch.train.config.training import (
 )
 from cornstarch.train.config.values import NotNegative, Positive, Precision, Section
 
-
 _DEVICE = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu|npu)(:\d+)?")
 _OTHER_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
 

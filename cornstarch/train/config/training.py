@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 
 from cornstarch.train.config.values import AboveZero, NotNegative, Positive, Rate, Section, Share, Size, size_in_bytes
 
-
 _OPTIMIZERS = ("adamw", "sgd")
 _OPTIMIZER_CLASSES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam", "RMSprop",
@@ -44,7 +43,7 @@ class OptimizerConfig(Section):
     @field_validator("name")
     @classmethod
     def _is_known(cls, value: str) -> str:
-        """Refuse a name that torch.optim does not have; classes of other packages are looked up when training starts."""
+        """Refuse a name that torch.optim does not have; classes of other packages are looked up by the run."""
         module, _, name = value.rpartition(".")
         if value.lower() in _OPTIMIZERS or module not in ("", "torch.optim") or name in _OPTIMIZER_CLASSES:
             return value
