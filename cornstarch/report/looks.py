@@ -13,6 +13,7 @@ from cornstarch.report.reading import Evaluation, Run
 
 # The first measure that both evaluations have is compared.
 _MEASURES = ("accuracy", "token_accuracy", "loss")
+_BETTER = 0.02
 _ITEMS = {"vision": "images", "audio": "sounds", "video": "videos"}
 
 
@@ -24,6 +25,8 @@ class Comparison(NamedTuple):
     true: float
     exchanged: float
     note: str = ""
+    chance: float | None = None
+    """The accuracy that a model that looks has by chance, with exchanged items."""
 
     @property
     def verdict(self) -> tuple[str, str]:
@@ -31,7 +34,11 @@ class Comparison(NamedTuple):
         if not (math.isfinite(self.true) and math.isfinite(self.exchanged)):
             return "", "cannot be compared"
         worse = self.exchanged - self.true if self.measure == "loss" else self.true - self.exchanged
-        share = worse / self.true if self.true else 0.0
+        # What can be lost is what is more than chance: of two classes, half of the answers stay right.
+        chance = self.chance or 0.0
+        if self.chance is not None and self.true < chance + _BETTER:
+            return "bad", "the answers are hardly better than guessing"
+        share = worse / (self.true - chance) if self.true else 0.0
         if share >= 0.5:
             return "good", "the answers depend on them"
         if share >= 0.1:
@@ -84,7 +91,8 @@ def _row(source: str, true: Mapping[str, float], exchanged: Mapping[str, float])
     for measure in _MEASURES:
         if measure in true and measure in exchanged:
             note = _coverage(true.get("count"), exchanged.get("count"))
-            return Comparison(source, measure, true[measure], exchanged[measure], note)
+            chance = exchanged.get("chance") if measure == "accuracy" else None
+            return Comparison(source, measure, true[measure], exchanged[measure], note, chance)
     return None
 
 
@@ -125,5 +133,6 @@ def _source(row: Comparison, items: str) -> Markup:
             class_="bars",
         ),
         element("p", row.note, class_="note") if row.note else None,
+        element("p", f"Chance: {figures.percent(row.chance)}", class_="note") if row.chance is not None else None,
         element("p", element("b", change.replace("-", "−")), f": {verdict}", class_=f"verdict {kind}"),
     )  # fmt: skip

@@ -109,8 +109,15 @@ def _projector(module: nn.Module, language_model: nn.Module, kind: str, activati
     table = language_model.get_input_embeddings().weight  # type: ignore[operator]
     if width is None:
         return None
-    sizes = {"in_features": width, "out_features": table.shape[1]}
-    projector = MultimodalProjector(MultimodalProjectorConfig(*configs, kind, activation, **sizes))
+    config = MultimodalProjectorConfig(
+        encoder_config=configs[0],
+        text_config=configs[1],
+        projection_type=kind,
+        activation=activation,
+        in_features=width,
+        out_features=table.shape[1],
+    )
+    projector = MultimodalProjector(config)
     nn.Module.to(projector, dtype=table.dtype)
     return projector
 

@@ -35,6 +35,8 @@ class Evaluation:
     sources: Mapping[str, Measures] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     """Samples."""
+    chances: Mapping[str, float] = field(default_factory=dict)
+    """With exchanged items: how often a model that looks is right by chance, where that is known."""
 
     def means(self) -> dict[str, float]:
         """Return the measures over all sources together."""
@@ -43,6 +45,8 @@ class Evaluation:
     def record(self) -> dict[str, Any]:
         """Return it as a line of metrics."""
         sources = {name: {**sums.means(), "count": self.counts[name]} for name, sums in self.sources.items()}
+        for name, chance in self.chances.items():
+            sources[name]["chance"] = chance
         return {**self.means(), "sources": sources}
 
 
@@ -72,6 +76,7 @@ class Evaluator:
     def _evaluated(self, seen: Callable[[SampleSource], SampleSource]) -> Evaluation:
         sources: dict[str, Measures] = {}
         counts: dict[str, int] = {}
+        chances: dict[str, float] = {}
         before = random_state()
         try:
             with evaluating(self._task.model) if self._pipeline is None else self._pipeline.evaluating():
@@ -79,9 +84,11 @@ class Evaluator:
                     looked_at = seen(source)
                     if len(looked_at):
                         sources[name], counts[name] = self._measured(looked_at)
+                        if isinstance(looked_at, ExchangedMedia) and looked_at.chance is not None:
+                            chances[name] = looked_at.chance
         finally:
             restore_random_state(before)
-        return Evaluation(sources, counts)
+        return Evaluation(sources, counts, chances)
 
     def _measured(self, source: SampleSource) -> tuple[Measures, int]:
         total, count = Measures({}), 0

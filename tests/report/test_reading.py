@@ -105,11 +105,21 @@ def test_verdicts(measure: str, true: float, exchanged: float, kind: str) -> Non
     assert Comparison("digits", measure, true, exchanged).verdict[0] == kind
 
 
+@pytest.mark.parametrize(
+    ("true", "exchanged", "kind"),
+    [(0.973, 0.514, "good"), (0.97, 0.75, "warn"), (0.97, 0.95, "bad"), (0.51, 0.5, "bad"), (0.4, 0.3, "bad")],
+)
+def test_two_classes_are_compared_with_chance(true: float, exchanged: float, kind: str) -> None:
+    rows = {"a": {"accuracy": true, "count": 100.0}}, {"a": {"accuracy": exchanged, "count": 100.0, "chance": 0.5}}
+    (found,) = compare(*(Evaluation(9, {}, row) for row in rows))
+    assert found.verdict[0] == kind
+
+
 def test_what_is_compared() -> None:
     true = Evaluation(9, {"loss": 1.0, "accuracy": 0.8}, {"a": {"loss": 1.0, "accuracy": 0.9}, "b": {"loss": 2.0}})
     by_source = Evaluation(9, {"accuracy": 0.2}, {"a": {"accuracy": 0.1}, "b": {"loss": 4.0}, "c": {"loss": 1.0}}, "x")
-    assert compare(true, by_source) == [("a", "accuracy", 0.9, 0.1, ""), ("b", "loss", 2.0, 4.0, "")]
-    assert compare(true, Evaluation(9, {"accuracy": 0.2}, {}, "x")) == [("all", "accuracy", 0.8, 0.2, "")]
+    assert compare(true, by_source) == [Comparison("a", "accuracy", 0.9, 0.1), Comparison("b", "loss", 2.0, 4.0)]
+    assert compare(true, Evaluation(9, {"accuracy": 0.2}, {}, "x")) == [Comparison("all", "accuracy", 0.8, 0.2)]
     assert compare(true, Evaluation(9, {"other": 0.2}, {}, "x")) == []
     assert compare(None, by_source) == []
 

@@ -336,6 +336,7 @@ def test_exchanged_items_are_measured_at_the_end(tmp_path: Path) -> None:
     tiny_config(tmp_path)
     result = trainer_of(tiny_config(tmp_path, **with_evaluation(tmp_path))).fit()
     assert result.exchanged["vision"]["sources"]["held out"]["count"] == 8  # not the one without an image
+    assert 0 <= result.exchanged["vision"]["sources"]["held out"]["chance"] < 0.5  # of four words
     assert lines(tmp_path / "run", "shuffled")[0]["modality"] == "vision"
     without = trainer_of(
         tiny_config(tmp_path, f"output={tmp_path / 'b'}", "loop.exchange_check=false", **with_evaluation(tmp_path))

@@ -11,6 +11,12 @@ from cornstarch.train.data.formats import SampleSource
 from cornstarch.train.data.sample import Content, Media, MediaKind, Sample, SampleError
 
 
+def _answers(sample: Sample) -> Iterator[str]:
+    for message in sample.messages:
+        if message.role == "assistant":
+            yield from (part for part in message.content if isinstance(part, str))
+
+
 class ExchangedMedia:
     """Those samples of a source that have media of a kind, each with the media of another one.
 
@@ -20,6 +26,7 @@ class ExchangedMedia:
 
     def __init__(self, source: SampleSource, kind: MediaKind, seed: int) -> None:
         self._source, self._kind = source, kind
+        self._answers: dict[int, int] = {}
         self._givers = dict(sorted(self._exchanges(seed)))
         self._numbers = list(self._givers)
 
@@ -28,10 +35,11 @@ class ExchangedMedia:
         alike: dict[int, list[int]] = {}
         for index in range(len(self._source)):
             try:
-                count = len(self._own(self._source[index]))
+                sample = self._source[index]
             except SampleError:
                 continue
-            if count:
+            if count := len(self._own(sample)):
+                self._answers[index] = hash(tuple(_answers(sample)))
                 alike.setdefault(count, []).append(index)
         for count, members in sorted(alike.items()):
             if len(members) > 1:
@@ -40,6 +48,17 @@ class ExchangedMedia:
 
     def _own(self, sample: Sample) -> list[Media]:
         return [media for media in sample.media if media.kind == self._kind]
+
+    @property
+    def chance(self) -> float | None:
+        """The share of samples that got media of a sample with the same answers: a model that looks stays right there.
+
+        None where samples have no answers.
+        """
+        if not self._givers or hash(()) in self._answers.values():
+            return None
+        same = sum(self._answers[number] == self._answers[giver] for number, giver in self._givers.items())
+        return same / len(self._givers)
 
     @property
     def description(self) -> str:

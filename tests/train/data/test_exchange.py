@@ -99,6 +99,20 @@ def test_documents_and_broken_rows() -> None:
     assert exchanged.name(0) == "sample 1"
 
 
+def test_chance_is_how_often_the_other_sample_has_the_same_answer() -> None:
+    def answered(number: int, answer: str) -> Sample:
+        asked = Message("user", (Media("image", (number, 0)), "what is it"))
+        return Sample(f"s{number}", (asked, Message("assistant", (answer,))))
+
+    exchanged = ExchangedMedia(Samples([answered(n, "ab"[n % 2]) for n in range(200)]), "image", 0)
+    same = [exchanged[index].media[0].source[0] % 2 == index % 2 for index in range(200)]
+    assert exchanged.chance == sum(same) / 200 and 0.4 < exchanged.chance < 0.6
+    assert ExchangedMedia(Samples([sample(n) for n in range(9)]), "image", 0).chance == 0
+    assert ExchangedMedia(Samples([answered(n, "a") for n in range(9)]), "image", 0).chance == 1
+    documents = [Sample(f"d{n}", document=("see ", Media("image", (n, 0)))) for n in range(3)]
+    assert ExchangedMedia(Samples(documents), "image", 0).chance is None
+
+
 def test_nothing_to_exchange() -> None:
     assert len(ExchangedMedia(Samples([sample(0, images=0), sample(1)]), "image", 0)) == 0
     assert len(ExchangedMedia(Samples([]), "audio", 0)) == 0
