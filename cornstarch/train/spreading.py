@@ -173,6 +173,8 @@ class Spreading:
         """Tell of what is not as one might expect."""
         for warning in self._layout.warnings:
             self._note(warning)
+        if isinstance(self.model, UndividedModel):
+            self._note(f"The model is trained in one piece, by its own forward. {self.model.reason}")
         for name, reason in whole_reasons(self.model, self._layout).items():
             self._note(f"{name} was read whole by every process before it was cut: {reason}.")
 

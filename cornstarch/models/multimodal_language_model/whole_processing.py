@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from cornstarch.compat import load_processor_of
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import noise_item
+from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_tokenizer, check_vocabulary
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `role`, and `content` as a list of parts with a type (`{"type": "image", "image": …}`)."""
@@ -57,6 +59,8 @@ class WholeModelProcessor:
     def __init__(self, original: ProcessorMixin, model: Any, chat_template: str | None = None) -> None:
         self.original = original
         self.llm_tokenizer: PreTrainedTokenizerBase = original.tokenizer
+        check_tokenizer(self.llm_tokenizer)
+        check_vocabulary(self.llm_tokenizer, unwrap(model.language_model))
         self.encoder_processors: dict[str, Any] = _item_processors(original)
         missing = [name for name in model.encoders if name not in self.encoder_processors]
         if missing:
