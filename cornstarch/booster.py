@@ -113,8 +113,7 @@ class Booster:
     def _check(self, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
         if isinstance(model, BoostedModel) or not isinstance(model, nn.Module):
             raise ConfigError(f"booster.boost was given a {type(model).__name__} as model; expected a torch.nn.Module.")
-        world = current_world()
-        if world.size != processes.size() and processes.is_alone():
+        if processes.is_alone() and (world := current_world()).size > 1:
             raise ConfigError(
                 f"This is process {world.rank} of {world.size}, but they do not know one another. Boost inside `with "
                 "cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or call "

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cornstarch.train.using import LoadedRun
 
 MAX_TOKENS = 128
+_EMPTY = "(The answer is empty: the model has ended it at once.)"
 _HELP = "Ask; /image FILE and /audio FILE go with the next question, /new forgets what was said, Ctrl-D ends."
 
 
@@ -60,7 +61,7 @@ def generate(
     if prompt is None and files and loaded.task.name == "image-classification":
         prompt = ""  # an image asks for its label without a word
     if prompt is not None:
-        print(say(_question(prompt, files), []))
+        print(_shown(say(_question(prompt, files), [])))
         return
     _chat(say, files)
 
@@ -97,9 +98,14 @@ def _chat(say: Callable[[Sample, list[Message]], str], files: list[tuple[str, Pa
                     print("Give the files of the next question anew.")
                 files = []
                 continue
-            print(answer)
+            print(_shown(answer))
             said = [*said, *question.messages, Message("assistant", (answer,))]
             files = []
+
+
+def _shown(answer: str) -> str:
+    """Return an answer as it is printed: an empty one must not look like nothing at all."""
+    return answer if answer.strip() else _EMPTY
 
 
 def _lines() -> Iterator[str]:

@@ -97,6 +97,7 @@ def plan(
             resized(machines, size)  # refuses what does not fill nodes
 
     from cornstarch.cli.plan_tables import show
+    from cornstarch.report.plan_words import train_command
     from cornstarch.report.planning import write_page
 
     page = _planned(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
@@ -109,7 +110,9 @@ def plan(
     if output is not None:
         _write(output, page.plan)
         if not quiet:
-            print(f"{output}: cornstarch train {config} --plan {output}")
+            assert page.found.best is not None
+            command = train_command(page.found.best, page.cluster, str(config), str(output), overrides or ())
+            print(f"{output}: {command}")
     if html is not None:
         write_page(page, html)
         print(html)

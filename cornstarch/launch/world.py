@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
+# Launchers that start several processes without torchrun's variables: how many there are, and which one this is. The
+# variables of SLURM's steps are set by srun only, not in a batch script.
+_OTHER_LAUNCHERS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+)
 
 STORE_SOCKET = "CORNSTARCH_STORE_SOCKET"
 """A variable that `cornstarch.launch.local` gives to rank 0: the socket on which it holds MASTER_PORT for it."""
@@ -60,10 +67,12 @@ class World:
 def current_world(environment: Mapping[str, str] | None = None) -> World:
     """Return this process's place as torchrun's variables tell it; without them it is alone.
 
-    Raises ConfigError if only some of the variables are set, or if they contradict one another.
+    Raises ConfigError if only some of the variables are set, if they contradict one another, or if another launcher has
+    started several processes that know nothing of one another.
     """
     variables = os.environ if environment is None else environment
     if not any(name in variables for name in _NUMBERS):
+        _refuse_other_launchers(variables)
         return World()
     missing = [name for name in (*_NUMBERS, *_MASTER) if not variables.get(name)]
     if missing:
@@ -80,6 +89,23 @@ def current_world(environment: Mapping[str, str] | None = None) -> World:
     except ConfigError as error:
         found = ", ".join(f"{name}={numbers[name]}" for name in _NUMBERS)
         raise ConfigError(f"{found}: {error}") from None
+
+
+def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
+    """Refuse to be one of several processes that would each train by itself, in the same folder."""
+    for launcher, size, rank in _OTHER_LAUNCHERS:
+        count = variables.get(size, "")
+        if not count.isdecimal() or int(count) < 2:
+            continue
+        raise ConfigError(
+            f"{launcher} has started {count} processes ({size}={count}, {rank}={variables.get(rank, '?')}), and each "
+            "would be a run of its own: only torchrun's variables are read.\n"
+            "  On one machine start one task: srun --ntasks=1 cornstarch train run.yaml --nproc 8\n"
+            "  On several start one task each: srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES "
+            "--nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 --rdzv-id=$SLURM_JOB_ID "
+            "-m cornstarch train run.yaml\n"
+            f"  If runs of their own are meant: env -u {size} cornstarch train …"
+        )
 
 
 def _number(name: str, text: str) -> int:

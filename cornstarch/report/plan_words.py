@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -197,3 +198,15 @@ def _time(best: Prediction) -> Iterator[str]:
 
 def _largest(item: tuple[str, float]) -> float:
     return -item[1]
+
+
+def train_command(best: Prediction, cluster: Cluster, config: str, plan: str, overrides: Sequence[str] = ()) -> str:
+    """Return the command that trains with a plan, in as many processes as it is for."""
+    world, rest = best.choice.world, shlex.join([config, *overrides, "--plan", plan])
+    if world > cluster.per_node:
+        nodes = -(-world // cluster.per_node)
+        return (
+            f"torchrun --nnodes={nodes} --nproc-per-node={world // nodes} --rdzv-backend=c10d "
+            f"--rdzv-endpoint=FIRST_MACHINE:29500 -m cornstarch train {rest}"
+        )
+    return f"cornstarch train {rest}" + (f" --nproc {world}" if world > 1 else "")

@@ -27,6 +27,7 @@ from cornstarch.report.plan_words import (
     rate,
     seconds,
     sentence,
+    train_command,
     unit,
     why_best,
 )
@@ -312,7 +313,9 @@ def _scaling(fitting: Sequence[tuple[int, Prediction, float | None]], what: str)
 
 
 def _file(page: Page) -> Markup:
-    lead = "Save it as plan.yaml, and train with it: cornstarch train CONFIG --plan plan.yaml"
+    best = page.found.best
+    command = "" if best is None else train_command(best, page.cluster, "CONFIG", "plan.yaml")
+    lead = f"Save it as plan.yaml, and train with it: {command}"
     return join(
         element("p", lead, class_="lead"), element("pre", element("code", page.plan), class_="command", tabindex=0)
     )

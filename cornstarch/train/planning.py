@@ -24,7 +24,7 @@ from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
 from cornstarch.plan.predict import Prediction, predict
 from cornstarch.plan.search import RUNNERS_UP, Found, search
 from cornstarch.plan.space import Space
-from cornstarch.report.plan_words import predicted
+from cornstarch.report.plan_words import predicted, train_command
 from cornstarch.train.config import ModuleParallelConfig, ParallelConfig, RunConfig
 from cornstarch.train.source import as_data, write_data
 
@@ -226,7 +226,6 @@ def plan_file(best: Prediction, config: RunConfig, cluster: Cluster) -> str:
         f"The plan of {config.name} for {cluster.name or cluster.describe()}, chosen by Cornstarch {__version__}.",
         choice.describe(),
         f"Predicted: {predicted(best)}.",
-        f"To train with it, in {choice.world} process{'es' if choice.world > 1 else ''}: "
-        "cornstarch train CONFIG --plan THIS_FILE",
+        f"To train with it: {train_command(best, cluster, 'CONFIG', 'THIS_FILE')}",
     ]
     return "".join(f"# {line}\n" for line in lines) + write_data(sections_of(best, config))

@@ -131,6 +131,13 @@ def test_a_chat_remembers_until_told_to_forget(run: Path, command: Command, monk
     assert said == [first, second, alone]
 
 
+def test_an_empty_answer_is_told(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornstarch.train.tasks.conversation.ConversationTask.reply", lambda *_, **__: " ")
+    empty = "(The answer is empty: the model has ended it at once.)"
+    assert command("generate", run, "what is it") == (0, f"{empty}\n", "")
+    assert chat(command, monkeypatch, run, "what is it") == [empty]
+
+
 def test_a_chat_survives_mistakes(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     said = chat(
         command, monkeypatch, run,

@@ -68,6 +68,21 @@ def test_the_best_plan_and_why_the_others_lost(run: Path, command: Command) -> N
     assert "lost: " in out and "• vision " in out and "Where the time of the busiest device goes: " in out
 
 
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        ("1xH100", "cornstarch train {run} loop.batch_size=32 --plan plan.yaml"),
+        ("4xH100", "cornstarch train {run} loop.batch_size=32 --plan plan.yaml --nproc 4"),
+        ("2x2xH100", "torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500 "
+                     "-m cornstarch train {run} loop.batch_size=32 --plan plan.yaml"),
+    ],
+)  # fmt: skip
+def test_the_command_that_is_told_trains_as_planned(run: Path, command: Command, cluster: str, expected: str) -> None:
+    code, out, _ = command("plan", run, "loop.batch_size=32", "--cluster", cluster, "--output", "plan.yaml", "--top", 0)
+    assert code == 0 and out.splitlines()[-1] == f"plan.yaml: {expected.format(run=run)}"
+    assert f"# To train with it: {expected.split(' -m')[0].split(' {run}')[0]}" in Path("plan.yaml").read_text()
+
+
 def test_the_file_is_one_that_train_and_layout_take(run: Path, command: Command, tmp_path: Path) -> None:
     code, out, _ = command("plan", run, "loop.batch_size=32", "--cluster", "4xH100", "--output", "plan.yaml", "--quiet")
     assert code == 0 and len(out.splitlines()) == 1 and out.startswith("parallel: auto: vision ")

@@ -38,6 +38,29 @@ def test_alone(variables: dict[str, str]) -> None:
     assert current_world(variables) == World(rank=0, local_rank=0, size=1, local_size=1)
 
 
+# As srun sets them for a task of a step; in a batch script outside of steps there is no SLURM_STEP_NUM_TASKS.
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (STEP, r"^srun has started 4 processes \(SLURM_STEP_NUM_TASKS=4, SLURM_PROCID=2\)"),
+        (MPI, r"^Open MPI's mpirun has started 2 processes"),
+    ],
+)
+def test_tasks_that_know_nothing_of_one_another(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        current_world(variables)
+    assert current_world({**variables, **FULL}).size == 8  # torchrun inside of a task
+    one = {
+        name: "1" if name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE") else v for name, v in variables.items()
+    }
+    assert current_world(one) == World()
+    assert current_world({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}) == World()  # in the batch script itself
+
+
 BAD = [
     *[({name: None}, f"^{name} not set, beside ") for name in FULL],
     ({"MASTER_ADDR": ""}, "^MASTER_ADDR not set, beside RANK=5, LOCAL_RANK=1"),

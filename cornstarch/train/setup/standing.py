@@ -64,8 +64,7 @@ class Standing:
 
 def _check_acquainted(ranks: int) -> None:
     """Refuse to train the same in every one of several processes."""
-    world = current_world()
-    if world.size != ranks and ranks == 1:
+    if ranks == 1 and (world := current_world()).size > 1:
         raise ConfigError(
             f"This is process {world.rank} of {world.size}, but they do not know one another. Make the trainer "
             "inside `with cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
