@@ -11,6 +11,7 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from cornstarch.parallel import OwnedParameters, processes, spread
 from cornstarch.parallel.loss_scale import LossScale
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout
+from cornstarch.plan.plan import LANGUAGE_MODEL
 from cornstarch.plugin.boosted import Asked, BoostedModel, Criterion
 from cornstarch.plugin.loaders import dealt_out
 from cornstarch.plugin.microbatches import BatchCutter
@@ -44,6 +46,7 @@ from cornstarch.train.boosted_state import (
     save_weights,
 )
 from cornstarch.train.holdings import named_parameters
+from cornstarch.train.optimizer_check import refuse_pieces
 from cornstarch.train.precision import Placement
 from cornstarch.train.recompute import recompute_planned
 from cornstarch.train.start_check import untested_cuts
@@ -99,6 +102,8 @@ class Booster:
         layout = self.plugin.layout()
         placement = self._placement(model)
         groups = None if optimizer is None else GroupedParameters(optimizer, named_parameters(model))
+        if optimizer is not None:
+            self._check_optimizer(optimizer, model, layout)
         loader = dataloader
         if dataloader is not None:
             loader = dealt_out(dataloader, layout.place(processes.rank()).dp, layout.dp)
@@ -159,6 +164,21 @@ class Booster:
             device = torch.device("cuda", torch.cuda.current_device())
         model.to(device)
         return Placement(device, self.plugin.precision or "fp32")
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout) -> None:
+        """Refuse an optimizer that would do something else on the pieces that ranks hold."""
+        kind: Any = type(optimizer)
+        taken = inspect.signature(kind).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+        trained = [name for name in layout.plan.modules if _is_trained(model, name)]
+        try:
+            refuse_pieces(lambda parameters: kind(parameters, **options), kind.__name__, layout, trained)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            warnings.warn(
+                f"Whether ranks can step parts of the parameters with {kind.__name__} could not be tried on a small "
+                f"matrix ({type(error).__name__}: {error}). It must compute the step of each number by itself.",
+                stacklevel=3,
+            )
 
     def _warn(self, model: nn.Module, layout: Layout) -> None:
         untested = untested_cuts(model, layout) if layout.world > 1 else []
@@ -332,6 +352,16 @@ def _check_options(options: dict[str, Any]) -> None:
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"{unknown[0]} is no option here; expected some of {', '.join(sorted(known))}.")
+
+
+def _is_trained(model: nn.Module, name: str) -> bool:
+    """Whether parameters of a module of the plan are trained; those of an encoder's projector are never cut."""
+    module = model
+    if isinstance(model, MultimodalModel) and name in model.encoders:
+        module = model.encoders[name].module
+    elif isinstance(model, MultimodalModel) and name == LANGUAGE_MODEL:
+        module = model.language_model
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _backends() -> str:

@@ -82,12 +82,13 @@ def train(
     count = 1 if nproc is None else process_count(nproc)
     # Before an earlier run is set aside, and before any process is started.
     decided = _decided(run, count) if run.parallel.auto and count > 1 else None
+    layout = None
     if not run.parallel.auto:
         plan = run.parallel.plan()
         check_executable(plan)
         if trace:
             check_trace(plan.is_pipeline)
-        Layout.of(plan, max(count, world.size), max(count, world.local_size))
+        layout = Layout.of(plan, max(count, world.size), max(count, world.local_size))
     if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
@@ -105,6 +106,10 @@ def train(
     if world.size == 1:
         interrupted = _fit(run, allow_changes, trace, profile)
     else:
+        from cornstarch.train.optimizer_check import check_optimizer
+
+        if layout is not None:
+            check_optimizer(run, layout)  # every rank finds the same: none has to wait for another one
         device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
         with start_process_group(world, device) as own_device:
             agree(as_data(run))

@@ -20,7 +20,7 @@ from cornstarch.parallel.data import local_value
 from cornstarch.train.config import OptimizerConfig, ScheduleConfig
 from cornstarch.train.parts import Part
 
-_SHORT_NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
+SHORT_NAMES = {"adamw": "torch.optim.AdamW", "sgd": "torch.optim.SGD"}
 # What has a key of its own, because parts may differ in it.
 _SAID_ELSEWHERE = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
 _IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
@@ -54,6 +54,13 @@ def make_optimizer(
         return kind(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer.name = {config.name}\n  {type(error).__name__}: {error}") from error
+
+
+def make_plain_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer of parameters that all have the config's own rate and weight decay."""
+    kind = _optimizer_class(config)
+    decay = {"weight_decay": config.weight_decay} if "weight_decay" in _arguments(kind) else {}
+    return kind([{"params": list(parameters), "lr": config.learning_rate, **decay}], **_options(config, kind))
 
 
 def apply_hyperparameters(
@@ -102,7 +109,7 @@ def _groups(part: Part, decays: bool, only: Collection[str] | None) -> Iterator[
 
 
 def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    path = _SHORT_NAMES.get(config.name.lower(), config.name)
+    path = SHORT_NAMES.get(config.name.lower(), config.name)
     module, _, name = path.rpartition(".")
     try:
         found = getattr(import_module(module or "torch.optim"), name)

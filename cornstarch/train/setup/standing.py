@@ -15,6 +15,7 @@ from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.options import APART
 from cornstarch.train.config import RunConfig
 from cornstarch.train.deciding import Decision, decide
+from cornstarch.train.optimizer_check import check_optimizer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Standing:
         plan = config.parallel.plan()
         check_executable(plan)  # also in one process, which would leave it out without a word
         layout = Layout.of(plan, ranks, per_node)
+        check_optimizer(config, layout)
         return cls(config, decision, layout, rank, ranks, Replica.of(layout, rank))
 
     @property
