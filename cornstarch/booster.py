@@ -46,6 +46,7 @@ from cornstarch.train.boosted_state import (
     save_weights,
 )
 from cornstarch.train.holdings import named_parameters
+from cornstarch.train.loss_check import check_loss
 from cornstarch.train.optimizer_check import refuse_pieces
 from cornstarch.train.precision import Placement
 from cornstarch.train.recompute import recompute_planned
@@ -181,6 +182,11 @@ class Booster:
             )
 
     def _warn(self, model: nn.Module, layout: Layout) -> None:
+        if processes.rank() == 0:
+            try:
+                check_loss(model, layout)
+            except ConfigError as error:
+                warnings.warn(f"{str(error).partition('.')[0]}. Each replica computes its own.", stacklevel=3)
         untested = untested_cuts(model, layout) if layout.world > 1 else []
         if untested and processes.rank() == 0:
             warnings.warn(

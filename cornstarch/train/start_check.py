@@ -26,6 +26,7 @@ from cornstarch.parallel.tested import is_tested
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import ModulePlan
 from cornstarch.train.config import RunConfig
+from cornstarch.train.loss_check import check_loss
 
 _PULSE = 2.0  # seconds
 _OFF = "To train without this check: parallel.verify=never."
@@ -55,6 +56,8 @@ def _cuts(module: nn.Module, plan: ModulePlan) -> list[str]:
 def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Callable[[str], None]) -> None:
     """Try the plan on a tiny twin of the model if it cuts something untested; refuse to train if it is wrong.
 
+    Whether the loss of a model can be computed over parts of a batch is tried in every case.
+
     All processes must call it. The first one tries it, in local processes of its own; all hear the answer.
 
     Args:
@@ -64,6 +67,8 @@ def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Calla
         note: Tells the user something.
     """
     how = config.parallel.verify
+    if how != "never":
+        check_loss(model, layout)
     is_cut = any(plan.tp > 1 or plan.cp > 1 for plan in layout.plan.modules.values())
     if how == "never" or not is_cut:
         return
