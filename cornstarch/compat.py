@@ -38,6 +38,24 @@ def is_flattened(parameter: Any) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
+def content_before_sharding(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module without what `fully_shard` has added: its state, and its hooks.
+
+    torch 2.11 to 2.15 keep the state in the module, under a name of their own, and refuse to copy the module. Goes when
+    a sharded module can be copied.
+    """
+    content = {name: value for name, value in module.__dict__.items() if not name.startswith("__composable_api")}
+    for name, hooks in content.items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            kept = {key: hook for key, hook in hooks.items() if not _is_of_fsdp(hook)}
+            content[name] = type(hooks)(kept)
+    return content
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors, in place, by a number on their device, in one kernel where there is one.
 

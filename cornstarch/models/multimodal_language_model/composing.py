@@ -59,7 +59,7 @@ def check_widths(name: str, encoder: ModalEncoderModule, width: int) -> None:
         encoder: It, with its projector.
         width: Of the language model's embeddings.
     """
-    config = getattr(encoder.projector, "config", None)
+    config = None if encoder.projector is None else getattr(unwrap(encoder.projector), "config", None)
     own = encoder_width(getattr(unwrap(encoder.module), "config", None))
     found = getattr(config, "in_features", None)
     if found is not None and own is not None and found != own and not encoder.postprocess_module_callback:

@@ -12,10 +12,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.items import KNOWN, Features, join_known, split_items, token_states
+from cornstarch.models.multimodal_language_model.items import (
+    KNOWN,
+    Features,
+    join_known,
+    split_items,
+    token_states,
+    with_token_states,
+)
 from cornstarch.models.multimodal_language_model.projector import as_projector
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, is_changed_inside, unwrap
+from cornstarch.trees import tensors_in
 
 TokenAttention = Literal["causal", "item", "modality"]
 
@@ -45,6 +53,26 @@ def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -
     ]
     takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
     return callback(inputs, output) if takes_inputs else callback(output)
+
+
+def _join_unused(output: Any, trained: Sequence[Tensor]) -> Any:
+    """Let the loss depend on all outputs of an encoder, by nothing: its tokens stay as they are.
+
+    The parameters behind a pooled output (the last norm of CLIP, the head of SigLIP) then get gradients of zero in all
+    kinds of training. DDP waits for all gradients, and FSDP1 makes zeros of its own.
+
+    Args:
+        output: What the encoder made, after the callback.
+        trained: All tensors that it made before the callback and that have a gradient.
+    """
+    states = token_states(output)
+    items = list(states) if isinstance(states, Sequence) else [states]
+    unused = [tensor for tensor in trained if all(tensor is not item for item in items)]
+    if not unused or not items:
+        return output
+    for tensor in unused:
+        items[0] = items[0] + tensor.flatten()[:0].sum().to(items[0])
+    return with_token_states(output, items if isinstance(states, Sequence) else items[0])
 
 
 class ModalEncoderModule(nn.Module):
@@ -104,7 +132,8 @@ class ModalEncoderModule(nn.Module):
     @property
     def config(self) -> tuple[Any, Any]:
         """The configs of the encoder and of the projector."""
-        return getattr(self.module, "config", None), getattr(self.projector, "config", None)
+        parts = (unwrap(self.module), None if self.projector is None else unwrap(self.projector))
+        return getattr(parts[0], "config", None), getattr(parts[1], "config", None)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -144,9 +173,10 @@ class ModalEncoderModule(nn.Module):
         """Run the encoder between its two callbacks and return its output."""
         arguments = self.preprocess_callback(inputs) if self.preprocess_callback else inputs
         output = self.module(**arguments)
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if self.postprocess_module_callback is not None:
             output = _call_with_output(self.postprocess_module_callback, inputs, output)
-        return output
+        return _join_unused(output, trained) if trained and self.projector is not None else output
 
     def forward(self, **inputs: Any) -> Any:
         """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
@@ -212,7 +242,7 @@ class ModalEncoderModule(nn.Module):
 
     def _project(self, states: Any) -> ModelOutput:
         assert self.projector is not None
-        expected = getattr(getattr(self.projector, "config", None), "in_features", None)
+        expected = getattr(getattr(unwrap(self.projector), "config", None), "in_features", None)
         width = states[0].shape[-1] if isinstance(states, Sequence) else states.shape[-1]
         if expected is not None and width != expected:
             name = type(unwrap(self.module)).__name__
@@ -225,25 +255,29 @@ class ModalEncoderModule(nn.Module):
             return BaseModelOutput(last_hidden_state=items)  # type: ignore[arg-type]
         return self.projector(states)
 
-    def features(self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> Features:
+    def features(
+        self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None, *, wrapper: nn.Module | None = None
+    ) -> Features:
         """Return this encoder's tokens, item by item, ready to be merged into the text.
 
         Args:
             inputs: What the encoder takes.
             on_host: Sizes and masks among the inputs, by their names there, on the CPU (see `BatchFacts`).
+            wrapper: What to call instead of this module: FSDP, DDP, a compiled module, … around it.
         """
+        call = self if wrapper is None else wrapper
         named = self.as_arguments(dict(on_host or {}))
         if KNOWN in inputs:
             known = {**inputs[KNOWN], "on_host": named}
-            return Features(token_states(self(**{**inputs, KNOWN: known})), list(known["lengths"]))
+            return Features(token_states(call(**{**inputs, KNOWN: known})), list(known["lengths"]))
         told = {name: named.get(name, value) for name, value in inputs.items()}
-        return split_items(self.module, told, token_states(self(**inputs)))
+        return split_items(self.module, told, token_states(call(**inputs)))
 
-    def stand_in_features(self, inputs: dict[str, Any]) -> Features:
+    def stand_in_features(self, inputs: dict[str, Any], *, wrapper: nn.Module | None = None) -> Features:
         """Return the tokens of a stand-in; meanwhile `is_standing_in` tells whoever looks on."""
         self.is_standing_in = True
         try:
-            return self.features(inputs)
+            return self.features(inputs, wrapper=wrapper)
         finally:
             self.is_standing_in = False
 

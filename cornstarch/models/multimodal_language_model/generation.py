@@ -30,7 +30,7 @@ def generate(model: MultimodalModel, input_ids: Tensor, attention_mask: Tensor |
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     encoder_inputs, rest = model.split_batch(batch)
-    features = {name: model.encoders[name].features(inputs) for name, inputs in encoder_inputs.items()}
+    features = {name: model.run_encoder(name, inputs) for name, inputs in encoder_inputs.items()}
     prompt = {"inputs_embeds": None, "position_ids": None, "labels": None, "documents": None, **rest}
     llm_inputs, spec = model.merge(features, input_ids=input_ids, attention_mask=attention_mask, **prompt)
     if "inputs_embeds" not in llm_inputs:  # no encoders at all

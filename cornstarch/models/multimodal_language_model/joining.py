@@ -147,7 +147,7 @@ class Joining:
         return inputs_embeds
 
     def _looked_up(self, text_ids: Tensor) -> Tensor:
-        embeddings = self.language_model.get_input_embeddings()  # type: ignore[operator]
+        embeddings = unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
         try:
             return embeddings(text_ids)
         except IndexError as error:

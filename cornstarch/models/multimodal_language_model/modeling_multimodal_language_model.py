@@ -21,7 +21,13 @@ from cornstarch.models.multimodal_language_model.joining import Joining
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, route
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
-from cornstarch.models.multimodal_language_model.unwrap import accepts, is_sharded, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import (
+    accepts,
+    is_gathered_by_caller,
+    is_sharded,
+    run_inside,
+    unwrap,
+)
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 
 __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
@@ -86,26 +92,32 @@ class MultimodalModel(nn.Module):
         """Give the model one more modality: its encoder becomes the attribute `<name>_encoder`."""
         if not isinstance(name, str) or not name.isidentifier() or name in LANGUAGE_MODEL_INPUTS:
             raise ConfigError(f"Encoder name {name!r}: expected a plain name such as 'vision' or 'audio'.")
-        if not isinstance(encoder, ModalEncoderModule):
+        if not isinstance(unwrap(encoder), ModalEncoderModule):
             encoder = ModalEncoderModule(encoder)
-        if encoder.projector is None:
+        inner = unwrap(encoder)
+        assert isinstance(inner, ModalEncoderModule)
+        if inner.projector is None:
             kind = getattr(getattr(unwrap(self.language_model), "config", None), "model_type", None)
-            made = make_projector(name, encoder, self._embedding_width(), projector_type, activation, kind)
-            encoder.projector = nn.Module.to(made, device=self.device, dtype=self.dtype)
-        check_widths(name, encoder, self._embedding_width())
+            made = make_projector(name, inner, self._embedding_width(), projector_type, activation, kind)
+            inner.projector = nn.Module.to(made, device=self.device, dtype=self.dtype)
+        check_widths(name, inner, self._embedding_width())
         self.add_module(f"{name}_encoder", encoder)
         self.encoder_names = (*self.encoder_names, name)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the language model's table of token embeddings."""
+        return unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
+
     def _embedding_table(self) -> Tensor:
-        return self.language_model.get_input_embeddings().weight  # type: ignore[operator]
+        return self.get_input_embeddings().weight  # type: ignore[return-value]
 
     def _embedding_width(self) -> int:
         return self._embedding_table().shape[1]
 
     @property
     def encoders(self) -> dict[str, ModalEncoderModule]:
-        """The encoders by modality name, in the order in which they were given."""
-        return {name: getattr(self, f"{name}_encoder") for name in self.encoder_names}
+        """The encoders by modality name, in the order in which they were given, without wrappers around them."""
+        return {name: unwrap(getattr(self, f"{name}_encoder")) for name in self.encoder_names}  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
@@ -232,30 +244,37 @@ class MultimodalModel(nn.Module):
         if facts is not None and not facts.are_of(input_ids, self.modality_token_ids):
             facts = None
         features, touched = self._given_features or self.encode(encoder_inputs, facts)
-        llm_inputs, spec = self.merge(
-            features,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            labels=labels,
-            inputs_embeds=inputs_embeds,
-            documents=documents,
-            facts=facts,
-            **rest,
-        )
-        for made in touched:
-            # Nothing of it is added, but gradients take the same way through the language model and the encoders as in
-            # processes with items: what is sharded is then gathered and summed in the same order in all of them.
-            llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
-        if labels is not None and torch.is_grad_enabled() and accepts(self.language_model, "use_cache"):
-            llm_inputs.setdefault("use_cache", False)  # a step of training has no use for copies of keys and values
-        if spec is None:
-            counted = facts is not None and llm_inputs.get("position_ids") is None
-            with positions_in_order() if counted else nullcontext():
-                return self.language_model(**llm_inputs)
-        attend_through_masks(self.language_model)
-        with use_mask(spec):
-            return self.language_model(**llm_inputs)
+
+        def continue_with(language_model: Callable[..., Any]) -> Any:
+            llm_inputs, spec = self.merge(
+                features,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                labels=labels,
+                inputs_embeds=inputs_embeds,
+                documents=documents,
+                facts=facts,
+                **rest,
+            )
+            for made in touched:
+                # Nothing of it is added, but gradients take the same way through the language model and the encoders as
+                # in processes with items: what is sharded is then gathered and summed in the same order in all of them.
+                llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
+            if labels is not None and torch.is_grad_enabled() and accepts(self.language_model, "use_cache"):
+                llm_inputs.setdefault("use_cache", False)  # a training step has no use for copies of keys and values
+            if spec is None:
+                counted = facts is not None and llm_inputs.get("position_ids") is None
+                with positions_in_order() if counted else nullcontext():
+                    return language_model(**llm_inputs)
+            attend_through_masks(self.language_model)
+            with use_mask(spec):
+                return language_model(**llm_inputs)
+
+        if self.encoders and is_gathered_by_caller(self.language_model, self.get_input_embeddings()):
+            # The table is whole only while the language model runs: look up tokens and merge in there.
+            return run_inside(self.language_model, continue_with, input_ids=input_ids)
+        return continue_with(self.language_model)
 
     def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
         """Let every encoder take part in every step, also if the batch has nothing for it.
@@ -294,17 +313,25 @@ class MultimodalModel(nn.Module):
         for name, encoder in self.encoders.items():
             if name in encoder_inputs:
                 on_host = None if facts is None else facts.known(name)
-                features[name] = encoder.features(self._in_step(name, encoder_inputs[name]), on_host)
+                features[name] = self.run_encoder(name, self._in_step(name, encoder_inputs[name]), on_host)
             elif name in self._stand_ins:
-                touched += encoder.stand_in_features(self.stand_in(name, self.device) or {}).given()
+                inputs = self.stand_in(name, self.device) or {}
+                wrapper = self.get_submodule(f"{name}_encoder")
+                touched += encoder.stand_in_features(inputs, wrapper=wrapper).given()
         return features, touched
+
+    def run_encoder(self, name: str, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> Features:
+        """Run one encoder, through whatever is wrapped around it (see `ModalEncoderModule.features`)."""
+        return self.encoders[name].features(inputs, on_host, wrapper=self.get_submodule(f"{name}_encoder"))
 
     def _in_step(self, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
         """Give an encoder whose items are all known something to run on, if other processes may wait for it.
 
         They gather its parameters together. Its output goes nowhere: what is known is of an encoder that is frozen.
         """
-        if inputs.keys() != {KNOWN} or name not in self._stand_ins or not is_sharded(self.encoders[name]):
+        if inputs.keys() != {KNOWN} or name not in self._stand_ins:
+            return inputs
+        if not is_sharded(self.get_submodule(f"{name}_encoder")):
             return inputs
         return {KNOWN: {**inputs[KNOWN], "stand_in": self.stand_in(name, self.device)}}
 

@@ -15,6 +15,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
     MultimodalProjectorConfig,
 )
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
 
 def _known_size(config: MultimodalProjectorConfig, name: str, source: str) -> int:
@@ -90,7 +91,9 @@ def _autocasts(device: torch.device) -> bool:
 
 def as_projector(module: nn.Module | None) -> nn.Module | None:
     """Return `module` as a projector: a bare tensor-to-tensor module is wrapped, anything else is kept."""
-    if module is None or isinstance(module, MultimodalProjector) or hasattr(module, "get_base_model"):
+    if module is None or hasattr(module, "get_base_model"):
+        return module
+    if isinstance(module, nn.Module) and isinstance(unwrap(module), MultimodalProjector):
         return module
     if not isinstance(module, nn.Module):
         raise ConfigError(

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+
+from cornstarch.compat import is_flattened
+
+# The name under which a wrapper holds the module inside: torch.compile, FSDP1, checkpoint_wrapper and offload_wrapper.
+_INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the user's module inside PEFT, torch.compile, DDP and FSDP wrappers."""
+    """Return the user's module inside wrappers: PEFT, torch.compile, DDP, FSDP1, checkpoint_wrapper.
+
+    For reading the module's settings. To run the module, call the wrapper: its hooks gather parameters, exchange
+    gradients, recompute activations.
+    """
     while True:
         if hasattr(module, "get_base_model"):  # peft.PeftModel, without importing peft
             module = module.get_base_model()  # type: ignore[operator]
-        elif "_orig_mod" in module._modules:  # torch.compile
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]
-        elif isinstance(module, DistributedDataParallel) or type(module).__name__ == "FullyShardedDataParallel":
-            module = next(iter(module.children()))
+        elif name := next((name for name in _INSIDE if name in module._modules), None):
+            module = module._modules[name]  # type: ignore[assignment]
+        elif isinstance(module, DistributedDataParallel):
+            module = module.module
         else:
             return module
 
 
-@lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)
 def _parameters_of(function: Any) -> tuple[tuple[str, ...], bool]:
     parameters = inspect.signature(function).parameters.values()
     names = tuple(
@@ -37,8 +48,10 @@ def _parameters_of(function: Any) -> tuple[tuple[str, ...], bool]:
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of the module's own forward, in order."""
     inner = unwrap(module)
-    forward = inner.__dict__.get("forward", type(inner).forward)
-    return _parameters_of(forward)[0]
+    forward = inspect.unwrap(inner.__dict__.get("forward", type(inner).forward))
+    return _parameters_of(getattr(forward, "__func__", forward))[
+        0
+    ]  # not the bound method: the cache would keep `inner`
 
 
 def accepts(module: nn.Module, name: str) -> bool:
@@ -48,8 +61,47 @@ def accepts(module: nn.Module, name: str) -> bool:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether processes gather the module's parameters together when it is run: FSDP, or matrices that are cut."""
-    fully = any(type(inner).__name__ == "FullyShardedDataParallel" for inner in module.modules())
-    return fully or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    fully = any("_fsdp_wrapped_module" in inner._modules for inner in module.modules())
+    return fully or any(hasattr(one, "device_mesh") or is_flattened(one) for one in module.parameters())
+
+
+def is_gathered_by_caller(module: nn.Module, inner: nn.Module) -> bool:
+    """Whether the parameters of `inner` are whole only while `module`, or a module between the two, runs.
+
+    So it is if `module` or a module on the way to `inner` is a unit of FSDP.
+    """
+    return any(
+        "_fsdp_wrapped_module" in one._modules or isinstance(one, FSDPModule) for one in _modules_between(module, inner)
+    )
+
+
+def run_inside(wrapper: nn.Module, function: Callable[[Callable[..., Any]], Any], **inputs: Any) -> Any:
+    """Call a wrapper, with `function(forward)` in the place of the forward of the module inside, and return its result.
+
+    Args:
+        wrapper: Some wrappers around a module, or a module with hooks.
+        function: Is given the module's own forward, which it may call with whatever it likes.
+        inputs: What the wrapper is called with.
+    """
+    inner = unwrap(wrapper)
+    before, own = inner.__dict__.get("forward"), inner.forward
+    inner.__dict__["forward"] = functools.wraps(own)(lambda *_, **__: function(own))
+    try:
+        return wrapper(**inputs)
+    finally:
+        inner.__dict__.pop("forward")
+        if before is not None:
+            inner.__dict__["forward"] = before
+
+
+def _modules_between(module: nn.Module, inner: nn.Module) -> list[nn.Module]:
+    """Return `module` and the modules that lead to `inner`, without `inner`; nothing if `inner` is not inside."""
+    for child in module.children():
+        if child is inner:
+            return [module]
+        if found := _modules_between(child, inner):
+            return [module, *found]
+    return []
 
 
 def is_changed_inside(module: nn.Module) -> bool:

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from cornstarch.attention.verify import evaluating
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import accepts, is_sharded, unwrap
+from cornstarch.models.twin import disturb, twin_config
 
 _PROBE_LENGTH = 6
 _PADDING = 2
@@ -33,17 +35,20 @@ class LanguageModelTraits:
 def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     """Refuse a language model into which encoders' tokens cannot be merged rightly.
 
-    On the meta device, or already sharded, a model cannot be run and is only asked for its arguments.
+    A model that is already sharded cannot be run by one process: a tiny twin of its class is checked in its place. On
+    the meta device a model is only asked for its arguments.
     """
     name = type(unwrap(language_model)).__name__
     if not accepts(language_model, "inputs_embeds"):
         raise UnsupportedModelError(
             f"{name}.forward has no argument inputs_embeds, so encoders' tokens cannot be merged into its text."
         )
-    embeddings = language_model.get_input_embeddings()  # type: ignore[operator]
+    embeddings = unwrap(language_model).get_input_embeddings()  # type: ignore[operator]
     if embeddings is None or not hasattr(embeddings, "weight"):
         raise UnsupportedModelError(f"{name}.get_input_embeddings() gives no embedding table to merge into.")
-    if not _can_run(language_model):
+    if is_sharded(language_model):
+        return _check_twin(unwrap(language_model))
+    if any(tensor.is_meta for tensor in (*language_model.parameters(), *language_model.buffers())):
         return LanguageModelTraits()
     probe = _Probe(name, language_model, embeddings)
     with evaluating(language_model), _autocast(language_model):
@@ -52,9 +57,16 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
         return LanguageModelTraits(takes_left_padding=probe.takes_left_padding(), is_causal=True)
 
 
-def _can_run(model: nn.Module) -> bool:
-    tensors = [*model.parameters(), *model.buffers()]
-    return all(t.device.type != "meta" and type(t).__name__ != "DTensor" for t in tensors)
+def _check_twin(language_model: nn.Module) -> LanguageModelTraits:
+    """Check a tiny model of the same class and options; one of which none can be made is believed."""
+    plain = next(base for base in type(language_model).__mro__ if not issubclass(base, FSDPModule))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            twin = plain(twin_config(language_model.config))  # type: ignore[arg-type]
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+        return LanguageModelTraits()
+    disturb(twin)
+    return check_language_model(twin)
 
 
 def _autocast(model: nn.Module) -> AbstractContextManager[object]:

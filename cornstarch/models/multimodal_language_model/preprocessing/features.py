@@ -20,7 +20,7 @@ from cornstarch.models.multimodal_language_model.preprocessing.shape_inference i
     is_float,
     weightless,
 )
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.unwrap import is_sharded, unwrap
 from cornstarch.trees import map_tensors
 
 # A formula (ours or the user's) that was right for so many different geometries is believed without a further shape
@@ -179,7 +179,7 @@ class FeatureCounter:
                 f"copy of the processor was sent to another process without the weights. {advice}"
             )
         parameters = list(self._encoder.parameters())
-        if any(hasattr(p, "device_mesh") for p in parameters):  # its forward would wait for the other processes
+        if is_sharded(self._encoder):  # its forward would wait for the other processes
             raise ConfigError(f"{self._name} must be run to count its tokens, but it is already sharded. {advice}")
         device = parameters[0].device if parameters else torch.device("cpu")
         dtype = _float_dtype(self._encoder)

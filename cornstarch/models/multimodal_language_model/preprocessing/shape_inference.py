@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
+from cornstarch.compat import content_before_sharding
 from cornstarch.trees import map_tensors, tensors_in
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -113,7 +115,18 @@ def copied_with(module: Module, instead: Callable[[Tensor], Tensor]) -> Module:
     """Return a copy of a module that has something else in the place of each parameter and buffer: none is copied."""
     # deepcopy takes what it finds here for copies that were made already
     memo: dict[int, Any] = {id(one): instead(one) for one in (*module.parameters(), *module.buffers())}
+    for inner in reversed(list(module.modules())):  # what is inside first
+        if isinstance(inner, FSDPModule):
+            memo[id(inner)] = _copy_unsharded(inner, memo)
     return copy.deepcopy(module, memo)
+
+
+def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module as it was before `fully_shard`, which gives it another class, hooks and a state."""
+    plain = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    copied: nn.Module = object.__new__(plain)
+    copied.__dict__.update(copy.deepcopy(content_before_sharding(module), memo))
+    return copied
 
 
 def _refuse_unknown_writes(func: Any, args: tuple[Any, ...]) -> None:

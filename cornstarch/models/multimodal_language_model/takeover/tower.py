@@ -191,9 +191,11 @@ class TowerEncoder(ModalEncoderModule):
             output = self.postprocess_projector_callback(inputs, output)
         return output
 
-    def features(self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> Features:
+    def features(
+        self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None, *, wrapper: nn.Module | None = None
+    ) -> Features:
         """Return this encoder's tokens, item by item, ready to be merged into the text."""
-        output = self(**inputs)
+        output = (self if wrapper is None else wrapper)(**inputs)
         states = output if isinstance(output, (Tensor, list)) else getattr(output, self.habits.tokens)
         if not isinstance(states, Tensor):
             items = [item.reshape(-1, item.shape[-1]) for item in states]
