@@ -56,6 +56,19 @@ def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
+def leave_out_of_ddp(kind: type[torch.nn.Module], names: Callable[[Any], list[str]]) -> None:
+    """Let `DistributedDataParallel` leave out parameters of models of a class: no gradient is waited for or averaged.
+
+    torch 2.11 to 2.15 read the names from an attribute of the model when it is wrapped, and have no public way to say
+    so. Goes when there is one.
+
+    Args:
+        kind: The class.
+        names: Returns the names of the parameters of a model.
+    """
+    setattr(kind, "_ddp_params_and_buffers_to_ignore", property(names))  # noqa: B010
+
+
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors, in place, by a number on their device, in one kernel where there is one.
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.preprocessing.config_items import items_from_config, size_in
 from cornstarch.models.multimodal_language_model.unwrap import accepts, argument_names, unwrap
 from cornstarch.train.build import adapted, build_model, load_part
 from cornstarch.train.config import RunConfig, WholeModelConfig
@@ -122,7 +123,7 @@ def takes_tokens(model: nn.Module) -> bool:
 
 
 def _run_encoder(encoder: ModalEncoderModule, count: int) -> Any:
-    return encoder(**_items(encoder.module, count))
+    return encoder(**items_from_config(encoder.module, count))
 
 
 def _run_language_model(model: MultimodalModel, rows: int, tokens: int, needs_gradient: bool) -> Any:
@@ -143,11 +144,11 @@ def _run_whole(model: nn.Module, rows: int, tokens: int) -> Any:
     if "labels" not in names:
         raise ConfigError("what it is called with is known to its own code only")
     if "input_ids" in names:
-        length = min(tokens, _size(config, "max_position_embeddings") or tokens)
+        length = min(tokens, size_in(config, "max_position_embeddings") or tokens)
         inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.long, device="meta")}
         inputs.update(_plain_options(model, rows, length))
     else:
-        inputs = dict(_items(model, rows))
+        inputs = dict(items_from_config(model, rows))
     one_label = type(unwrap(model)).__name__.endswith("Classification")
     shape = (rows,) if one_label else tuple(inputs["input_ids"].shape)
     return model(**inputs, labels=torch.zeros(shape, dtype=torch.long, device="meta")).loss
@@ -162,25 +163,3 @@ def _plain_options(model: nn.Module, rows: int, tokens: int) -> dict[str, Any]:
         shape = (rows, 1, tokens, tokens) if is_eager else (rows, tokens)
         options["attention_mask"] = torch.ones(shape, device="meta")
     return options
-
-
-def _items(module: nn.Module, count: int) -> dict[str, Tensor]:
-    """Return images or sounds of the size that an encoder's config has."""
-    config, names = getattr(unwrap(module), "config", None), argument_names(module)
-    side, bins = _size(config, "image_size", "img_size"), _size(config, "num_mel_bins")
-    positions = _size(config, "max_source_positions")
-    if "pixel_values" in names and side is not None:
-        channels = _size(config, "num_channels", "in_channels", "in_chans") or 3
-        return {"pixel_values": torch.empty(count, channels, side, side, device="meta")}
-    if "input_features" in names and bins is not None and positions is not None:
-        return {"input_features": torch.empty(count, bins, 2 * positions, device="meta")}
-    raise ConfigError(f"the config of {type(unwrap(module)).__name__} does not say how large its items are")
-
-
-def _size(config: Any, *names: str) -> int | None:
-    for name in names:
-        value = getattr(config, name, None)
-        value = value[0] if isinstance(value, list | tuple) and value else value
-        if isinstance(value, int) and value > 0:
-            return value
-    return None

@@ -156,8 +156,6 @@ def test_a_port_in_use(copied: Path) -> None:
 
 def test_options_that_do_not_work_here(copied: Path) -> None:
     new = [*TRAIN[:2], "output=new"]
-    said = refused(together(*new, "parallel.data.find_unused=false", folder=copied))
-    assert "parallel.data.find_unused = false" in said and "vision_encoder.module.post_layernorm.weight" in said
     said = refused(together(*new, "parallel.data.kind=fsdp1", "parallel.data.offload=true", folder=copied))
     assert "parallel.data.offload = true" in said and "use fsdp2" in said
 

@@ -68,12 +68,3 @@ def test_adapters_around_an_encoder_and_its_projector() -> None:
     trained = {name for name, parameter in model.vision_encoder.named_parameters() if parameter.requires_grad}
     assert trained and all("lora_" in name for name in trained)
     assert all(parameter.grad is not None for parameter in model.vision_encoder.parameters() if parameter.requires_grad)
-
-
-def test_all_parameters_of_trained_encoders_get_gradients() -> None:
-    """CLIP's last norm has no part in its tokens: its gradient is zero."""
-    _, gradients = loss_and_gradients(composed())
-    assert [name for name, gradient in gradients.items() if gradient is None] == [
-        "audio_encoder.module.embed_positions.weight"
-    ]
-    assert not any(gradient.any() for name, gradient in gradients.items() if "post_layernorm" in name)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from tests.parallel.work import (
     alone,
     called_inside,
     layered,
+    refuse_unused,
     rows,
     step,
     trained_by_hand,
@@ -91,6 +92,11 @@ def test_a_part_of_the_model_can_be_called_inside(workers: Pool, kind: str) -> N
         expected = model.out(model.blocks[1](model.into(rows())))
     for found in workers.run(2, called_inside, kind):
         torch.testing.assert_close(found, expected)
+
+
+def test_unused_parameters_are_named(workers: Pool) -> None:
+    for said in workers.run(2, refuse_unused):
+        assert "parallel.data.find_unused = false" in said and "left unused.weight, unused.bias without" in said
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])

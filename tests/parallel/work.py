@@ -150,17 +150,11 @@ def trained_tokens(batch: Mapping[str, Tensor]) -> int:
     return int(counted[:, 1:].sum())
 
 
-def clip_of(model: MultimodalModel) -> Iterable[nn.Parameter]:
-    """Return the parameters of the vision encoder without its projector."""
-    return model.encoders["vision"].module.parameters()
-
-
 def wrapped_by_hand(model: MultimodalModel, how: str) -> nn.Module:
     """Wrap as the guide does."""
     blocks = {LlamaDecoderLayer, CLIPEncoderLayer}
     if how == "ddp":
-        # The last norm of a CLIP has no part in its tokens: it matters if the encoder is trained.
-        return DistributedDataParallel(model, find_unused_parameters=any(p.requires_grad for p in clip_of(model)))
+        return DistributedDataParallel(model)
     if how == "fsdp1":
         return FullyShardedDataParallel(
             model, auto_wrap_policy=ModuleWrapPolicy(blocks), use_orig_params=True, device_id=torch.device("cpu")
@@ -261,6 +255,29 @@ def called_inside(kind: str) -> Tensor:
         found = model.out(model.blocks[1](model.into(rows())))
     wrapped(rows()).backward()  # it can still be trained
     return full_value(found) if isinstance(found, DTensor) else found
+
+
+class Unused(nn.Module):
+    """A module with a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Leave a layer out."""
+        return self.used(rows).mean()
+
+
+def refuse_unused() -> str:
+    """Train a module with an unused layer, without looking for it; return what is said."""
+    wrapped = apply_data_parallel(Unused(), data_mesh("cpu"), DataPlan(kind="ddp", find_unused=False))
+    wrapped(torch.ones(1, 2)).backward()
+    try:
+        wrapped(torch.ones(1, 2))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def adapters_in_fp32(kind: str) -> dict[str, float]:

@@ -11,19 +11,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
+from cornstarch.compat import leave_out_of_ddp
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.items import (
-    KNOWN,
-    Features,
-    join_known,
-    split_items,
-    token_states,
-    with_token_states,
-)
+from cornstarch.models.multimodal_language_model.items import KNOWN, Features, join_known, split_items, token_states
 from cornstarch.models.multimodal_language_model.projector import as_projector
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, is_changed_inside, unwrap
-from cornstarch.trees import tensors_in
 
 TokenAttention = Literal["causal", "item", "modality"]
 
@@ -53,26 +46,6 @@ def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -
     ]
     takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
     return callback(inputs, output) if takes_inputs else callback(output)
-
-
-def _join_unused(output: Any, trained: Sequence[Tensor]) -> Any:
-    """Let the loss depend on all outputs of an encoder, by nothing: its tokens stay as they are.
-
-    The parameters behind a pooled output (the last norm of CLIP, the head of SigLIP) then get gradients of zero in all
-    kinds of training. DDP waits for all gradients, and FSDP1 makes zeros of its own.
-
-    Args:
-        output: What the encoder made, after the callback.
-        trained: All tensors that it made before the callback and that have a gradient.
-    """
-    states = token_states(output)
-    items = list(states) if isinstance(states, Sequence) else [states]
-    unused = [tensor for tensor in trained if all(tensor is not item for item in items)]
-    if not unused or not items:
-        return output
-    for tensor in unused:
-        items[0] = items[0] + tensor.flatten()[:0].sum().to(items[0])
-    return with_token_states(output, items if isinstance(states, Sequence) else items[0])
 
 
 class ModalEncoderModule(nn.Module):
@@ -173,10 +146,9 @@ class ModalEncoderModule(nn.Module):
         """Run the encoder between its two callbacks and return its output."""
         arguments = self.preprocess_callback(inputs) if self.preprocess_callback else inputs
         output = self.module(**arguments)
-        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if self.postprocess_module_callback is not None:
             output = _call_with_output(self.postprocess_module_callback, inputs, output)
-        return _join_unused(output, trained) if trained and self.projector is not None else output
+        return output
 
     def forward(self, **inputs: Any) -> Any:
         """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
@@ -281,6 +253,18 @@ class ModalEncoderModule(nn.Module):
         finally:
             self.is_standing_in = False
 
+    def unreached_parameters(self, inputs: dict[str, Any] | None = None) -> list[str]:
+        """Return the names of trained parameters on which the tokens do not depend, such as those of a pooled output.
+
+        They never have a gradient. A plain `DistributedDataParallel` does not wait for them.
+
+        Args:
+            inputs: Some valid input of the encoder. None: one that follows from the encoder's config.
+        """
+        from cornstarch.models.multimodal_language_model.unreached import unreached_parameters
+
+        return unreached_parameters(self, inputs)
+
     def set_trainable(self, encoder: bool, projector: bool) -> None:
         """Train or freeze the encoder and the projector: `requires_grad` and train/eval mode together."""
         self._is_settled = False
@@ -293,3 +277,6 @@ class ModalEncoderModule(nn.Module):
             callback = getattr(self, name)
             if isinstance(callback, nn.Module):
                 set_trainable(callback, projector)
+
+
+leave_out_of_ddp(ModalEncoderModule, ModalEncoderModule.unreached_parameters)

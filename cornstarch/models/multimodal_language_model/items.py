@@ -76,7 +76,11 @@ def token_states(output: Any) -> Any:
     elif isinstance(output, tuple):  # return_dict=False
         states = output[0]
     else:
-        states = getattr(output, _tokens_field(output), None)
+        states = getattr(output, "last_hidden_state", None)
+        pooled = getattr(output, "pooler_output", None)
+        # Encoders over flat patches end in a merger: what the language model sees is the merged tokens.
+        if isinstance(states, Tensor) and states.dim() == 2 and isinstance(pooled, Tensor) and pooled.dim() == 2:
+            states = pooled
     if states is None:
         keys = ", ".join(output.keys()) if isinstance(output, Mapping) else type(output).__name__
         raise UnsupportedModelError(
@@ -86,23 +90,6 @@ def token_states(output: Any) -> Any:
     if isinstance(states, Tensor) and states.dim() == 4:  # a feature map [N, D, height, width]
         states = states.flatten(2).transpose(1, 2)
     return states
-
-
-def with_token_states(output: Any, states: Any) -> Any:
-    """Return an encoder's output with other tokens in the place where `token_states` finds them."""
-    if isinstance(output, (Tensor, list)):
-        return states
-    if isinstance(output, tuple):
-        return (states, *output[1:])
-    setattr(output, _tokens_field(output), states)
-    return output
-
-
-def _tokens_field(output: Any) -> str:
-    states, pooled = getattr(output, "last_hidden_state", None), getattr(output, "pooler_output", None)
-    # Encoders over flat patches end in a merger: what the language model sees is the merged tokens.
-    merged = isinstance(states, Tensor) and states.dim() == 2 and isinstance(pooled, Tensor) and pooled.dim() == 2
-    return "pooler_output" if merged else "last_hidden_state"
 
 
 def mask_of(inputs: Mapping[str, Any]) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
-from cornstarch.compat import positions_in_order
+from cornstarch.compat import leave_out_of_ddp, positions_in_order
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.composing import check_widths, make_projector
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
@@ -335,6 +336,18 @@ class MultimodalModel(nn.Module):
             return inputs
         return {KNOWN: {**inputs[KNOWN], "stand_in": self.stand_in(name, self.device)}}
 
+    def unreached_parameters(self) -> list[str]:
+        """Return the names of trained parameters that no loss reaches, such as those of an encoder's pooled output.
+
+        They never have a gradient. A plain `DistributedDataParallel` around this model does not wait for them.
+        """
+        found: set[int] = set()
+        for name, encoder in self.encoders.items():
+            names = encoder.unreached_parameters(self._stand_ins.get(name))
+            found |= {id(encoder.get_parameter(one)) for one in names}
+        uses = Counter(id(one) for _, one in self.named_parameters(remove_duplicate=False))
+        return [name for name, one in self.named_parameters() if id(one) in found and uses[id(one)] == 1]
+
     def stand_in(self, name: str, device: torch.device) -> dict[str, Any] | None:
         """Return what an encoder runs on where a batch has nothing for it; None if it then does not run."""
         inputs = self._stand_ins.get(name)
@@ -437,3 +450,6 @@ class MultimodalModel(nn.Module):
         from cornstarch.models.multimodal_language_model.takeover.dismantle import dismantle
 
         return dismantle(model)
+
+
+leave_out_of_ddp(MultimodalModel, MultimodalModel.unreached_parameters)

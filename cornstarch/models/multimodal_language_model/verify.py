@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
 
 def _check_twin(language_model: nn.Module) -> LanguageModelTraits:
     """Check a tiny model of the same class and options; one of which none can be made is believed."""
-    plain = next(base for base in type(language_model).__mro__ if not issubclass(base, FSDPModule))
+    plain: Any = next(base for base in type(language_model).__mro__ if not issubclass(base, FSDPModule))
     try:
         with torch.random.fork_rng(devices=[]):
             twin = plain(twin_config(language_model.config))  # type: ignore[arg-type]

@@ -123,7 +123,7 @@ def copied_with(module: Module, instead: Callable[[Tensor], Tensor]) -> Module:
 
 def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy of a module as it was before `fully_shard`, which gives it another class, hooks and a state."""
-    plain = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
+    plain: Any = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     copied: nn.Module = object.__new__(plain)
     copied.__dict__.update(copy.deepcopy(content_before_sharding(module), memo))
     return copied

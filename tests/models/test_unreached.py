@@ -1,0 +1,65 @@
+"""Which trained parameters never get a gradient is known without a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from tests.models.small import PATCHES, VISION, clip, composed, llama
+from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
+
+SIZES_UNKNOWN = {"pixtral", "siglip2"}  # their configs do not say how large images are
+RANDOM = {"wav2vec2"}  # masks some of a sound, at random
+
+
+def without_gradient(model: nn.Module) -> list[str]:
+    return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_parameters_without_gradients_are_known_before(name: str) -> None:
+    part = ENCODERS[name]
+    model = MultimodalModel({part.modality: part.build()}, LANGUAGE_MODELS["llama"].build()).train()
+    model.set_modality_token_ids({part.modality: MODALITY_TOKEN})
+    random_numbers = torch.random.get_rng_state()
+    found = model.unreached_parameters()
+    assert torch.equal(torch.random.get_rng_state(), random_numbers)
+    inputs = part.inputs(item_count(RAGGED))
+    model(**text_batch(RAGGED, part.feature_lengths(item_count(RAGGED))), **inputs).loss.backward()
+    if name not in SIZES_UNKNOWN | RANDOM:
+        assert found == without_gradient(model)
+        return
+    assert found == []
+    if name not in RANDOM:
+        model.keep_encoders_running({part.modality: part.inputs(1)})
+        assert model.unreached_parameters() == without_gradient(model)
+
+
+def test_a_callback_decides_what_is_reached() -> None:
+    def layer_before_the_last(inputs: dict[str, Any], output: Any) -> Any:
+        output.last_hidden_state = output.hidden_states[-2]
+        return output
+
+    encoder = ModalEncoderModule(
+        clip(),
+        preprocess_callback=lambda inputs: {**inputs, "output_hidden_states": True},
+        postprocess_module_callback=layer_before_the_last,
+    )
+    model = MultimodalModel({"vision": encoder}, llama())
+    model.set_modality_token_ids({"vision": VISION})
+    ids = torch.tensor([[3, *[VISION] * PATCHES, 4]])
+    found = model.unreached_parameters()
+    model(input_ids=ids, labels=ids, pixel_values=torch.randn(1, 3, 8, 8)).loss.backward()
+    assert found == without_gradient(model)
+    assert any("layers.1." in name for name in found) and any("post_layernorm" in name for name in found)
+
+
+def test_what_is_frozen_is_not_named() -> None:
+    model = composed()
+    assert {name.split(".")[2] for name in model.unreached_parameters()} == {"post_layernorm"}
+    model.train(encoders_mode={"vision": (False, True)})
+    assert model.unreached_parameters() == []
