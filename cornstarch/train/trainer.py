@@ -316,7 +316,8 @@ class Trainer:
             metric = None
             if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
                 metric = self._evaluated()
-            if is_worth_saving(config, position, metric):
+            ends = position.step >= self.total_steps or is_stopped_early(config, position)
+            if is_worth_saving(config, position, metric) and not ends:  # the end of a run saves it, once
                 self._told_save(metric)
             if is_stopped_early(config, position):
                 break
@@ -350,7 +351,7 @@ class Trainer:
         self._teller.show_at_end(self._observers.finish())
         if status == "stopped":
             if self._saver.saved_at != self.position.step:
-                self._told_save(None)
+                self._told_save(self._metric_of_last_evaluation())
             self._saves.look(wait=True)
             self._teller.stopped(self.position)
             return RunResult("stopped", self.position.step, None, folder=self.folder.path)
@@ -381,13 +382,13 @@ class Trainer:
 
     def _finish(self) -> None:
         """Evaluate and save what the last step left, unless that was done."""
-        if self.evaluation_sources and self._saver.saved_at != self.position.step:
-            self._told_save(None)  # before an evaluation that may fail
-        metric = None
-        if self._teller.last_evaluation_step != self.position.step:
-            metric = self._evaluated()
+        is_evaluated = not self.evaluation_sources or self._teller.last_evaluation_step == self.position.step
+        if not is_evaluated:
+            if self._saver.saved_at != self.position.step:
+                self._told_save(None)  # before an evaluation that may fail
+            self._evaluated()
         self.position.ended = True
-        self._told_save(metric if metric is not None else self._metric_of_last_evaluation())
+        self._told_save(self._metric_of_last_evaluation())
 
     def _metric_of_last_evaluation(self) -> float | None:
         if self._teller.last_evaluation is None or self._teller.last_evaluation_step != self.position.step:

@@ -212,7 +212,15 @@ CONFIGS: list[tuple[dict[str, Any], bool]] = [
     (RIGHT, True),
     (RIGHT | {"data": {"train": ["x", {"path": "y", "weight": 2}], "evaluation": {"path": "z"}}}, True),
     (RIGHT | {"optimizer": {"betas": [0.5, 0.5], "clip": None}, "precision": "auto", "output": "x"}, True),
-    (RIGHT | {"loop": {"steps": 5, "early_stopping": {"patience": 2}}, "logging": {"to": ["wandb"]}}, True),
+    (
+        RIGHT
+        | {
+            "data": {"train": "x", "evaluation": "y"},
+            "loop": {"evaluate_every": 5, "early_stopping": {"patience": 2}},
+            "logging": {"to": ["wandb"]},
+        },
+        True,
+    ),
     ({"data": {"train": "x"}}, False),
     (RIGHT | {"sed": 1}, False),
     (RIGHT | {"seed": -1}, False),

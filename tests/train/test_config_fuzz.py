@@ -54,7 +54,7 @@ optimizer:
   betas: [0.9, 0.95]
   clip: null
 schedule: {name: linear, warmup: 100}
-loop: {steps: 1000, batch_size: 16, accumulation: 4, early_stopping: {patience: 2}}
+loop: {steps: 1000, batch_size: 16, accumulation: 4, evaluate_every: 50, early_stopping: {patience: 2}}
 checkpoint: {every: 100, keep: 3}
 logging: {every: 5, to: [tensorboard]}
 """

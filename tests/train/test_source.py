@@ -127,7 +127,6 @@ def test_without_a_file_the_base_is_the_run() -> None:
         ("data.chat_template={% if a %}b{% endif %}", "data.chat_template", "{% if a %}b{% endif %}"),
         ("data.system=", "data.system", None),
         ("model.encoders.vision.path=clip", "model.encoders.vision.path", "clip"),
-        ("loop.early_stopping.patience=9", "loop.early_stopping.patience", 9),
         ("output=/some/where", "output", Path("/some/where")),
         (" seed = 5", "seed", 5),
     ],
@@ -137,6 +136,23 @@ def test_overrides(tmp_path: Path, override: str, key: str, value: Any) -> None:
     for step in key.split("."):
         found = found[int(step)] if step.isdigit() else found[step] if isinstance(found, dict) else getattr(found, step)
     assert found == value
+
+
+EVALUATED = ["data.evaluation=e.json", "loop.evaluate_every=5"]
+
+
+def test_a_section_that_is_not_there_is_made_by_an_override(tmp_path: Path) -> None:
+    stopping = load(tmp_path, SMALL, *EVALUATED, "loop.early_stopping.patience=9").loop.early_stopping
+    assert stopping is not None and stopping.patience == 9
+
+
+@pytest.mark.parametrize(
+    ("left_out", "said"), list(zip(EVALUATED, ("has no data", "there is one, at the end"), strict=True))
+)
+def test_early_stopping_needs_evaluations(tmp_path: Path, left_out: str, said: str) -> None:
+    given = [one for one in EVALUATED if one != left_out]
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path, SMALL, *given, "loop.early_stopping.patience=9")
 
 
 @pytest.mark.parametrize(

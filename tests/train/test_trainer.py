@@ -317,6 +317,23 @@ def test_early_stopping_counts_evaluations_without_improvement(tmp_path: Path) -
     assert trainer_of(tiny_config(tmp_path, **stopping)).fit().step == 3  # and that was the end
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_each_step_is_saved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    tiny_config(tmp_path)
+    trainer = trainer_of(
+        tiny_config(tmp_path, "loop.steps=3", f"loop.evaluate_every={every}", **with_evaluation(tmp_path))
+    )
+    saved: list[tuple[int, bool]] = []
+    save = trainer._told_save
+    monkeypatch.setattr(
+        trainer, "_told_save", lambda metric: saved.append((trainer.position.step, metric is None)) or save(metric)
+    )
+    trainer.fit()
+    # Where the last step is not evaluated in the loop, it is saved before the evaluation, too, which may fail.
+    assert [step for step, is_unknown in saved if not is_unknown] == sorted({step for step, _ in saved})
+    assert any(is_unknown for _, is_unknown in saved) == (3 % every != 0)
+
+
 def test_averaged_weights_are_evaluated_and_loaded(tmp_path: Path) -> None:
     tiny_config(tmp_path)
     trainer = trainer_of(tiny_config(tmp_path, "loop.ema=0.5", **with_evaluation(tmp_path)))

@@ -129,6 +129,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _early_stopping_has_evaluations(self) -> RunConfig:
+        if self.loop.early_stopping is None:
+            return self
+        said = "`loop.early_stopping` ends a run whose evaluations do not get better"
+        if not self.data.evaluation:
+            raise ValueError(f"{said}, and `data.evaluation` has no data. Give it some, or leave early_stopping out")
+        if self.loop.evaluate_every is None:
+            raise ValueError(
+                f"{said}, and without `loop.evaluate_every` there is one, at the end. Set it to a number of steps, or "
+                "leave early_stopping out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _balances_one_batch(self) -> RunConfig:
         if self.data.balance != "off" and self.parallel.data.kind in ("local_sgd", "diloco", "async", "gossip"):
             raise ValueError(
