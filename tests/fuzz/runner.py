@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.fuzz import compare, work
+from tests.fuzz import boosted, compare, work
 from tests.fuzz.case import Case, alone
 from tests.fuzz.work import Outcome, Refusal
 from tests.parity.pool import Failed, Pool
@@ -82,6 +82,8 @@ class Runner:
         return Verdict(**{**vars(verdict), "seconds": round(time.monotonic() - started, 2)})
 
     def _judge(self, case: Case, output: Path) -> Verdict:
+        if case.get("booster"):
+            return self._judge_boosted(case, output)
         reference = self._reference(alone(case))
         if isinstance(reference, Refusal):
             return Verdict("refused", f"one process: {reference.reason}")
@@ -92,25 +94,31 @@ class Runner:
         found = self._train(case, str(output / "run"))
         if "then" in case:
             found = self._resume({**case, **case["then"]}, output)
-        differences = compare.compare(found, reference, exact) or self._compare_loaded(case, output, found)
-        deviation = compare.worst(found, reference)
-        if not differences:
-            return Verdict("equal", deviation=deviation)
-        texts = tuple(one.text for one in differences)
-        return Verdict("wrong", texts[0], deviation, details=texts[1:12])
+        differences = compare.compare(found, reference, exact) or self._compare_loaded(
+            found, work.load, str(output / "run")
+        )
+        return _verdict_of(differences, compare.worst(found, reference))
+
+    def _judge_boosted(self, case: Case, output: Path) -> Verdict:
+        plain = {key: value for key, value in case.items() if key not in ("name", "world", "parallel", "accumulation")}
+        plain |= {"accumulation": 1}
+        reference = self._reference(plain, boosted.train_plainly)
+        exact = None
+        if isinstance(reference, Refusal):
+            return Verdict("refused", f"one process: {reference.reason}")
+        if "precision" in case:
+            exact = self._reference({**plain, "precision": "fp32"}, boosted.train_plainly)
+            assert isinstance(exact, Outcome)
+        arguments = (case, self._folders, str(output))
+        found = _outcomes("booster: ", self._ask("booster: ", case["world"], boosted.train_boosted, *arguments))
+        differences = compare.compare(found, reference, exact) or self._compare_loaded(
+            found, boosted.load_boosted, *arguments
+        )
+        return _verdict_of(differences, compare.worst(found, reference))
 
     def _train(self, case: Case, output: str, resumes: bool = False) -> list[Outcome]:
         what = "resume: " if resumes else ""
-        results = self._ask(what, case["world"], work.train, case, self._folders, output, False, resumes)
-        refusals = {rank: one for rank, one in enumerate(results) if isinstance(one, Refusal)}
-        if not refusals:
-            return results
-        reason, steps = next((one.reason, one.steps) for one in refusals.values())
-        if len(refusals) < len(results):
-            raise _Ended(Verdict("crashed", f"{what}refused by ranks {sorted(refusals)} only: {reason}"))
-        if steps:
-            raise _Ended(Verdict("crashed", f"{what}refused after {steps} steps: {reason}"))
-        raise _Ended(Verdict("refused", f"{what}{reason}"))
+        return _outcomes(what, self._ask(what, case["world"], work.train, case, self._folders, output, False, resumes))
 
     def _resume(self, case: Case, output: Path) -> list[Outcome]:
         """Go on from the checkpoint in another layout; only a layout that cannot be started anew may refuse it."""
@@ -122,20 +130,22 @@ class Runner:
             self._train(case, str(output / "anew"))
             raise _Ended(Verdict("crashed", f"the checkpoint is not accepted: {end.verdict.reason}")) from end
 
-    def _compare_loaded(self, case: Case, output: Path, found: list[Outcome]) -> list[compare.Difference]:
+    def _compare_loaded(self, found: list[Outcome], load: Any, *arguments: Any) -> list[compare.Difference]:
         """Read the checkpoint in one process, as `generate` and `export` would."""
-        (loaded,) = self._ask("load: ", 1, work.load, str(output / "run"))
+        (loaded,) = self._ask("load: ", 1, load, *arguments)
         if isinstance(loaded, Refusal):
             raise _Ended(Verdict("crashed", f"the checkpoint cannot be used: {loaded.reason}"))
         return compare.compare_loaded(loaded, found)
 
-    def _reference(self, case: Case) -> Outcome | Refusal:
+    def _reference(self, case: Case, train: Any = None) -> Outcome | Refusal:
         key = json.dumps(case, sort_keys=True)
         if key not in self._references:
             output = self._folder / f"alone {self._runs} {len(self._references)}"
-            (self._references[key],) = self._ask(
-                "one process: ", 1, work.train, case, self._folders, str(output / "run"), True
-            )
+            if train is None:
+                (found,) = self._ask("one process: ", 1, work.train, case, self._folders, str(output / "run"), True)
+            else:
+                (found,) = self._ask("one process: ", 1, train, case, self._folders)
+            self._references[key] = found
             shutil.rmtree(output, ignore_errors=True)
         return self._references[key]
 
@@ -150,6 +160,26 @@ class Runner:
             return self._workers.run(ranks, function, *arguments, seconds=self._seconds, apart=APART)
         except Failed as error:
             raise _Ended(_verdict_of_failure(what, error)) from error
+
+
+def _outcomes(what: str, results: list[Any]) -> list[Outcome]:
+    """Return the outcome of each rank; a refusal ends the case."""
+    refusals = {rank: one for rank, one in enumerate(results) if isinstance(one, Refusal)}
+    if not refusals:
+        return results
+    reason, steps = next((one.reason, one.steps) for one in refusals.values())
+    if len(refusals) < len(results):
+        raise _Ended(Verdict("crashed", f"{what}refused by ranks {sorted(refusals)} only: {reason}"))
+    if steps:
+        raise _Ended(Verdict("crashed", f"{what}refused after {steps} steps: {reason}"))
+    raise _Ended(Verdict("refused", f"{what}{reason}"))
+
+
+def _verdict_of(differences: list[compare.Difference], deviation: float) -> Verdict:
+    if not differences:
+        return Verdict("equal", deviation=deviation)
+    texts = tuple(one.text for one in differences)
+    return Verdict("wrong", texts[0], deviation, details=texts[1:12])
 
 
 def _verdict_of_failure(what: str, error: Failed) -> Verdict:
