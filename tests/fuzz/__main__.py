@@ -28,6 +28,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of `find_unus
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")
 
+QUIET = 40.0
+"""Seconds that a rank waits for another one: a hang should not take long, and compiling is no hang."""
+
 
 def main() -> int:
     """Return 1 if a case failed."""
@@ -75,12 +78,13 @@ def _run_side_by_side(asked: argparse.Namespace) -> int:
 
 def _run(asked: argparse.Namespace) -> int:
     from tests.fuzz.runner import Runner
-    from tests.parity.pool import pool
+    from tests.parity.pool import Pool
 
     counts: Counter[str] = Counter()
     into = asked.again or asked.into
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        runner = Runner(pool(), Path(folder), asked.seconds)
+        workers = Pool(quiet=QUIET)
+        runner = Runner(workers, Path(folder), asked.seconds)
         for case in _cases(asked):
             verdict = runner.run(case)
             counts[verdict.kind] += 1
@@ -94,6 +98,7 @@ def _run(asked: argparse.Namespace) -> int:
             if into is not None:
                 with into.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"case": case, "verdict": verdict.as_data()}) + "\n")
+        workers.close()
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     return 1 if any(counts[kind] for kind in ("wrong", "crashed", "hung")) else 0
 

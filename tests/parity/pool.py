@@ -49,10 +49,11 @@ class Pool:
 
     Args:
         device: What they compute on: cpu, or cuda.
+        quiet: Seconds that a process waits for another one in a collective. Default: by device.
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+    def __init__(self, device: str = "cpu", quiet: float | None = None) -> None:
+        self.device, self._quiet = device, QUIET[device] if quiet is None else quiet
         self._workers: list[tuple[Any, Connection]] = []
         # The parent keeps the store, so that there is one port for the whole session and nobody races for it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -110,7 +111,7 @@ class Pool:
             self._workers[rank][1].recv()
 
     def _process(self, connection: Connection) -> BaseProcess:
-        arguments = (connection, self._store.port, self.device)
+        arguments = (connection, self._store.port, self.device, self._quiet)
         if self.device == "cpu":
             return forked.process(_work, *arguments, daemon=True)
         # What is imported beforehand may ask for GPUs, and a process in which that was done cannot be forked.
@@ -163,7 +164,7 @@ class Pool:
         self._workers, self._to_renew = [], set()
 
 
-def _work(connection: Connection, port: int, device: str) -> None:
+def _work(connection: Connection, port: int, device: str, quiet: float) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -180,7 +181,7 @@ def _work(connection: Connection, port: int, device: str) -> None:
             if is_renewed:
                 _forget_meshes()
             job = dist.PrefixStore(f"job {number}", store)
-            connection.send(_done(job, rank, ranks, device, function, arguments))
+            connection.send(_done(job, rank, ranks, device, quiet, function, arguments))
 
 
 def _forget_meshes() -> None:
@@ -211,11 +212,11 @@ def _prepare_gpu() -> None:
 
 
 def _done(
-    store: dist.Store, rank: int, ranks: int, device: str, function: Callable[..., Any], arguments: Any
+    store: dist.Store, rank: int, ranks: int, device: str, quiet: float, function: Callable[..., Any], arguments: Any
 ) -> tuple[bool, Any]:
-    backend, quiet = GLOO_FOR_ALL if device == "cuda" else "gloo", timedelta(seconds=QUIET[device])
+    backend = GLOO_FOR_ALL if device == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=quiet)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=quiet))
         dist.barrier()  # one that ends at once would close its connections while others still make theirs
         return True, function(*arguments)
     except BaseException:
