@@ -210,7 +210,7 @@ class Booster:
                 model, layout, placement.device, many, plugin.templates(), placement.computing, plugin.packed
             )
         elif layout.world > 1:
-            wrapped = spread(model, layout, placement.device.type)
+            wrapped = spread(model, layout, placement.device.type, packed=plugin.packed)
         return BoostedModel(
             model,
             layout,

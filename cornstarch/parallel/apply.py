@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from cornstarch.attention import attend_through_masks
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import shard_items, shard_tokens, tokens_are_cut, whole_rows
@@ -42,8 +43,20 @@ def tensor_cut(layout: Layout, meshes: Meshes, name: str, is_encoder: bool = Fal
     return TensorCut(plan, meshes, is_encoder) if plan.tp > 1 else None
 
 
+def must_attend_through_masks(model: nn.Module, packed: bool) -> bool:
+    """Whether a model's rows have what plain causal attention does not tell: documents, spans that see both ways."""
+    if not isinstance(model, MultimodalModel):
+        return False
+    return packed or any(encoder.attention != "causal" for encoder in model.encoders.values())
+
+
 def spread(
-    model: nn.Module, layout: Layout, device_type: str, meshes: Meshes | None = None, lend: bool = False
+    model: nn.Module,
+    layout: Layout,
+    device_type: str,
+    meshes: Meshes | None = None,
+    lend: bool = False,
+    packed: bool = False,
 ) -> nn.Module:
     """Return what to call instead of the model, whose parameters and tokens are now shared out as the layout says.
 
@@ -56,11 +69,16 @@ def spread(
         device_type: cpu or cuda.
         meshes: Those of the layout, if there are some already: modules must be cut over the same ones.
         lend: Let the encoders of replicas lend items to one another in passes of training (`lending`).
+        packed: Whether rows may have several samples.
     """
     check_data_plan(model, layout.plan.data)
     meshes = meshes or Meshes(layout, device_type)
     for module, plan in planned_modules(model, layout):
         spread_inside(module, plan, meshes)
+    if isinstance(model, MultimodalModel) and must_attend_through_masks(model, packed):
+        # Now, on all ranks: the check runs the model, and once parameters are sharded, a rank whose batch is the first
+        # to need masks would wait in it for ranks whose batches do not.
+        attend_through_masks(model.language_model)
     if lend and layout.dp > 1 and isinstance(model, MultimodalModel):
         replicas = meshes.replicas()
         for encoder in model.encoders.values():
@@ -113,4 +131,12 @@ def plan_of(layout: Layout, name: str) -> ModulePlan:
     return plans.get(name) or plans[WHOLE_MODEL]
 
 
-__all__ = ["planned_modules", "spread", "spread_inside", "tensor_cut", "whole_reasons", "whole_sequences"]
+__all__ = [
+    "must_attend_through_masks",
+    "planned_modules",
+    "spread",
+    "spread_inside",
+    "tensor_cut",
+    "whole_reasons",
+    "whole_sequences",
+]

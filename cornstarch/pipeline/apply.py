@@ -16,6 +16,7 @@ from cornstarch.attention.verify import evaluating
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import processes
+from cornstarch.parallel.apply import must_attend_through_masks
 from cornstarch.parallel.averaging import average_gradients
 from cornstarch.parallel.context import expect_layers, tokens_are_cut, whole_rows
 from cornstarch.parallel.data import apply_data_parallel
@@ -39,7 +40,7 @@ from cornstarch.pipeline.staging import StageGroups, Staging
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.pipeline.ties import find_ties, gradients_added_up
 from cornstarch.pipeline.transfer import Edge, Post, Route
-from cornstarch.pipeline.unready import attend, must_attend_through_masks, spread_in_part
+from cornstarch.pipeline.unready import attend, spread_in_part
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL
 from cornstarch.plan.stages import places_of

@@ -12,10 +12,10 @@ from torch import nn
 from cornstarch.attention import attend_through_masks
 from cornstarch.attention.verify import is_on_meta, trust_masks
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.twin import disturb, twin_config
-from cornstarch.parallel.apply import spread_inside
+from cornstarch.parallel.apply import must_attend_through_masks, spread_inside
 from cornstarch.parallel.context import shard_tokens
 from cornstarch.parallel.mesh import StageMeshes
 from cornstarch.pipeline.staging import Staging
@@ -39,13 +39,6 @@ def small_twin(model: nn.Module, multiple: int = 1) -> nn.Module | None:
         return None
     disturb(twin)
     return twin
-
-
-def must_attend_through_masks(model: nn.Module, packed: bool) -> bool:
-    """Whether a model's rows have what plain causal attention does not tell: documents, spans that see both ways."""
-    if not isinstance(model, MultimodalModel):
-        return False
-    return packed or any(encoder.attention != "causal" for encoder in model.encoders.values())
 
 
 def must_be_whole(staging: Staging, packed: bool) -> dict[str, str]:
@@ -88,4 +81,4 @@ def _twin(model: nn.Module, multiple: int, device: torch.device) -> nn.Module:
     return twin.to(device)
 
 
-__all__ = ["attend", "must_attend_through_masks", "must_be_whole", "small_twin", "spread_in_part"]
+__all__ = ["attend", "must_be_whole", "small_twin", "spread_in_part"]

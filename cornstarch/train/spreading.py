@@ -211,7 +211,9 @@ class Spreading:
         else:
             self._meshes = self._meshes or Meshes(layout, self._placement.device.type)
             lend = self._lends()
-            self.task.wrapped = spread(self.model, layout, self._placement.device.type, self._meshes, lend)
+            self.task.wrapped = spread(
+                self.model, layout, self._placement.device.type, self._meshes, lend, config.data.packing
+            )
             if (measured := measured_bucket(self.task.wrapped)) is not None:
                 self.buckets = measured.line
                 self._note(f"gradients travel in {measured.line}.")
