@@ -13,6 +13,7 @@ from cornstarch.attention.interface import IMPLEMENTATION, use_mask
 from cornstarch.attention.mask import MaskSpec
 from cornstarch.compat import compile_counts
 from cornstarch.compute.compiling import CompiledForward, compile_layers, plain_layers
+from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.units import wrapping_units
 from tests import zoo
 
@@ -57,6 +58,25 @@ def test_ragged_batches_compute_the_same_and_compile_no_more(name: str) -> None:
             after_two = compile_counts()
     assert compile_counts() == after_two  # a second length makes lengths free; nothing after that
     assert compile_counts()["breaks"] == before["breaks"]
+
+
+def test_an_evaluation_compiles_no_graph_for_each_layer() -> None:
+    """A cache of keys and values is another object for every layer: each would be compiled by itself, up to a limit."""
+    counts = []
+    for layers in (2, 6):
+        torch.compiler.reset()
+        model = zoo.LANGUAGE_MODELS["llama"].build(num_hidden_layers=layers)
+        model.config.use_cache = True
+        whole = MultimodalModel({}, model)
+        compile_layers(model.model.layers, fullgraph=True, backend=BACKEND)
+        ids = torch.randint(3, zoo.VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+        before = compile_counts()["graphs"]
+        whole(input_ids=ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            assert whole.eval()(input_ids=ids, labels=ids).past_key_values is None
+        whole.train()(input_ids=ids, labels=ids).loss.backward()
+        counts.append(compile_counts()["graphs"] - before)
+    assert counts[0] == counts[1] <= 3  # with gradients, without, and nothing that depends on the number of layers
 
 
 @pytest.mark.parametrize(("name", "most"), [("siglip", 3), ("clip", 3), ("qwen2_vl", 12), ("qwen3_vl", 12)])

@@ -23,11 +23,11 @@ from cornstarch.models.multimodal_language_model.projector import MultimodalProj
 from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, route
 from cornstarch.models.multimodal_language_model.trainable import set_trainable
 from cornstarch.models.multimodal_language_model.unwrap import (
-    accepts,
     is_gathered_by_caller,
     is_sharded,
     run_inside,
     unwrap,
+    without_cache,
 )
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 
@@ -262,8 +262,7 @@ class MultimodalModel(nn.Module):
                 # Nothing of it is added, but gradients take the same way through the language model and the encoders as
                 # in processes with items: what is sharded is then gathered and summed in the same order in all of them.
                 llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
-            if labels is not None and torch.is_grad_enabled() and accepts(self.language_model, "use_cache"):
-                llm_inputs.setdefault("use_cache", False)  # a training step has no use for copies of keys and values
+            llm_inputs = without_cache(self.language_model, llm_inputs)
             if spec is None:
                 counted = facts is not None and llm_inputs.get("position_ids") is None
                 with positions_in_order() if counted else nullcontext():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -57,6 +57,17 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 def accepts(module: nn.Module, name: str) -> bool:
     """Whether the module's own forward has an argument of this name."""
     return name in argument_names(module)
+
+
+def without_cache(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a loss, with `use_cache=False` unless they say otherwise, where the module knows that.
+
+    Nothing reads a cache of keys and values after a loss, with gradients or without. It costs memory, and compiled
+    layers would be compiled once more for the cache entry of each layer.
+    """
+    if inputs.get("labels") is None or "use_cache" in inputs or not accepts(module, "use_cache"):
+        return dict(inputs)
+    return {**inputs, "use_cache": False}
 
 
 def is_sharded(module: nn.Module) -> bool:

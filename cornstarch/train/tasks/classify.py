@@ -240,7 +240,7 @@ class ClassificationTask(WholeTask):
 
     def measure(self, batch: CollatedBatch) -> Measures:
         """Return the loss, and the share of samples that get their label."""
-        output = (self.wrapped or self.model)(**batch.inputs)
+        output = self._outputs(batch.inputs)
         count = batch.trained_tokens
         sums: dict[str, tuple[float, float]] = {"loss": (output.loss.item() * count, count)}
         if not self.labels.is_regression:

@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
-from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap, without_cache
 from cornstarch.train.build import adapted, load_part, part_config
 from cornstarch.train.config import DataConfig, RunConfig, WholeModelConfig
 from cornstarch.train.data.collate import CollatedBatch
@@ -175,7 +175,10 @@ class WholeTask(ABC):
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return the model's own loss: the mean over the batch's `trained_tokens`."""
-        return (self.wrapped or self.model)(**inputs).loss
+        return self._outputs(inputs).loss
+
+    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+        return (self.wrapped or self.model)(**without_cache(self.model, inputs))
 
     @abstractmethod
     def measure(self, batch: CollatedBatch) -> Measures:

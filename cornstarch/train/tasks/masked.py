@@ -93,7 +93,7 @@ class MaskedTask(WholeTask):
 
     def measure(self, batch: CollatedBatch) -> Measures:
         """Return the loss and the share of hidden tokens that are guessed."""
-        output = (self.wrapped or self.model)(**batch.inputs)
+        output = self._outputs(batch.inputs)
         labels: Tensor = batch.inputs["labels"]
         right = int((output.logits.argmax(-1) == labels).sum())  # no token has the number that stands for "ignored"
         count = batch.trained_tokens

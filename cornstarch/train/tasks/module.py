@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.unwrap import unwrap, without_cache
 from cornstarch.pipeline.holes import StageDone
 from cornstarch.train.config import DataConfig, FactoryConfig, RunConfig
 from cornstarch.train.data.collate import CollatedBatch
@@ -177,7 +177,7 @@ class ModuleTask:
     def _called(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         if self.loss_function is not None:
             return self.loss_function(model, inputs)
-        output = model(**inputs)
+        output = model(**without_cache(self.model, inputs))
         return output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", None)
 
     @property

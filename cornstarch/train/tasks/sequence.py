@@ -109,7 +109,7 @@ class Seq2SeqTask(WholeTask):
 
     def measure(self, batch: CollatedBatch) -> Measures:
         """Return the loss, the share of tokens, and the share of samples whose every token is right."""
-        output = (self.wrapped or self.model)(**batch.inputs)
+        output = self._outputs(batch.inputs)
         labels = batch.inputs["labels"]
         wrong = (labels != IGNORED) & (output.logits.argmax(-1) != labels)
         count, rows = batch.trained_tokens, len(labels)

@@ -66,6 +66,17 @@ def test_the_loss_is_the_mean_over_the_targets_tokens(tmp_path: Path, sizes: dic
     check_portions(task, config)
 
 
+def test_losses_keep_no_cache_in_training_and_in_evaluation(tmp_path: Path) -> None:
+    task, config = made(tmp_path, T5)
+    (batch,) = batches(task, config, 10)
+    asked: list[Any] = []
+    task.model.register_forward_pre_hook(lambda *call: asked.append(call[2].get("use_cache")), with_kwargs=True)
+    task.loss(batch.inputs)
+    with torch.no_grad():
+        task.measure(batch)
+    assert asked == [False, False]
+
+
 @pytest.mark.parametrize("sizes", [T5, BART])
 def test_scores(tmp_path: Path, sizes: dict[str, Any]) -> None:
     task, config = made(tmp_path, sizes)

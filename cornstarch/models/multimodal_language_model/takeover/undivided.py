@@ -18,7 +18,7 @@ from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.packing import IGNORED
 from cornstarch.models.multimodal_language_model.takeover.modalities import ENCODER_NAMES, placeholder_id
-from cornstarch.models.multimodal_language_model.unwrap import accepts, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import unwrap, without_cache
 
 
 class UndividedModel(MultimodalModel):
@@ -67,9 +67,7 @@ class UndividedModel(MultimodalModel):
             for row in self._rows.values():
                 if not row["items"].keys() & inputs.keys():
                     inputs = _with_row(inputs, row)
-        if labels is not None and torch.is_grad_enabled() and accepts(self.language_model, "use_cache"):
-            inputs.setdefault("use_cache", False)
-        return self.language_model(**inputs)
+        return self.language_model(**without_cache(self.language_model, inputs))
 
     def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
         """Let every encoder take part in every step of training, also if the batch has nothing for it.
