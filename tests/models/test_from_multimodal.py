@@ -20,6 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.takeover.dismantle import DismantledModel, DismantledOrigin, rebuild
+from cornstarch.models.multimodal_language_model.takeover.own_masks import spans_of
 from tests.models.shrink import shrunken_configs
 from tests.models.whole_models import AUDIO, FAMILIES, IMAGE, TEXT, VIDEO, Family, Inputs, text_batch, why_not_here
 
@@ -251,7 +252,7 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     assert_same_step(whole, twin, labelled(family.batch(whole)))
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-audio", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "qwen2-audio", "qwen3-vl", "gemma3"])
 def test_packed_documents_are_as_if_alone(name: str) -> None:
     family, whole, parts = pair(name)
     batch = family.batch(whole, "right")
@@ -262,17 +263,30 @@ def test_packed_documents_are_as_if_alone(name: str) -> None:
         "documents": torch.cat([torch.full((len(s),), i + 1) for i, s in enumerate(samples)] + [torch.zeros(3)])[None],
     }
     packed["documents"] = packed["documents"].long()
+    packed |= family.text(packed["input_ids"])
     items = {key: batch[key] for encoder in parts.encoders.values() for key in encoder.input_names if key in batch}
     found = parts(**packed, **items).logits[0, : sum(map(len, samples))]
     expected = parts(**batch).logits[mask]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_with_masks_of_its_own_refuses_packed_rows() -> None:
-    family, whole, parts = pair("gemma3")
-    batch = family.batch(whole, "none")
-    with pytest.raises(ConfigError, match="masks of its own"):
-        parts(**batch, documents=torch.ones_like(batch["input_ids"]))
+def test_masks_are_read_as_spans() -> None:
+    places = torch.arange(6)
+    causal = places[:, None] >= places
+    spans = torch.tensor([[-1, 1, 1, -1, 4, 4], [0, 0, 0, -1, -1, -1]])
+    together = (spans[:, :, None] == spans[:, None]) & (spans >= 0)[:, :, None]
+    lengths = torch.tensor([6, 4])
+    full = (causal | together)[:, None]
+    near = places > places[:, None] - 3
+    assert torch.equal(spans_of({"full_attention": full, "sliding_attention": full & near}, lengths), spans)
+    assert torch.equal(spans_of(None, lengths), torch.full((2, 6), -1))
+    for name, masks in {
+        "not causal with spans": full & (places != 0),
+        "let other spans": {"full_attention": full, "sliding_attention": causal.expand(2, 1, 6, 6)},
+        "not ones of booleans": full.float(),
+    }.items():
+        with pytest.raises(UnsupportedModelError, match=name):
+            spans_of(masks, lengths)
 
 
 def test_callbacks_around_the_encoder() -> None:

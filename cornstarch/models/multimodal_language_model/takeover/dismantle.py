@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cornstarch.attention.verify import evaluating
-from cornstarch.errors import ConfigError
+from cornstarch.attention.mask import MaskSpec
+from cornstarch.attention.verify import attend_through_masks, evaluating
+from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.items import Features
@@ -35,6 +36,7 @@ from cornstarch.models.multimodal_language_model.modeling_multimodal_language_mo
 from cornstarch.models.multimodal_language_model.takeover.causal_head import causal_language_model
 from cornstarch.models.multimodal_language_model.takeover.hollow import hollow, listen
 from cornstarch.models.multimodal_language_model.takeover.modalities import TYPE_IDS, find_modalities, refusal
+from cornstarch.models.multimodal_language_model.takeover.own_masks import TEXT, spans_of
 from cornstarch.models.multimodal_language_model.takeover.tower import TowerEncoder, TowerFeatures
 from cornstarch.models.multimodal_language_model.takeover.trial import learn
 from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
@@ -143,8 +145,9 @@ class DismantledModel(MultimodalModel):
     ) -> tuple[dict[str, Any], Any]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough."""
         lent = {name: rest.pop(name) for name in self._lent_names.intersection(rest)}
+        spans = None
         if documents is not None and input_ids is not None:
-            position_ids = self._packed_positions(input_ids, documents, position_ids, lent)
+            position_ids, spans = self._packed(input_ids, documents, position_ids, {**rest, **lent})
         known = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels, **rest}
         heard = self._listen(features, input_ids, inputs_embeds, {**known, **lent})
         heard = {name: value for name, value in heard.items() if value is not known.get(name)}
@@ -163,6 +166,9 @@ class DismantledModel(MultimodalModel):
             **rest,
         )
         llm_inputs.update(heard)
+        if spans is not None:
+            assert documents is not None
+            spec = (spec or MaskSpec.from_documents(documents)).with_spans(spans)
         return llm_inputs, spec
 
     def _listen(
@@ -206,34 +212,55 @@ class DismantledModel(MultimodalModel):
             types[input_ids == token_id] = TYPE_IDS[self._towers[name].modality.kind]
         inputs["mm_token_type_ids"] = types
 
-    def _packed_positions(
+    def _packed(
         self, input_ids: Tensor, documents: Tensor, position_ids: Tensor | None, lent: dict[str, Any]
-    ) -> Tensor:
-        """Return positions in packed rows: given ones, or those that each document has when it is alone."""
-        if any(encoder.habits.makes_masks for encoder in self._towers.values()):
-            raise ConfigError(
-                f"{type(self._whole).__name__} makes attention masks of its own, which a packed row would not have. "
-                "Give one sample per row."
-            )
-        if position_ids is not None:
-            return position_ids
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what tokens of packed rows have when each document is alone.
+
+        Returns:
+            Positions: given ones, or the model's own.
+            Spans of tokens that see each other, [B, S]; None for a model that makes no masks itself.
+        """
+        makes_masks = any(encoder.habits.makes_masks for encoder in self._towers.values())
+        if position_ids is not None and not makes_masks:
+            return position_ids, None
+        if makes_masks:
+            attend_through_masks(self.language_model)  # masks are then made of booleans
         places = [row == number for row in documents for number in row[row > 0].unique_consecutive()]
         rows = [i for i, row in enumerate(documents) for _ in row[row > 0].unique_consecutive()]
-        pad = torch.nn.utils.rnn.pad_sequence
-        texts = pad([input_ids[i][place] for i, place in zip(rows, places, strict=True)], batch_first=True)
-        mask = pad([place[place].long() for place in places], batch_first=True)
-        kept = {name: value for name, value in lent.items() if name != "mm_token_type_ids"}
+
+        def alone(values: Tensor) -> Tensor:
+            found = [values[i][place] for i, place in zip(rows, places, strict=True)]
+            return torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+        texts, mask = alone(input_ids), alone((documents > 0).long())
+        is_per_token = {n: isinstance(value, Tensor) and value.shape == input_ids.shape for n, value in lent.items()}
+        kept = {name: alone(value) if is_per_token[name] else value for name, value in lent.items()}
         present = {name: True for name, token in self.modality_token_ids.items() if bool((texts == token).any())}
         inputs = {"input_ids": texts, "attention_mask": mask, **kept}
         self._add_type_ids(inputs, present)
-        alone = self._listen({}, texts, None, inputs).get("position_ids")
-        if alone is None:  # the model does not count for itself
-            alone = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
-        alone = alone.expand(*alone.shape[:-2], *texts.shape)  # positions that are the same in all rows
-        packed = alone.new_zeros(*alone.shape[:-2], *documents.shape)
-        for number, (row, place) in enumerate(zip(rows, places, strict=True)):
-            packed[..., row, place] = alone[..., number, : int(place.sum())]
-        return packed
+        heard = self._listen({}, texts, None, inputs)
+
+        def packed(values: Tensor, fill: int) -> Tensor:
+            values = values.expand(*values.shape[:-2], *texts.shape)  # positions may be the same in all rows
+            joined = values.new_full((*values.shape[:-2], *documents.shape), fill)
+            for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+                joined[..., row, place] = values[..., number, : int(place.sum())]
+            return joined
+
+        if position_ids is None:
+            counted = torch.arange(texts.shape[1], device=texts.device)  # if the model does not count for itself
+            position_ids = packed(heard.get("position_ids", counted.expand_as(texts)), 0)
+        if not makes_masks:
+            return position_ids, None
+        try:
+            spans = spans_of(heard.get("attention_mask"), mask.sum(-1))
+        except UnsupportedModelError as error:
+            raise ConfigError(
+                f"{type(self._whole).__name__} makes attention masks of its own, which a packed row would not have: "
+                f"{error}. Give one sample per row."
+            ) from error
+        return position_ids, packed(spans, TEXT)
 
     # ------------------------------------------------------------------ the original
 
