@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.tensor.sequence import CALLED
 from cornstarch.parallel.tensor.vocabulary import VocabularyEmbedding
 from cornstarch.trees import leaves, map_tensors, tensors_in
 
@@ -189,9 +190,11 @@ class Hole(Elsewhere):
         super().__init__(original, name, **rest)
         self.__dict__.update(number=number, passage=passage)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return what the layer returned on its stage, or the same full of NaN if nobody reads it here."""
         passage: Passage = self.passage
+        if (called := self.original.__dict__.get(CALLED)) is not None:
+            called(*inputs, **options)
         passage.segment = self.number + 1
         return passage.replay(self.name) if passage.has(self.name) else passage.unread_layer()
 

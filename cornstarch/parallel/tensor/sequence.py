@@ -29,6 +29,8 @@ from cornstarch.parallel.tensor.plan import TensorPlan
 from cornstarch.parallel.tensor.regions import Region
 
 _LENGTH = "tokens_of_all_ranks"
+CALLED = "cornstarch_called"
+"""The attribute of a layer that holds what is told of its calls, by whatever stands in its place, too."""
 Change = Callable[[Tensor], Tensor]
 
 
@@ -253,9 +255,12 @@ def _carry_length(layer: nn.Module, tokens: Tokens, is_first: bool) -> None:
     kind = type(layer)
     name = _activation(layer) or "hidden_states"
 
+    def note_length(*inputs: Any, **options: Any) -> None:
+        tokens.total = (inputs[0] if inputs else options[name]).shape[-2]
+
     def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if is_first:
-            tokens.total = (inputs[0] if inputs else options[name]).shape[-2]
+            note_length(*inputs, **options)
         return kind.__call__(self, *inputs, **options, **{_LENGTH: tokens.total})
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -266,8 +271,10 @@ def _carry_length(layer: nn.Module, tokens: Tokens, is_first: bool) -> None:
             return (tokens.deal(inputs[0]), *inputs[1:]), options
         return inputs, {**options, name: tokens.deal(options[name])}
 
+    if is_first:
+        layer.__dict__[CALLED] = note_length  # also where the layer itself is in another stage
     layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
     layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-__all__ = ["check_sequence", "cut_sequence", "layers_of"]
+__all__ = ["CALLED", "check_sequence", "cut_sequence", "layers_of"]
