@@ -329,11 +329,20 @@ class _Aside:
         for module in self._around:
             module._is_hf_initialized = False
         model.all_tied_weights_keys = self._ties
+        self._tie(model)
         try:
             model.initialize_weights()
         except (NotImplementedError, RuntimeError) as error:
             raise ReadWhole(f"its buffers are made from weights that are not here ({error})") from error
         note_in_part(model)
+
+    def _tie(self, model: nn.Module) -> None:
+        """Let tied parameters that are not here be one, as they are where they have weights."""
+        for target, source in self._ties.items():
+            owner, _, key = target.rpartition(".")
+            module, parameter = model.get_submodule(owner), model.get_parameter(source)
+            if parameter.is_meta and key in module._parameters:
+                module._parameters[key] = parameter
 
 
 def _listed(shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> str:

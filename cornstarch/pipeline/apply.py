@@ -278,7 +278,14 @@ class Pipeline:
         if microbatches not in self._runtimes:
             schedule = self._schedule(microbatches)
             self._runtimes[microbatches] = Runtime(
-                schedule, self.place, self.programs, self._edges, self.post, self._takes_part, self._before_backward
+                schedule,
+                self.place,
+                self.programs,
+                self._edges,
+                self.post,
+                self._takes_part,
+                self._before_backward,
+                self._by_value(),
             )
         return self._runtimes[microbatches]
 
@@ -289,6 +296,16 @@ class Pipeline:
             if microbatches == self.microbatches:
                 raise
             return make_schedule(self.graph, microbatches, "1f1b")  # the last step of an epoch may have fewer
+
+    def _by_value(self) -> tuple[str, ...]:
+        """Return the inputs that decide how many tokens a rank has, where tokens are dealt out by their work."""
+        plans = self.layout.plan.modules.values()
+        if not any(plan.cp > 1 and plan.cp_distribution in ("auto", "makespan_min") for plan in plans):
+            return ()
+        is_causal = not isinstance(self.model, MultimodalModel) or all(
+            encoder.attention == "causal" for encoder in self.model.encoders.values()
+        )
+        return ("attention_mask", "documents") if is_causal else ("attention_mask", "documents", "input_ids")
 
     def _takes_part(self, stage: int, inputs: Inputs) -> bool:
         name = self.graph.nodes[stage].module

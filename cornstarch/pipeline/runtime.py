@@ -7,7 +7,7 @@ tensors travel follows from the inputs of a microbatch, which all processes of a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -82,6 +82,7 @@ class Runtime:
         takes_part: Whether a stage has anything to do with a microbatch; all processes of a replica must think the
             same of all stages. Default: it has.
         before_backward: Called with a stage and whether it is its last backward of the step.
+        by_value: Names of inputs with one number per token that sizes between stages follow from.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Runtime:
         post: Post | None,
         takes_part: Callable[[int, Inputs], bool] | None = None,
         before_backward: Callable[[int, bool], None] | None = None,
+        by_value: Collection[str] = (),
     ) -> None:
+        self.by_value = by_value
         self.graph = schedule.graph
         self.place, self.programs, self.edges, self.post = place, dict(programs), dict(edges), post
         self._takes_part, self._before_backward = takes_part, before_backward
@@ -200,7 +203,7 @@ class Run:
         self.runtime, self.graph = runtime, runtime.graph
         self.actions, self.microbatches, self.finish = actions, microbatches, finish
         training = any(isinstance(p, nn.Module) and p.training for p in runtime.programs.values())
-        self.keys: list[Hashable] = [signature(inputs, training) for inputs in microbatches]
+        self.keys: list[Hashable] = [signature(inputs, training, runtime.by_value) for inputs in microbatches]
         self.held: dict[tuple[int, int], _Held] = {}
         self.local: dict[tuple[int, int, int], tuple[Form, list[Tensor]]] = {}
         self.local_gradients: dict[tuple[int, int, int], list[Tensor]] = {}
@@ -351,7 +354,7 @@ class Run:
         held = self.held[stage, m] if is_split else self.held.pop((stage, m))
         roots, gradients = self._roots(stage, m, held)
         leaves = [leaf for _, one in held.leaves.values() for leaf in one]
-        if roots and is_split and leaves:
+        if roots and is_split and leaves and not _uses_a_weight_twice(roots, leaves):
             held.weights_left = backward_of_inputs(roots, gradients, leaves, self._weights(stage))
         elif roots and is_split:
             held.weights_left = None
@@ -400,6 +403,27 @@ class Run:
         program = self.runtime.programs[stage]
         assert isinstance(program, nn.Module)
         return [parameter for parameter in program.parameters() if parameter.requires_grad]
+
+
+def _uses_a_weight_twice(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Say whether a weight takes part in several places of a graph, as tied embeddings do in a stage with both ends.
+
+    The gradients of such a weight cannot be left for later: the graph between its places would be gone through twice.
+    """
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, weights, received = set(nodes), set(), set(map(id, inputs))
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is None:
+                continue
+            if (leaf := getattr(node, "variable", None)) is not None:
+                if node in weights and id(leaf) not in received:
+                    return True
+                weights.add(node)
+            elif node not in seen:
+                seen.add(node)
+                nodes.append(node)
+    return False
 
 
 __all__ = ["Event", "Finish", "Program", "Run", "Runtime", "StageError"]

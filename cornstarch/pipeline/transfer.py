@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -55,11 +55,18 @@ class Route:
         return cls(tuple(forward), tuple(backward))
 
 
-def signature(inputs: Mapping[str, Any], training: bool) -> Hashable:
-    """Return what the shapes between stages depend on: the shapes of the inputs, and whole numbers that tell sizes."""
+def signature(inputs: Mapping[str, Any], training: bool, by_value: Collection[str] = ()) -> Hashable:
+    """Return what the shapes between stages depend on: the shapes of the inputs, and whole numbers that tell sizes.
+
+    Args:
+        inputs: Of a microbatch.
+        training: Whether it is trained on.
+        by_value: Names of inputs with one number per token that tell sizes, too.
+    """
     ids = inputs.get("input_ids")
     tokens = tuple(ids.shape) if isinstance(ids, Tensor) else None
-    return training, torch.is_grad_enabled(), _signature(inputs, tokens)
+    told = tuple(_signature(inputs.get(name), None) for name in by_value)
+    return training, torch.is_grad_enabled(), _signature(inputs, tokens), told
 
 
 def _signature(value: Any, tokens: tuple[int, ...] | None) -> Hashable:

@@ -6,7 +6,9 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
+from cornstarch.pipeline.runtime import _uses_a_weight_twice
 from cornstarch.pipeline.transfer import Route
 from cornstarch.schedule.graph import StageGraph, StageNode
 from tests.parity.pool import QUIET, Pool
@@ -115,3 +117,10 @@ def test_routes_between_sizes_that_differ() -> None:
 def test_a_graph_on_one_place_needs_no_messages(workers: Pool) -> None:
     nodes = tuple(StageNode("model", i, 0) for i in range(2))
     compare(workers, StageGraph(nodes, ((0, 1),)), "1f1b")
+
+
+def test_only_weights_that_are_used_twice_are_not_left_for_later() -> None:
+    weight, received = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    once = received + weight @ received  # an input is used wherever there is a residual
+    assert not _uses_a_weight_twice([once], [received])
+    assert _uses_a_weight_twice([weight @ once.relu()], [received])
