@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class ChatWriter:
         self._tokenizer = tokenizer
         self._template = template or tokenizer.chat_template or PLAIN_TEMPLATE
         self._system, self._answers_only = system, answers_only
-        self._turn_end = turn_end(special_tokens(tokenizer).values())
+        self._turn_end: re.Pattern[str] | None = None
 
     def write(self, sample: Sample, placeholder: Placeholder) -> Rendered:
         """Return the text of a sample; `placeholder` says what stands for a medium."""
@@ -100,6 +101,12 @@ class ChatWriter:
         except Exception as error:  # a template refuses conversations with whatever exception it likes
             raise SampleError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
+    def _end_of_answers(self) -> re.Pattern[str]:
+        if self._turn_end is None:
+            special = special_tokens(self._tokenizer).values()
+            self._turn_end = turn_end(special, lambda turns: self._applied(turns))
+        return self._turn_end
+
     def _answers(self, text: str, turns: Sequence[Mapping[str, str]]) -> tuple[tuple[int, int], ...]:
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         marked = self._applied(
@@ -119,7 +126,7 @@ class ChatWriter:
         for number, answer in enumerate(found):
             start = answer.start() - 2 * number  # two marks have been before it
             end = start + len(answer.group(1))
-            stop = self._turn_end.match(text, end)
+            stop = self._end_of_answers().match(text, end)
             spans.append((start, stop.end() if stop else end))
         return tuple(spans)
 
@@ -134,10 +141,30 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {**added, **dict(named)}
 
 
-def turn_end(special: Iterable[str]) -> re.Pattern[str]:
-    """Return the pattern of what ends an answer: white space, and the first special token after it."""
-    special = sorted(special, key=len, reverse=True)
-    return re.compile(rf"\s*(?:{'|'.join(map(re.escape, special))})?" if special else r"\s*")
+def turn_end(special: Iterable[str], render: Callable[[Sequence[Mapping[str, str]]], str]) -> re.Pattern[str]:
+    """Return the pattern of what ends an answer: the special tokens behind each answer, with white space before them.
+
+    Where a template puts none there, or cannot write a conversation of text alone: white space, and the first special
+    token after it.
+
+    Args:
+        special: All special tokens.
+        render: Writes turns, of which each has a role and a text, as the template does.
+    """
+    ordered = sorted(special, key=len, reverse=True)
+    token = "|".join(map(re.escape, ordered))
+    ending = ""
+    if ordered:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark_answer("a")}] * 2
+        try:
+            first, last = (after.partition(OPEN)[0] for after in render(turns).split(CLOSE)[1:])
+        except (SampleError, ValueError):
+            first = last = ""
+        # The beginning of the next turn may be special tokens, too, and so may the end of a conversation.
+        found = re.match(rf"\s*(?:{token})+", os.path.commonprefix([first, last]))
+        ending = found.group() if found else ""
+    single = rf"\s*(?:{token})?" if ordered else r"\s*"
+    return re.compile(f"{re.escape(ending)}|{single}" if ending else single)
 
 
 def _joined(content: Content, placeholder: Placeholder) -> str:

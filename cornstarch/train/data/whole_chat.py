@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cornstarch.errors import ConfigError
@@ -33,7 +33,8 @@ class WholeChatWriter:
         self._processor, self._system, self._answers_only = processor, system, answers_only
         items = processor.modality_token_ids.values()
         special = special_tokens(processor.llm_tokenizer)
-        self._turn_end = turn_end(token for number, token in special.items() if number not in items)
+        self._special = [token for number, token in special.items() if number not in items]
+        self._turn_end: re.Pattern[str] | None = None
 
     def conversation(self, sample: Sample, items: Iterable[Any] | None = None) -> Conversation:
         """Return a sample as messages with typed parts.
@@ -58,7 +59,7 @@ class WholeChatWriter:
 
     def marked(self, conversation: Conversation) -> Conversation:
         """Return a conversation with marks around its answers; the template must leave all else as it is."""
-        if not self._answers_only:
+        if not self._answers_only or self._processor.style == "suffix":  # the processor knows which is the answer
             return conversation
         marked = [
             {**turn, "content": [_marked(part) for part in turn["content"]]} if turn["role"] == "assistant" else turn
@@ -82,11 +83,17 @@ class WholeChatWriter:
         except Exception as error:  # a template refuses conversations with whatever exception it likes
             raise SampleError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
+    def _write_texts(self, turns: Sequence[Mapping[str, str]]) -> str:
+        content = [[{"type": "text", "text": turn["content"]}] for turn in turns]
+        return self.write([{"role": turn["role"], "content": c} for turn, c in zip(turns, content, strict=True)])
+
     def rendered(self, text: str) -> Rendered:
         """Return a text without its marks, and the characters that the model learns to write."""
         plain = _MARK.sub("", text)
         if not self._answers_only:
             return Rendered(plain, ((0, len(plain)),))
+        if self._turn_end is None:
+            self._turn_end = turn_end(self._special, self._write_texts)
         spans, start = [], 0
         for marks_before, found in enumerate(_MARK.finditer(text)):
             place = found.start() - marks_before

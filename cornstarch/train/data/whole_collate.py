@@ -64,9 +64,11 @@ class WholeChatCollator(ChatCollator):
         tokens, encoder_inputs = _take_apart(self._own, encoded.inputs)
         input_ids = tokens.pop("input_ids")
         own_labels = tokens.pop("labels", None)
-        if own_labels is not None and self._own.style == "suffix" and self.data.train_on == "answers":
-            labels = own_labels
+        if self._own.style == "suffix":
             text = encoded.text or ""
+            labels = input_ids.masked_fill(torch.isin(input_ids, self._placeholder_ids), IGNORED)
+            if own_labels is not None and self.data.train_on == "answers":
+                labels = own_labels
         else:
             rendered = self._rendered(encoded)
             labels = self._answers(input_ids, encoded, rendered)

@@ -75,7 +75,10 @@ def processor_for(
 ) -> tuple[MultimodalProcessor, MultimodalModel]:
     """A processor of tiny parts, and its model."""
     built = {name: ENCODERS[encoder].build() for name, encoder in encoders.items()}
-    model = MultimodalModel(built, LANGUAGE_MODELS["llama"].build()).eval()
+    language_model = LANGUAGE_MODELS["llama"].build()
+    if words is not None and len(words) > language_model.get_input_embeddings().weight.shape[0]:
+        language_model.resize_token_embeddings(len(words))
+    model = MultimodalModel(built, language_model).eval()
     parts: Mapping[str, Any] = {name: processor_of(encoder) for name, encoder in encoders.items()}
     return MultimodalProcessor(parts, words or tokenizer(), model), model
 

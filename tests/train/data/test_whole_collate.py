@@ -19,7 +19,7 @@ from cornstarch.train.data.sample import Media, Message, Sample, SampleError, Sa
 from cornstarch.train.tasks.build import build_task
 from cornstarch.train.tasks.looking import ChatLook
 from tests.models.local_processors import image
-from tests.models.whole_folders import write_folder
+from tests.models.whole_folders import FOLDERS, write_folder
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +189,30 @@ def test_a_model_that_cannot_be_taken_apart_is_run_in_one_piece(
     assert torch.equal(task_of(tmp_path / "saved").collator(samples).inputs["input_ids"], inputs["input_ids"])
     with pytest.raises(ConfigError, match=r"data.packing.*parts would give something else"):
         task_of(folder, packing=True)
+
+
+def test_all_special_tokens_that_end_an_answer_are_learned(folders: Path, tmp_path: Path) -> None:
+    folder = write_folder("qwen2.5-vl", folders)
+    # As in Aya's template: two tokens end an answer, and the next turn begins with one.
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }} "
+        "{% for part in message.content %}{{ part.text }}{% endfor %}"
+        "{% if message.role == 'assistant' %}<|vision_end|>{% endif %}<|im_end|>{% endfor %}<|endoftext|>"
+    )
+    turns = (*asked("q1", answer="a1").messages, *asked("q2", answer="a2").messages)
+    assert shown(task_of(folder, chat_template=template), Sample("two", turns)) == (
+        "<|im_start|>user q1<|im_end|><|im_start|>assistant⟦ a1<|vision_end|><|im_end|>⟧"
+        "<|im_start|>user q2<|im_end|><|im_start|>assistant⟦ a2<|vision_end|><|im_end|>⟧<|endoftext|>"
+    )
+
+
+def test_a_question_and_an_answer_are_prefix_and_suffix(folders: Path) -> None:
+    if "paligemma" not in FOLDERS:
+        pytest.skip("no folder of a processor without a chat template")
+    collator = task_of(write_folder("paligemma", folders)).collator
+    prepared = collator.prepare(asked(picture(), "q1 q2", answer="a1 a2"))
+    tokenizer = collator.processor.llm_tokenizer
+    assert tokenizer.decode(prepared.labels[prepared.labels != -100]) == f"a1 a2{tokenizer.eos_token}"
+    for sample in (asked("q1"), Sample("two", asked(picture(), "q1").messages * 2)):
+        with pytest.raises(SampleError, match="image|one question and one answer"):
+            collator.prepare(sample)
