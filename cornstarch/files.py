@@ -63,3 +63,35 @@ def own_digest(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a description, leaving out the one that it states itself."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def damaged_weights(folder: Path) -> str:
+    """Return what is wrong with the first safetensors file of a folder that cannot be read; "" if nothing.
+
+    Only headers are read: how long a file must be is written there.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        if problem := _damage(path):
+            return f"{path.name} {problem}"
+    return ""
+
+
+def _damage(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(64)
+        if start.startswith(b"version https://git-lfs"):
+            return "is a pointer of Git LFS, not the weights. Fetch them: git lfs pull."
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 + length:
+            return f"is cut off: it has {size:,} bytes, too few for its own header. Copy or download the file again."
+        file.seek(8)
+        try:
+            header = json.loads(file.read(length))
+            ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+            expected = 8 + length + max(ends, default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            return "is damaged: its header cannot be read. Copy or download the file again."
+    if size < expected:
+        return f"is cut off: it has {size:,} of {expected:,} bytes. Copy or download the file again."
+    return ""

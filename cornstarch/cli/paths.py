@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import damaged_weights
 from cornstarch.train import tree
 from cornstarch.train.config import EncoderConfig, LanguageModelConfig, PartConfig, SourceConfig, WholeModelConfig
 from cornstarch.train.tree import Mistake, Node
@@ -85,6 +86,8 @@ def model_problem(path: str, trained: bool) -> str:
         return "The folder has no config.json.\nExpected a folder written by save_pretrained."
     if trained and not any(glob.glob(os.path.join(glob.escape(path), pattern)) for pattern in _WEIGHTS):
         return "The folder has a config.json but no weights (*.safetensors or *.bin)."
+    if trained and (problem := damaged_weights(Path(path))):
+        return problem
     return "" if names else "The folder is empty."
 
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from cornstarch.compat import Destination, destinations, weights_through
 from cornstarch.errors import ConfigError
+from cornstarch.files import damaged_weights
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.pieces import ReadingPlan, ReadWhole
 from cornstarch.parallel.tensor.apply import shard_tensors
@@ -100,7 +101,7 @@ def load_cut(
         with own_random_numbers():
             loaded = model_class.from_pretrained(folder, **options)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: {error}") from error
+        raise ConfigError(f"{folder}: {damaged_weights(Path(folder)) or error}") from error
     cut(_model_of(loaded))
     note_whole(_model_of(loaded), reason)
     return loaded

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -25,6 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import damaged_weights
 from cornstarch.models.multimodal_language_model import (
     ModalEncoderModule,
     MultimodalModel,
@@ -209,6 +211,8 @@ def load_part(
                     model = make()
     except ConfigError as error:
         raise type(error)(f"{where}: {error}") from error
+    except SafetensorError as error:
+        raise ConfigError(f"{where}.path = {part.path}\n  {damaged_weights(Path(str(part.path))) or error}") from error
     except (OSError, ValueError, RuntimeError) as error:
         if "Unrecognized configuration class" in str(error):  # followed by the names of all models there are
             name = getattr(model_class, "__name__", model_class)

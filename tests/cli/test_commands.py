@@ -43,10 +43,13 @@ def python(code: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment)
 
 
+EMPTY = (2).to_bytes(8, "little") + b"{}"  # weights of no model
+
+
 def model_folder(path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"x")
+    (path / "model.safetensors").write_bytes(EMPTY)
     return path
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from transformers import (
 )
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from cornstarch.cli.paths import model_problem
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.train.build import build_model, build_processor, load_part
@@ -187,6 +191,27 @@ def test_what_cannot_be_built_says_where(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(described(hub, vision, **llm))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content[: len(content) // 2], r"model.safetensors is cut off: it has [\d,]+ of [\d,]+ bytes"),
+        (lambda content: content[:4], r"model.safetensors is cut off: it has 4 bytes, too few for its own header"),
+        (lambda content: content[:8] + b"x" + content[9:], r"model.safetensors is damaged: its header cannot be read"),
+        (lambda content: b"version https://git-lfs.github.com/spec/v1", r"model.safetensors is a pointer of Git LFS"),
+    ],
+)
+def test_damaged_weights_say_which_file(
+    hub: dict[str, str], tmp_path: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
+    folder = Path(shutil.copytree(hub["meta-llama/Llama-3.2-1B"], tmp_path / "llm"))
+    weights = folder / "model.safetensors"
+    assert model_problem(str(folder), trained=True) == ""
+    weights.write_bytes(change(weights.read_bytes()))
+    with pytest.raises(ConfigError, match=rf"model.language_model.path = .*\n  {message}"):
+        build_model(described(hub, path=str(folder)))
+    assert re.match(message, model_problem(str(folder), trained=True))  # as `cornstarch validate` tells it
 
 
 @pytest.mark.parametrize(
