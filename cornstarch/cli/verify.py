@@ -31,8 +31,8 @@ def verify(
 ) -> None:
     """Try the plan of a config on a tiny twin of its model, in local processes, against one process.
 
-    The twin has the same classes and options, but few and narrow layers. Two steps on the first samples are compared:
-    the loss, every gradient and every parameter. No GPU is needed.
+    The twin has the same classes and options, but few and narrow layers. Three steps on the first samples are compared,
+    some of them without their images and sounds: the loss, every gradient and every parameter. No GPU is needed.
     """
     from cornstarch.cli.paths import path_mistakes
     from cornstarch.errors import ConfigError
@@ -79,7 +79,7 @@ def _table(found: Difference) -> str:
     from cornstarch.train.witness import TOLERANCE
 
     width = max(len(one.part) for one in found.parts)
-    lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 2 steps (allowed: {TOLERANCE:g})"]
+    lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]
     for one in found.parts:
         missing = f"  only on one side: {', '.join(one.missing[:3])}" if one.missing else ""
         lines.append(f"{one.part:{width}}  {one.gradients:.1e}  {one.parameters:.1e}{missing}")

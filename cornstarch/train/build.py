@@ -280,6 +280,14 @@ def _stored_prefix(model: nn.Module, stored: Collection[str]) -> str | None:
     return next((prefix for prefix in prefixes if all(f"{prefix}{name}" in stored for name in names)), None)
 
 
+def make_part(where: str, part: PartConfig, config: PreTrainedConfig) -> Any:
+    """Return a model of a part's class with another config and random weights, whole: an encoder with its decoder."""
+    auto_class = None
+    if isinstance(part, WholeModelConfig) and part.class_name is None:
+        auto_class = getattr(transformers, (config.architectures or [""])[0])
+    return _made(_model_class(where, part, config, auto_class), config, part)
+
+
 def _made(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Module:
     if hasattr(model_class, "from_config"):  # an Auto class
         return model_class.from_config(config, trust_remote_code=part.trust_remote_code)

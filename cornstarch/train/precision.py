@@ -26,15 +26,17 @@ class Placement:
     device: torch.device
     precision: Precision
     attention: Way = "auto"
+    exact: bool = False
+    """Compute in fp32 whatever the precision is, to compare runs number by number; losses are scaled all the same."""
 
     @property
     def dtype(self) -> torch.dtype:
         """What is computed in."""
-        return DTYPES[self.precision]
+        return torch.float32 if self.exact else DTYPES[self.precision]
 
     def computing(self) -> AbstractContextManager[Any]:
         """Return the context in which forward passes run."""
-        cast = nullcontext() if self.precision == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
+        cast = nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
         if self.device.type != "cuda":
             return cast
         return _on_gpu(cast, self.attention)

@@ -54,6 +54,9 @@ class Trainer:
         profile: Let `fit` profile some steps: a trace of what is computed when, and where the time goes.
     """
 
+    exact = False
+    """Compute in fp32 whatever the precision of the run: trials of plans compare number by number."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -129,7 +132,7 @@ class Trainer:
         if self.rank == 0:
             self._held.enter_context(self.folder.claimed())
         checkpoint = to_go_on_from(self._store, self.folder, self.config, self._allow_changes, note)
-        self._start = begin(self._standing, self._device, self._rows, self.folder, note)
+        self._start = begin(self._standing, self._device, self._rows, self.folder, note, self.exact)
         check_given(self.config, self._given)
         self.task: Task = self._built_task() if self._given is None else self._given
         self.model: nn.Module = self.task.model

@@ -21,15 +21,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import accepts
-from cornstarch.models.twin import twin_config
+from cornstarch.models.twin import disturb, twin_config
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import Plan
-from cornstarch.train.build import part_config
+from cornstarch.train.build import make_part, part_config
 from cornstarch.train.config import PartConfig, RunConfig
 from cornstarch.train.source import as_data, dump_config, load_config
-from cornstarch.train.witness import Difference, Witness, difference, record
+from cornstarch.train.trial import STEPS, build_witness
+from cornstarch.train.witness import Difference, difference, record
 
-STEPS = 2
 _MOST = 8  # processes that are started without being asked for
 # AdamW divides a gradient by its own size: with an eps of 1e-8 rounding in one that is zero would be a step like any.
 _OPTIMIZER = {"eps": 1e-6, "clip": 0.5, "learning_rate": 1e-3}
@@ -50,7 +50,7 @@ def twin_run(config: RunConfig, folder: Path, replicas: int) -> RunConfig:
     ]
     for name, part, place in named:
         if part is not None:
-            place[name] = _twin_part(name, part, place[name], multiple, _layers(config))
+            place[name] = _twin_part(name, part, place[name], multiple, _layers(config), folder.parent / "parts")
     data["model"]["start_from"] = None
     return _short_run(data, folder, replicas)
 
@@ -104,14 +104,16 @@ def _layers(config: RunConfig) -> int:
 def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     data["data"]["evaluation"] = []
     data["data"]["workers"] = 0
-    # As many microbatches as a pipeline has stages: fewer would not interleave.
-    portions = max((one["stages"] for one in data["parallel"]["modules"].values()), default=1)
-    rows = replicas * max(2, portions)
+    # As many microbatches as a pipeline has stages: fewer would not interleave. At least two, because one of them may
+    # have no image, and two rows in each, because one of them may be padded.
+    portions = max(2, *(one["stages"] for one in data["parallel"]["modules"].values()), 0)
+    rows = replicas * portions * 2
     data["loop"].update(steps=STEPS, epochs=None, batch_size=rows, accumulation=portions, ema=None,
                         evaluate_every=None, early_stopping=None)  # fmt: skip
     data["optimizer"].update(_OPTIMIZER)
     data["schedule"] = {"name": "constant", "warmup": 0}
-    data.update(output=str(folder), device="cpu", threads=1, precision="fp32", checkpoint={})
+    precision = "fp16" if data["precision"] == "fp16" else "fp32"  # it is computed in fp32, but fp16 scales its loss
+    data.update(output=str(folder), device="cpu", threads=1, precision=precision, checkpoint={})
     data["logging"] = {"progress": "none", "samples": 0}
     for module in data["parallel"]["modules"].values():
         module["layers"] = None  # a twin has others
@@ -119,13 +121,31 @@ def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     return load_config(None, base=data)
 
 
-def _twin_part(name: str, part: PartConfig, described: dict[str, Any], multiple: int, layers: int) -> dict[str, Any]:
+def _twin_part(
+    name: str, part: PartConfig, described: dict[str, Any], multiple: int, layers: int, folder: Path
+) -> dict[str, Any]:
     config = twin_config(part_config(f"model.{name}", part), multiple, layers)
     places: list[str] = [key for key in ("tokenizer", "processor") if key in described]
     kept = {key: described[key] if described[key] is not None else part.path for key in places}
     if described.get("processor_config") is not None:
         kept.pop("processor", None)
-    return {**described, **kept, "path": None, "config": config.to_dict(), "dtype": None, "learning_rate": None}
+    twin = {**described, **kept, "path": None, "config": config.to_dict(), "dtype": None, "learning_rate": None}
+    if part.path is not None and _store_twin(name, part, config, folder / name):
+        twin.update(path=str(folder / name), config=None)
+    return twin
+
+
+def _store_twin(name: str, part: PartConfig, config: PreTrainedConfig, folder: Path) -> bool:
+    """Write the twin of a stored part to a folder, because reading in part can go wrong, too; False if it cannot be."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model = make_part(f"model.{name}", part, config)
+        disturb(model)
+        model.save_pretrained(folder)
+    except Exception:  # a class with code of its own may not be stored as others are; it is made from its config then
+        return False
+    return True
 
 
 def processes_for(plan: Plan, replicas: tuple[int, ...] = (2, 4)) -> tuple[int, int]:
@@ -191,10 +211,10 @@ def main(arguments: list[str]) -> None:
     world = current_world()
     console = Console(file=io.StringIO())
     if world.size == 1:
-        record(Witness(config, console=console), folder)
+        record(build_witness(config, console=console), folder)
         return
     with start_process_group(world, "cpu", _SECONDS):
-        record(Witness(config, console=console), folder)
+        record(build_witness(config, console=console), folder)
 
 
 if __name__ == "__main__":

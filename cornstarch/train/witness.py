@@ -50,8 +50,11 @@ class Witness(Trainer):
 
     def _built_task(self) -> Task:
         task = super()._built_task()
-        disturb(task.model)
+        self._disturb(task)
         return task
+
+    def _disturb(self, task: Task) -> None:
+        disturb(task.model)
 
     def _changed_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         if self.watching:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,7 @@ def begin(
     rows: tuple[Rows | None, Rows | None],
     folder: RunFolder,
     note: Callable[[str], None],
+    exact: bool = False,
 ) -> Start:
     """Seed the random numbers, choose the device and open the data.
 
@@ -51,12 +52,14 @@ def begin(
         rows: Training and evaluation data that were made in Python.
         folder: Of the run.
         note: Tells the user something.
+        exact: Compute in fp32 whatever the precision of the run.
     """
     config = standing.config
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     seed_all(config.seed)
     placement = choose_placement(str(device or config.device), config.precision, config.attention)
+    placement = replace(placement, exact=exact)
     check_fp8(config.fp8, placement.device)
     data = open_data(config, *rows)
     spreading = Spreading(config, standing.layout, placement, note)
