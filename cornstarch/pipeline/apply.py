@@ -84,8 +84,8 @@ class Pipeline:
         groups = groups or StageGroups(layout, device)
         self.post, self.meshes = Post(groups.replica, device), groups.meshes
         self._packed = packed
-        self._choose_attention(model)
         self._spread_inside()
+        self._choose_attention(model)  # which runs it: adapters must be cut as the matrices are that they belong to
         self.programs = self._make_programs()
         self._check_there()
         self._shard()
