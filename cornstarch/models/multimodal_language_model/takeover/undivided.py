@@ -17,6 +17,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.packing import IGNORED
+from cornstarch.models.multimodal_language_model.preprocessing.shape_inference import is_float
 from cornstarch.models.multimodal_language_model.takeover.modalities import ENCODER_NAMES, placeholder_id
 from cornstarch.models.multimodal_language_model.unwrap import unwrap, without_cache
 
@@ -67,7 +68,13 @@ class UndividedModel(MultimodalModel):
             for row in self._rows.values():
                 if not row["items"].keys() & inputs.keys():
                     inputs = _with_row(inputs, row)
-        return self.language_model(**without_cache(self.language_model, inputs))
+        return self.language_model(**without_cache(self.language_model, self._cast(inputs)))
+
+    def _cast(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs in the weights' precision: processors have one of their own, which not every forward casts."""
+        if torch.is_autocast_enabled(self.device.type):
+            return inputs
+        return {n: v.to(self.dtype) if isinstance(v, Tensor) and is_float(v) else v for n, v in inputs.items()}
 
     def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
         """Let every encoder take part in every step of training, also if the batch has nothing for it.
@@ -85,7 +92,7 @@ class UndividedModel(MultimodalModel):
         """Continue the text as the model itself does."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         given = {name: value for name, value in inputs.items() if value is not None}
-        return self.language_model.generate(**given)  # type: ignore[operator]
+        return self.language_model.generate(**self._cast(given))  # type: ignore[operator]
 
     def whole(self) -> PreTrainedModel:
         """Return the Hugging Face model."""
