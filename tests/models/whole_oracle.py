@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import importlib
 import inspect
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +20,13 @@ import transformers
 from PIL import Image
 from torch import Tensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
-from tests.models.whole_folders.stored import ANSWER_WORDS, StoredFamily
+from tests.models.whole_folders.stored import StoredFamily
 
 IGNORED = -100
+_ANSWER = re.compile(r" ?a\d+(?: a\d+)*")  # a space before it belongs to its first token
 
 
 @dataclass(frozen=True)
@@ -66,24 +72,39 @@ class _WithoutVideo:
     """Lets a processor be built without a video processor, which needs torchvision."""
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        if argument_name == "video_processor" and argument is None:
+        if argument_name == "video_processor":
             return None
         return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
 
 
 def load_processor(folder: Path) -> Any:
-    """Return the model's own processor; without torchvision, the same class with no video processor."""
+    """Return the model's own processor; without torchvision, the same class around the Pillow image processor."""
     settings = json.loads((folder / "processor_config.json").read_text())
-    if is_torchvision_available() or "video_processor" not in settings:
+    name = settings["processor_class"]
+    needs_torchvision = "video_processor" in settings or "torchvision" in getattr(
+        getattr(transformers, name), "_backends", ()
+    )
+    if is_torchvision_available() or not needs_torchvision:
         return AutoProcessor.from_pretrained(folder)
-    base = getattr(transformers, settings["processor_class"])
-    without_video = type(base.__name__, (_WithoutVideo, base), {})
-    given: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(folder), "video_processor": None}
-    for name, auto in (("image_processor", "AutoImageProcessor"), ("feature_extractor", "AutoFeatureExtractor")):
-        if name in settings:
-            given[name] = getattr(transformers, auto).from_pretrained(folder)
+    without_video = type(name, (_WithoutVideo, _processor_class(name)), {})
+    given: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(folder)}
+    for part, auto in (("image_processor", "AutoImageProcessor"), ("feature_extractor", "AutoFeatureExtractor")):
+        if part in settings:
+            given[part] = getattr(transformers, auto).from_pretrained(folder)
+    if "video_processor" in settings:  # its sizes alone: no video is given
+        given["video_processor"] = SimpleNamespace(**settings["video_processor"])
     own = {key: value for key, value in settings.items() if not isinstance(value, dict) and key != "processor_class"}
     return without_video(**given, **own, chat_template=(folder / "chat_template.jinja").read_text())
+
+
+def _processor_class(name: str) -> Any:
+    """Return a processor class, also if transformers shows something in its place because torchvision is missing."""
+    for model_type, class_name in PROCESSOR_MAPPING_NAMES.items():
+        if class_name == name:
+            module = model_type.replace("-", "_")
+            with contextlib.suppress(ImportError):
+                return getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), name)
+    raise ImportError(f"{name} is in no module of this transformers")
 
 
 def typed(conversation: Conversation) -> list[dict[str, Any]]:
@@ -96,12 +117,27 @@ def typed(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any]:
-    """Return the processor's batch of conversations, padded on the right."""
-    processor = copy.copy(processor)
-    processor.tokenizer.padding_side = "right"
-    options: dict[str, Any] = {"padding": True, "padding_side": "right"}
+    """Return the processor's batch of conversations, padded on the right.
+
+    A processor without a chat template is given the questions, and the answers as its `suffix` (PaliGemma).
+    """
+    # Of the text alone: processors of sounds and images have paddings of their own.
+    options: dict[str, Any] = {"text_kwargs": {"padding": True, "padding_side": "right"}}
     if "processor_kwargs" in inspect.signature(processor.apply_chat_template).parameters:
         options = {"processor_kwargs": options}
+    if processor.chat_template is None:
+        questions, answers, items = zip(*map(_question_and_answer, given), strict=True)
+        images = list(items) if any(items) else None
+        return dict(
+            processor(
+                text=list(questions),
+                images=images,
+                suffix=list(answers),
+                padding=True,
+                padding_side="right",
+                return_tensors="pt",
+            )
+        )
     batch = processor.apply_chat_template(
         [typed(conversation) for conversation in given],
         tokenize=True,
@@ -112,19 +148,25 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
     return dict(batch)
 
 
+def _question_and_answer(conversation: Conversation) -> tuple[str, str, list[Any]]:
+    (_, question), (_, answer) = conversation  # a processor with a suffix knows no further turns
+    items = [part.value for part in question if isinstance(part, Item)]
+    text = "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in question)
+    return text, "".join(map(str, answer)), items
+
+
 def expected_labels(batch: Mapping[str, Any], tokenizer: Any, family: StoredFamily) -> Tensor:
     """Return the ids of the answers and of what ends them; answers are found by their words."""
-    words = {*ANSWER_WORDS, *(f" {word}" for word in ANSWER_WORDS)}
     labels = torch.full_like(batch["input_ids"], IGNORED)
     for row, ids in enumerate(batch["input_ids"].tolist()):
-        tokens = tokenizer.convert_ids_to_tokens(ids)
-        for place, token in enumerate(tokens):
-            if token not in words:
-                continue
-            end = place + 1
+        pieces = [tokenizer.decode([token]) for token in ids]
+        ends = list(itertools.accumulate(map(len, pieces)))
+        for answer in _ANSWER.finditer("".join(pieces)):
+            first = next(place for place, end in enumerate(ends) if end > answer.start())
+            last = ends.index(answer.end()) + 1
             for ending in family.ends:
-                end += tokens[end : end + 1] == [ending]
-            labels[row, place:end] = batch["input_ids"][row, place:end]
+                last += pieces[last : last + 1] == [ending]
+            labels[row, first:last] = batch["input_ids"][row, first:last]
     return labels.where(batch["attention_mask"].bool(), IGNORED)
 
 

@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerFast
 QUESTION_WORDS = tuple(f"q{number}" for number in range(12))
 ANSWER_WORDS = tuple(f"a{number}" for number in range(12))
 _TEMPLATE_WORDS = (
-    *("system", "user", "assistant", "model", "User", "Assistant", "USER", "ASSISTANT", "human", "You", "are", "a"),
+    *("system", "user", "assistant", "model", "User", "Assistant", "USER", "ASSISTANT", "Human", "You", "are", "a"),
     *("helpful", "Audio", "Image", "Picture", "1", "2", "3", "4", "think", "im_start"),
 )
 # Newlines in a row are one token, and a word is joined with the space before it, as in most byte-level vocabularies:
 # text on both sides of an image may be tokenized in another way than each side alone.
 _PIECES = Regex(r" ?(?:[aq]\d+|[A-Za-z_]+|\d+)|\n+|\s|[^\w\s]")
 _SPACES = (" ", *("\n" * count for count in range(1, 6)))
-_PUNCTUATION = tuple(".,:;!?<>[]()/|_-'\"")
+_PUNCTUATION = tuple(".,:;!?<>[]()/|_-'\"#")
 
 Ids = Mapping[str, int]
 
@@ -37,8 +37,8 @@ class StoredFamily:
     """Builds the config from the ids of the tokens."""
     processor: Mapping[str, Any]
     """processor_config.json, with `processor_class`, and the image processor's or feature extractor's options in it."""
-    template: str
-    """The chat template."""
+    template: str | None
+    """The chat template; None: the published folders have none."""
     tokens: tuple[str, ...] = ()
     """Special tokens besides padding, start and end."""
     named: Mapping[str, str] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class StoredFamily:
     """What the stored tokenizer says: for generation, as on the hub."""
     ends: tuple[str, ...] = ()
     """The tokens that end an answer in the template."""
-    reserved: Mapping[str, int] = field(default_factory=dict)
-    """Tokens whose id the processor's code fixes."""
+    is_byte_level: bool = False
+    """The tokenizer is one of bytes: transformers has a class for the family that makes one of any vocabulary."""
 
     def write(self, folder: Path) -> None:
         """Write config, weights, tokenizer, processor and chat template."""
@@ -63,25 +63,24 @@ class StoredFamily:
         tokenizer.save_pretrained(folder)
         self.model(tokenizer.get_vocab()).save_pretrained(folder)
         (folder / "processor_config.json").write_text(json.dumps(dict(self.processor), indent=2))
-        (folder / "chat_template.jinja").write_text(self.template)
+        if self.template is not None:
+            (folder / "chat_template.jinja").write_text(self.template)
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Build a tokenizer of words that has the family's special tokens."""
+        """Build a tokenizer of words, or of bytes, that has the family's special tokens."""
         special = [self.pad, self.bos or "<s>", self.eos, "<unk>"]
         words = [*_TEMPLATE_WORDS, *QUESTION_WORDS, *ANSWER_WORDS]
-        pieces = [*special, *_SPACES, *_PUNCTUATION, *words, *(f" {word}" for word in words), *self.tokens]
-        for token, place in sorted(self.reserved.items(), key=lambda entry: entry[1]):
-            pieces.insert(place, token)
+        pieces = [*_SPACES, *_PUNCTUATION, *words, *(f" {word}" for word in words)]
+        if self.is_byte_level:
+            pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+        pieces = [*special, *pieces, *self.tokens]
         vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
-        inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-        inner.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
-        inner.decoder = decoders.Fuse()
+        inner = _byte_level(vocabulary) if self.is_byte_level else _word_level(vocabulary)
         if self.adds_bos:
             assert self.bos is not None
             start = [(self.bos, vocabulary[self.bos])]
             inner.post_processor = processors.TemplateProcessing(f"{self.bos} $A", special_tokens=start)
-        further = [token for token in (*self.tokens, *self.reserved) if token not in self.named.values()]
-        inner.add_special_tokens([*special, *self.tokens, *self.reserved])
+        inner.add_special_tokens([*special, *self.tokens])
         return PreTrainedTokenizerFast(
             tokenizer_object=inner,
             pad_token=self.pad,
@@ -89,7 +88,7 @@ class StoredFamily:
             eos_token=self.eos,
             unk_token="<unk>",
             padding_side=self.padding_side,
-            additional_special_tokens=further,
+            additional_special_tokens=[token for token in self.tokens if token not in self.named.values()],
             extra_special_tokens=dict(self.named),
         )
 
@@ -106,6 +105,20 @@ class StoredFamily:
             for parameter in model.parameters():
                 parameter.copy_(torch.nan_to_num(parameter).clamp(-8, 8) + 0.1 * torch.randn_like(parameter))
         return model.eval()
+
+
+def _word_level(vocabulary: dict[str, int]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(_PIECES, "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def _byte_level(vocabulary: dict[str, int]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def existing(name: str, **tokens: str) -> Callable[[Ids], Any]:
