@@ -8,18 +8,23 @@ import inspect
 import itertools
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer, PreTrainedModel
+
+# Not from transformers itself, which shows something in its place where torchvision is missing.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 
@@ -88,9 +93,9 @@ def load_processor(folder: Path) -> Any:
         return AutoProcessor.from_pretrained(folder)
     without_video = type(name, (_WithoutVideo, _processor_class(name)), {})
     given: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(folder)}
-    for part, auto in (("image_processor", "AutoImageProcessor"), ("feature_extractor", "AutoFeatureExtractor")):
+    for part, auto in (("image_processor", AutoImageProcessor), ("feature_extractor", AutoFeatureExtractor)):
         if part in settings:
-            given[part] = getattr(transformers, auto).from_pretrained(folder)
+            given[part] = auto.from_pretrained(folder)
     if "video_processor" in settings:  # its sizes alone: no video is given
         given["video_processor"] = SimpleNamespace(**settings["video_processor"])
     own = {key: value for key, value in settings.items() if not isinstance(value, dict) and key != "processor_class"}
@@ -99,11 +104,18 @@ def load_processor(folder: Path) -> Any:
 
 def _processor_class(name: str) -> Any:
     """Return a processor class, also if transformers shows something in its place because torchvision is missing."""
-    for model_type, class_name in PROCESSOR_MAPPING_NAMES.items():
-        if class_name == name:
-            module = model_type.replace("-", "_")
-            with contextlib.suppress(ImportError):
-                return getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), name)
+    found = [model_type for model_type, class_name in PROCESSOR_MAPPING_NAMES.items() if class_name == name]
+    modules = [model_type.replace("-", "_") for model_type in found]
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            return getattr(importlib.import_module(f"transformers.models.{module}.processing_{module}"), name)
+    for module in modules:
+        # It takes a helper from the image processor for torchvision; Pillow's has the same.
+        folder = f"transformers.models.{module}"
+        with contextlib.suppress(ImportError):
+            pillow = importlib.import_module(f"{folder}.image_processing_pil_{module}")
+            with mock.patch.dict(sys.modules, {f"{folder}.image_processing_{module}": pillow}):
+                return getattr(importlib.import_module(f"{folder}.processing_{module}"), name)
     raise ImportError(f"{name} is in no module of this transformers")
 
 
@@ -125,7 +137,8 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
     options: dict[str, Any] = {"text_kwargs": {"padding": True, "padding_side": "right"}}
     if "processor_kwargs" in inspect.signature(processor.apply_chat_template).parameters:
         options = {"processor_kwargs": options}
-    if processor.chat_template is None:
+    template = processor.chat_template or processor.tokenizer.chat_template
+    if template is None:
         questions, answers, items = zip(*map(_question_and_answer, given), strict=True)
         images = list(items) if any(items) else None
         return dict(
@@ -140,6 +153,7 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
         )
     batch = processor.apply_chat_template(
         [typed(conversation) for conversation in given],
+        chat_template=template,
         tokenize=True,
         return_dict=True,
         return_tensors="pt",
@@ -149,7 +163,9 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
 
 
 def _question_and_answer(conversation: Conversation) -> tuple[str, str, list[Any]]:
-    (_, question), (_, answer) = conversation  # a processor with a suffix knows no further turns
+    if len(conversation) != 2:
+        raise ValueError("without a chat template it takes one question and one answer")
+    (_, question), (_, answer) = conversation
     items = [part.value for part in question if isinstance(part, Item)]
     text = "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in question)
     return text, "".join(map(str, answer)), items
@@ -168,6 +184,15 @@ def expected_labels(batch: Mapping[str, Any], tokenizer: Any, family: StoredFami
                 last += pieces[last : last + 1] == [ending]
             labels[row, first:last] = batch["input_ids"][row, first:last]
     return labels.where(batch["attention_mask"].bool(), IGNORED)
+
+
+def original_loss(model: PreTrainedModel, inputs: Mapping[str, Any], labels: Tensor) -> Tensor:
+    """Return the model's own loss; what a processor makes in half precision (Llama 4) is given as the model's dtype."""
+
+    def cast(value: Any) -> Any:
+        return value.to(model.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return model(**{key: cast(value) for key, value in inputs.items()}, labels=labels).loss
 
 
 def load_model(folder: Path, family: StoredFamily) -> PreTrainedModel:

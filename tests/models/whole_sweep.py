@@ -10,10 +10,11 @@ them; the loss must be the original model's. What the package does not follow it
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from cornstarch.train.source import load_config
 from cornstarch.train.tasks.build import build_task
 from tests.models import whole_oracle as oracle
 from tests.models.whole_folders import FOLDERS, StoredFamily, write_folder
-from tests.models.whole_oracle import Conversation, Item
+from tests.models.whole_folders.registry import model_types, uncovered
+from tests.models.whole_oracle import Conversation, Item, original_loss
+from tests.models.whole_page import EQUAL, NOT_ASKED, PACKED, REFUSED, WRONG, Verdict, write_page
 
-EQUAL, REFUSED, NOT_ASKED, WRONG = "equal", "refused", "–", "wrong"
-TOGETHER, PACKED, GRADIENTS = "together", "packed", "gradients"
-CASES = (*oracle.conversations("image"), TOGETHER, PACKED, GRADIENTS)
+TOGETHER, GRADIENTS = "together", "gradients"
+CASES = (*oracle.conversations("image"), TOGETHER, GRADIENTS, PACKED)
 OWN_KEYS = {"labels", "facts"}  # what a batch has beside the processor's tensors
 
 
@@ -42,72 +44,56 @@ class WrongError(Exception):
     """Cornstarch makes something else of a conversation than the model's own processor, or computes another loss."""
 
 
-@dataclass
-class Verdict:
-    """What came of one family: a word for each case, and the reasons of those that are not equal."""
-
-    family: str
-    words: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def note(self, case: str, word: str, reason: str = "") -> None:
-        """Keep the worst word of a case; families that read images and sounds have each case twice."""
-        order = [NOT_ASKED, EQUAL, REFUSED, WRONG]
-        if order.index(word) >= order.index(self.words.get(case, NOT_ASKED)):
-            self.words[case] = word
-        if reason:
-            self.reasons.setdefault(case, " ".join(reason.split()))
-
-    @property
-    def status(self) -> str:
-        """The family's one word: the worst, but equal where a case is not asked."""
-        for word in (WRONG, EQUAL, REFUSED):
-            if word in self.words.values():
-                return word
-        return REFUSED
-
-
 def judge(name: str, parent: Path) -> Verdict:
     """Run all cases of one family."""
-    verdict = Verdict(name)
-    if not hasattr(transformers, FOLDERS[name].model_class):
-        return _refused(verdict, "not in this transformers")
+    family = FOLDERS[name]
+    verdict = Verdict(name, family.model_class)
+    if not hasattr(transformers, family.model_class):
+        return _for_all(verdict, NOT_ASKED, "not in this transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folder = write_folder(name, parent)
         try:
-            subject = Subject(FOLDERS[name], folder)
-        except ConfigError as error:
-            return _refused(verdict, str(error))
+            folder = write_folder(name, parent)
         except Exception as error:
-            verdict.note("no item", WRONG, f"{type(error).__name__}: {error}")
-            return verdict
-        for kind in FOLDERS[name].kinds:
+            return _for_all(
+                verdict, NOT_ASKED, f"no tiny model with this transformers: {type(error).__name__}: {error}"
+            )
+        try:
+            subject = Subject(family, folder)
+        except ConfigError as error:
+            return _for_all(verdict, REFUSED, str(error).replace(f"{parent}/", ""))
+        except Exception as error:
+            return _for_all(verdict, WRONG, f"{type(error).__name__}: {error}")
+        for kind in family.kinds:
             _judge_kind(verdict, subject, kind)
     return verdict
 
 
-def _refused(verdict: Verdict, reason: str) -> Verdict:
+def _for_all(verdict: Verdict, word: str, reason: str) -> Verdict:
     for case in CASES:
-        verdict.note(case, REFUSED, reason)
+        verdict.note(case, word, reason)
     return verdict
 
 
 def _judge_kind(verdict: Verdict, subject: Subject, kind: str) -> None:
-    good: list[Conversation] = []
+    alone: list[Conversation] = []
     for case, conversation in oracle.conversations(kind).items():
+        if subject.family.cases is not None and case not in subject.family.cases:
+            verdict.note(
+                case, NOT_ASKED, "its processor makes images so large that tests do not try every conversation"
+            )
+            continue
         with _noted(verdict, case):
-            if subject.check(case, [conversation]):
-                good.append(conversation)
-    if not good:
+            subject.check([conversation])
+            alone.append(conversation)
+    if not alone:
         return
-    for case, check in (
-        (TOGETHER, lambda: subject.check_together(good)),
-        (PACKED, lambda: subject.check_packed(good)),
-        (GRADIENTS, lambda: subject.check_gradients(good)),
-    ):
+    good: Sequence[Conversation] = alone
+    with _noted(verdict, TOGETHER):
+        good = subject.check_together(alone)
+    for case, check in ((GRADIENTS, subject.check_gradients), (PACKED, subject.check_packed)):
         with _noted(verdict, case):
-            check()
+            check(good)
 
 
 @contextlib.contextmanager
@@ -138,7 +124,7 @@ class Subject:
             None,
             base={
                 "model": {"whole": {"path": str(folder)}},
-                "data": {"train": [{"path": "rows", "format": "given"}], "max_length": 1024, "too_long": "error"},
+                "data": {"train": [{"path": "rows", "format": "given"}], "max_length": 4096, "too_long": "error"},
             },
         )
         self.task = build_task(self.config)
@@ -154,13 +140,16 @@ class Subject:
         """The model as transformers loads it."""
         return oracle.load_model(self.folder, self.family)
 
-    def check(self, case: str, given: Sequence[Conversation]) -> bool:
+    def check(self, given: Sequence[Conversation]) -> None:
         """Raise unless batch, labels and loss are the original's; samples are given as parts and as LLaVA's rows."""
         try:
             expected = oracle.oracle_batch(self.processor, given)
         except Exception as error:
-            self._must_refuse(given, error)
+            if len(given) == 1:  # several may be possible one by one
+                self._must_refuse(given, error)
             raise NotAskedError(f"{type(self.processor).__name__}: {error}") from error
+        if any(map(_has_items, given)) and not _has_more_than_text(expected):
+            raise self._must_refuse(given, ValueError("it leaves the items out"))
         own_labels = expected.pop("labels", None)
         labels = oracle.expected_labels(expected, self.processor.tokenizer, self.family)
         if own_labels is not None and not torch.equal(own_labels, labels):
@@ -170,60 +159,51 @@ class Subject:
         rows = self.task.collator([sample_of_row(conversation) for conversation in given])
         must_equal(rows.inputs, {**expected, "labels": labels})
         with torch.no_grad():
-            must_be_close("the loss", self.task.loss(batch.inputs), self.original_loss(expected, labels), 1e-6)
-        return True
+            theirs = original_loss(self.original, expected, labels)
+            must_be_close("the loss", self.task.loss(batch.inputs), theirs, 1e-6)
 
-    def check_together(self, given: Sequence[Conversation]) -> None:
+    def check_together(self, given: Sequence[Conversation]) -> Sequence[Conversation]:
         """Check a batch of all; of those with items where the processor refuses to mix them with plain text."""
         try:
-            self.check(TOGETHER, given)
+            self.check(given)
         except NotAskedError:
-            self.check(
-                TOGETHER, [one for one in given if any(isinstance(part, Item) for _, said in one for part in said)]
-            )
+            given = [conversation for conversation in given if _has_items(conversation)]
+            self.check(given)
+        return given
 
-    def _must_refuse(self, given: Sequence[Conversation], error: Exception) -> None:
-        """Raise if a conversation that its own processor refuses is accepted."""
-        if len(given) > 1:
-            return  # conversation by conversation it may be possible
+    def _must_refuse(self, given: Sequence[Conversation], problem: Exception) -> SampleError | ConfigError:
+        """Return how Cornstarch refuses what the model's own processor cannot process; raise if it does not."""
         try:
             self.task.collator([sample_of_parts(conversation) for conversation in given])
-        except (SampleError, ConfigError):
-            return
-        raise WrongError(f"a batch is made although the model's own processor refuses it: {error}")
-
-    def original_loss(self, inputs: Mapping[str, Any], labels: Tensor) -> Tensor:
-        """Return the loss that transformers computes."""
-        return self.original(**inputs, labels=labels).loss
-
-    def check_packed(self, given: Sequence[Conversation]) -> None:
-        """Raise unless samples packed into one row have the loss of samples in rows of their own."""
-        apart, packed = self._apart_and_packed(given)
-        with torch.no_grad():
-            must_be_close("the packed loss", self.task.loss(packed), self.task.loss(apart), 1e-5)
+        except (SampleError, ConfigError) as error:
+            return error
+        raise WrongError(f"a batch is made although the model's own processor cannot make one: {problem}")
 
     def check_gradients(self, given: Sequence[Conversation]) -> None:
-        """Raise unless each gradient is the original's, with rows apart and packed."""
-        apart, packed = self._apart_and_packed(given)
-        expected = gradients(self.original, self.original(**_without(apart, "facts")).loss)
-        for how, inputs in (("apart", apart), ("packed", packed)):
-            found = gradients(self.task.model, self.task.loss(inputs))
-            if found.keys() != expected.keys():
-                raise WrongError(f"{how}: {len(found)} parameters have gradients, {len(expected)} in the original")
-            for key, theirs in expected.items():
-                difference = (found[key] - theirs).norm()
-                if difference > 1e-4 * theirs.norm() + 1e-6:
-                    raise WrongError(f"{how}: a gradient of shape {key[0]} differs by {difference / theirs.norm():.1e}")
+        """Raise unless each gradient of a batch is the original's."""
+        inputs = self._batch(given)
+        own = {key: value for key, value in inputs.items() if key not in OWN_KEYS}
+        expected = gradients(self.original, original_loss(self.original, own, inputs["labels"]))
+        must_have(gradients(self.task.model, self.task.loss(inputs)), expected)
 
-    def _apart_and_packed(self, given: Sequence[Conversation]) -> tuple[dict[str, Any], dict[str, Any]]:
-        samples = [sample_of_parts(conversation) for conversation in given]
-        packing = self.config.data.model_copy(update={"packing": True})
-        collator = type(self.task.collator)(self.task.collator.processor, packing)  # type: ignore[attr-defined, call-arg]
-        return self.task.collator(samples).inputs, collator(samples).inputs
+    def check_packed(self, given: Sequence[Conversation]) -> None:
+        """Raise unless samples packed into one row have the loss and the gradients of samples in rows of their own."""
+        loss, packed_loss = self.task.loss(self._batch(given)), self.task.loss(self._batch(given, packing=True))
+        must_be_close("the packed loss", packed_loss, loss, 1e-5)
+        must_have(gradients(self.task.model, packed_loss), gradients(self.task.model, loss))
+
+    def _batch(self, given: Sequence[Conversation], packing: bool = False) -> dict[str, Any]:
+        data = self.config.data.model_copy(update={"packing": packing})
+        collator = type(self.task.collator)(self.task.collator.processor, data)  # type: ignore[attr-defined, call-arg]
+        return collator([sample_of_parts(conversation) for conversation in given]).inputs
 
 
-def _without(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in inputs.items() if key not in names}
+def _has_items(conversation: Conversation) -> bool:
+    return any(isinstance(part, Item) for _, parts in conversation for part in parts)
+
+
+def _has_more_than_text(batch: Mapping[str, Any]) -> bool:
+    return any(value.shape != batch["input_ids"].shape for value in batch.values() if isinstance(value, Tensor))
 
 
 def gradients(model: torch.nn.Module, loss: Tensor) -> dict[tuple[Any, ...], Tensor]:
@@ -232,6 +212,16 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[tuple[Any, ...], Ten
     loss.backward()
     with_gradient = [p for p in model.parameters() if p.grad is not None and bool(p.grad.any())]
     return {(tuple(p.shape), *p.flatten()[:4].tolist()): p.grad for p in with_gradient if p.grad is not None}
+
+
+def must_have(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> None:
+    """Raise unless the same parameters have the same gradients."""
+    if found.keys() != expected.keys():
+        raise WrongError(f"{len(found)} parameters have gradients, {len(expected)} are expected to")
+    for key, gradient in expected.items():
+        difference = (found[key] - gradient).norm()
+        if difference > 1e-4 * gradient.norm() + 1e-6:
+            raise WrongError(f"a gradient of shape {key[0]} differs by {difference / gradient.norm():.1e}")
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -275,7 +265,8 @@ def must_equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
             raise WrongError(f"{key}: {[tuple(t.shape) for t in ours]} instead of {[tuple(t.shape) for t in theirs]}")
         for mine, other in zip(ours, theirs, strict=True):
-            if mine.dtype != other.dtype or not torch.equal(mine, other):
+            same_kind = mine.dtype == other.dtype or (mine.is_floating_point() and other.is_floating_point())
+            if not same_kind or not torch.equal(mine, other.to(mine.dtype)):
                 raise WrongError(f"{key} differs: {mine.flatten()[:40].tolist()}, {other.flatten()[:40].tolist()}")
 
 
@@ -289,3 +280,40 @@ def must_be_close(what: str, found: Tensor, expected: Tensor, rtol: float) -> No
     """Raise unless two numbers agree."""
     if not torch.allclose(found, expected, rtol=rtol, atol=1e-7):
         raise WrongError(f"{what} is {found.item():.8g}, expected {expected.item():.8g}")
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+PAGE = Path("docs/whole_models.md")
+
+
+def registry_classes() -> list[str]:
+    """Return the classes of all multimodal models of the installed transformers."""
+    return sorted(set(model_types().values()))
+
+
+def main() -> None:
+    """Judge every family and write the page; a wrong one makes it fail."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--page", type=Path, default=PAGE, help="the file to write")
+    parser.add_argument("--family", nargs="*", default=list(FOLDERS), choices=list(FOLDERS), help="these only")
+    chosen = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        verdicts = [judge(name, Path(folder)) for name in chosen.family]
+    for verdict in verdicts:
+        if verdict.status == WRONG:
+            case = next(case for case, word in verdict.words.items() if word == WRONG)
+            print(f"{verdict.family}, {case}: {verdict.reasons[case]}")
+    classes = {family.model_class for family in FOLDERS.values()}
+    command = "python -m tests.models.whole_sweep" + ("" if chosen.page == PAGE else f" --page {chosen.page}")
+    chosen.page.parent.mkdir(parents=True, exist_ok=True)
+    chosen.page.write_text(write_page(verdicts, CASES, uncovered(classes), command))
+    if any(verdict.status == WRONG for verdict in verdicts):
+        raise SystemExit("some families are wrong: see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.models.whole_folders import families, more, qwen
+from tests.models.whole_folders import families, more, newest, qwen
 from tests.models.whole_folders.stored import StoredFamily
 
-FOLDERS: Mapping[str, StoredFamily] = {**qwen.FAMILIES, **families.FAMILIES, **more.FAMILIES}
+FOLDERS: Mapping[str, StoredFamily] = {**qwen.FAMILIES, **families.FAMILIES, **more.FAMILIES, **newest.FAMILIES}
 
 
 def write_folder(name: str, parent: Path) -> Path:

@@ -50,6 +50,13 @@ COHERE: dict[str, Any] = {
 }
 
 
+def _mistral3(ids: Ids) -> Any:
+    """Return a config with more than one token for the smallest image: transformers 5.22 loses a dimension of one."""
+    config = existing("mistral3", image_token_id="[IMG]")(ids)
+    config.vision_config.patch_size = 4
+    return config
+
+
 def _aria(ids: Ids) -> Any:
     """Return a config for images of 980 x 980, the only size that its processor makes."""
     config = existing("aria", image_token_id="<|img|>")(ids)
@@ -94,11 +101,11 @@ FAMILIES: dict[str, StoredFamily] = {
     ),
     "mistral3": StoredFamily(
         "Mistral3ForConditionalGeneration",
-        existing("mistral3", image_token_id="[IMG]"),
+        _mistral3,
         {
             "processor_class": "PixtralProcessor",
-            "image_processor": PIXTRAL_IMAGES,
-            "patch_size": 8,
+            "image_processor": {**PIXTRAL_IMAGES, "patch_size": {"height": 4, "width": 4}},
+            "patch_size": 4,
             "spatial_merge_size": 2,
         },
         templates.MISTRAL,
@@ -256,7 +263,12 @@ FAMILIES: dict[str, StoredFamily] = {
         {
             "processor_class": "SmolVLMProcessor",
             "image_processor": {"image_processor_type": "SmolVLMImageProcessor", **SPLIT_IMAGES},
-            "video_processor": {"video_processor_type": "SmolVLMVideoProcessor", **SPLIT_IMAGES},
+            "video_processor": {
+                "video_processor_type": "SmolVLMVideoProcessor",
+                **SPLIT_IMAGES,
+                "num_frames": 4,
+                "fps": 1,
+            },
             "image_seq_len": 4,
         },
         templates.IDEFICS,
@@ -368,6 +380,7 @@ FAMILIES: dict[str, StoredFamily] = {
         templates.ARIA,
         ("<|im_start|>", "<fim_prefix>", "<fim_suffix>", "<|img|>"),
         named={"image_token": "<|img|>"},
+        cases=("no item", "one", "two separated"),  # an image has 980 x 980 pixels
         **CHATML,
     ),
 }

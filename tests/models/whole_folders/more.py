@@ -15,13 +15,12 @@ from tests.models.whole_folders.qwen import (
     PATCHES,
     QWEN_FIELDS,
     QWEN_TOKENS,
+    STILLS,
     patch_grid,
-    spectrogram,
 )
 from tests.models.whole_folders.stored import Ids, StoredFamily
-from tests.models.whole_models import AUDIO_TOWER, MROPE, MROPE_FIELDS, QWEN_VISION, TEXT, VISION, WIDTH
+from tests.models.whole_models import MROPE, MROPE_FIELDS, QWEN_VISION, TEXT, VISION, WIDTH
 
-STILLS = {**PATCHES, "temporal_patch_size": 1}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GLM_VISION: dict[str, Any] = {
     "depth": 2,
@@ -43,11 +42,6 @@ QFORMER: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-LLAMA4_TOKENS = (
-    *("<|header_start|>", "<|header_end|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
-    *("<|tile_x_separator|>", "<|tile_y_separator|>", "<|video|>", "<|python_tag|>"),
-)
-LLAMA_CHAT: dict[str, Any] = {"bos": "<|begin_of_text|>", "eos": "<|eot|>", "ends": ("<|eot|>",), "adds_bos": True}
 GLM_CHAT: dict[str, Any] = {"pad": "<|endoftext|>", "bos": None, "eos": "<|eot|>", "ends": ("<|user|>",)}
 PADDLE_TOKENS = ("<|IMAGE_START|>", "<|IMAGE_END|>", "<|IMAGE_PLACEHOLDER|>", "<|VIDEO_PLACEHOLDER|>")
 ERNIE_TOKENS = (*PADDLE_TOKENS, "<|VIDEO_START|>", "<|VIDEO_END|>")
@@ -72,7 +66,8 @@ def ids_of(ids: Ids, fields: dict[str, str]) -> dict[str, int]:
     return {key: ids[token] for key, token in fields.items()}
 
 
-def _text(model_type: str, **more: Any) -> dict[str, Any]:
+def fields_of_text(model_type: str, **more: Any) -> dict[str, Any]:
+    """Return the fields of a text model of some type."""
     return {**TEXT, "model_type": model_type, **more}
 
 
@@ -109,7 +104,7 @@ FAMILIES: dict[str, StoredFamily] = {
             "exaone4_5",
             lambda ids: {
                 "vision_config": {**QWEN_VISION, "num_key_value_heads": 1},
-                "text_config": _text("exaone4", layer_types=["full_attention", "full_attention"]),
+                "text_config": fields_of_text("exaone4", layer_types=["full_attention", "full_attention"]),
                 "image_token_id": ids["<|image_pad|>"],
                 "video_token_id": ids["<|video_pad|>"],
             },
@@ -146,7 +141,7 @@ FAMILIES: dict[str, StoredFamily] = {
             "glm46v",
             lambda ids: {
                 "vision_config": {**GLM_VISION, "model_type": "glm4v_vision"},
-                "text_config": _text("glm4v_text", **GLM_MROPE),
+                "text_config": fields_of_text("glm4v_text", **GLM_MROPE),
                 **ids_of(ids, GLM_FIELDS),
             },
         ),
@@ -161,7 +156,7 @@ FAMILIES: dict[str, StoredFamily] = {
             "video_llama_3",
             lambda ids: {
                 "vision_config": {k: v for k, v in VISION.items() if k != "image_size"} | {"patch_size": 4},
-                "text_config": _text("qwen2"),
+                "text_config": fields_of_text("qwen2"),
                 "image_token_id": ids["<|image_pad|>"],
                 "video_token_id": ids["<|video_pad|>"],
             },
@@ -241,7 +236,11 @@ FAMILIES: dict[str, StoredFamily] = {
         {
             "processor_class": "Ernie4_5_VLMoeProcessor",
             "image_processor": {"image_processor_type": "Ernie4_5_VLMoeImageProcessor", **STILLS},
-            "video_processor": {"video_processor_type": "Ernie4_5_VLMoeVideoProcessor", **PATCHES},
+            "video_processor": {
+                "video_processor_type": "Ernie4_5_VLMoeVideoProcessor",
+                **PATCHES,
+                "draw_on_frames": False,  # which needs a font
+            },
         },
         ERNIE,
         ERNIE_TOKENS,
@@ -261,7 +260,7 @@ FAMILIES: dict[str, StoredFamily] = {
             "ovis2",
             lambda ids: {
                 "vision_config": {**VISION, "vocab_size": 32, "hidden_stride": 1},
-                "text_config": _text("qwen2"),
+                "text_config": fields_of_text("qwen2"),
                 "hidden_size": WIDTH,
                 "vocab_size": len(ids),
                 "image_token_id": ids["<IMG_ATOM>"],
@@ -323,7 +322,7 @@ FAMILIES: dict[str, StoredFamily] = {
             "janus",
             lambda ids: {
                 "vision_config": {**VISION, "mlp_ratio": 2.0, "projection_dim": WIDTH, "num_image_tokens": 4},
-                "text_config": _text("llama"),
+                "text_config": fields_of_text("llama"),
                 "vq_config": {
                     "embed_dim": 4,
                     "num_embeddings": 8,
@@ -352,232 +351,5 @@ FAMILIES: dict[str, StoredFamily] = {
         },
         adds_bos=True,
         ends=("</s>",),
-    ),
-    "mllama": StoredFamily(
-        "MllamaForConditionalGeneration",
-        described(
-            "mllama",
-            lambda ids: {
-                "vision_config": {
-                    "hidden_size": 24,
-                    "num_hidden_layers": 2,
-                    "num_global_layers": 1,
-                    "attention_heads": 2,
-                    "intermediate_size": 32,
-                    "vision_output_dim": 72,
-                    "image_size": 16,
-                    "patch_size": 8,
-                    "max_num_tiles": 4,
-                    "intermediate_layers_indices": [0, 1],
-                },
-                "text_config": {
-                    **{k: v for k, v in TEXT.items() if k != "head_dim"},
-                    "num_hidden_layers": 3,
-                    "cross_attention_layers": [1],
-                },
-                "image_token_index": ids["<|image|>"],
-            },
-        ),
-        {
-            "processor_class": "MllamaProcessor",
-            "image_processor": {**square("MllamaImageProcessor"), "max_image_tiles": 4},
-        },
-        templates.LLAMA,
-        LLAMA4_TOKENS,
-        **LLAMA_CHAT,
-    ),
-    "llama4": StoredFamily(
-        "Llama4ForConditionalGeneration",
-        described(
-            "llama4",
-            lambda ids: {
-                "vision_config": {
-                    **VISION,
-                    "num_hidden_layers": 2,
-                    "patch_size": 4,
-                    "intermediate_size": 96,
-                    "vision_output_dim": 24,
-                    "projector_input_dim": 24,
-                    "projector_output_dim": 24,
-                },
-                "text_config": {
-                    **TEXT,
-                    "intermediate_size_mlp": 48,
-                    "num_local_experts": 2,
-                    "num_experts_per_tok": 1,
-                    "attention_chunk_size": 512,
-                },
-                "boi_token_index": ids["<|image_start|>"],
-                "eoi_token_index": ids["<|image_end|>"],
-                "image_token_index": ids["<|patch|>"],
-            },
-        ),
-        {
-            "processor_class": "Llama4Processor",
-            "image_processor": square("Llama4ImageProcessor", max_patches=4, resize_to_max_canvas=False),
-            "patch_size": 4,
-            "pixel_shuffle_ratio": 0.5,
-        },
-        templates.LLAMA,
-        LLAMA4_TOKENS,
-        **LLAMA_CHAT,
-    ),
-    "phi4-multimodal": StoredFamily(
-        "Phi4MultimodalForCausalLM",
-        described(
-            "phi4_multimodal",
-            lambda ids: {
-                **{k: v for k, v in TEXT.items() if k != "head_dim"},
-                "vision_config": {
-                    **VISION,
-                    "patch_size": 4,
-                    "crop_size": 16,
-                    "image_token_id": ids["<|image|>"],
-                },
-                "audio_config": {
-                    "hidden_size": 24,
-                    "intermediate_size": 32,
-                    "num_blocks": 2,
-                    "num_attention_heads": 2,
-                    "ext_pw_out_channel": 24,
-                    "depthwise_separable_out_channel": 24,
-                    "input_size": 80,
-                    "nemo_conv_channels": 24,
-                    "dropout_rate": 0.0,
-                    "audio_token_id": ids["<|audio|>"],
-                },
-            },
-        ),
-        {
-            "processor_class": "Phi4MultimodalProcessor",
-            "image_processor": {
-                "image_processor_type": "Phi4MultimodalImageProcessor",
-                "size": {"height": 16, "width": 16},
-                "patch_size": 4,
-                "dynamic_hd": 4,
-            },
-            "audio_processor": {"feature_extractor_type": "Phi4MultimodalFeatureExtractor"},
-        },
-        templates.PHI,
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|audio|>", "<|end|>"),
-        named={"image_token": "<|image|>", "audio_token": "<|audio|>"},
-        kinds=("image", "audio"),
-        pad="<|endoftext|>",
-        bos=None,
-        eos="<|eos|>",
-        ends=("<|end|>",),
-    ),
-    "granite-speech": StoredFamily(
-        "GraniteSpeechForConditionalGeneration",
-        described(
-            "granite_speech",
-            lambda ids: {
-                "text_config": {k: v for k, v in _text("granite").items() if k != "head_dim"},
-                "encoder_config": {
-                    "input_dim": 160,
-                    "num_layers": 2,
-                    "hidden_dim": 24,
-                    "feedforward_mult": 2,
-                    "num_heads": 2,
-                    "dim_head": 12,
-                    "output_dim": 8,
-                    "context_size": 16,
-                    "max_pos_emb": 32,
-                    "dropout": 0.0,
-                    "conv_kernel_size": 3,
-                },
-                "projector_config": {**QFORMER, "model_type": "blip_2_qformer"},
-                "audio_token_index": ids["<|audio|>"],
-                "has_lora_adapter": False,
-            },
-        ),
-        {
-            "processor_class": "GraniteSpeechProcessor",
-            "audio_processor": {"feature_extractor_type": "GraniteSpeechFeatureExtractor"},
-        },
-        templates.im_start(audio="<|audio|>"),
-        ("<|im_start|>", "<|audio|>"),
-        kinds=("audio",),
-        **CHATML,
-    ),
-    "glm-asr": StoredFamily(
-        "GlmAsrForConditionalGeneration",
-        described(
-            "glmasr",
-            lambda ids: {
-                "audio_config": {
-                    "hidden_size": 24,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "num_key_value_heads": 2,
-                    "intermediate_size": 96,
-                    "num_mel_bins": 8,
-                },
-                "text_config": _text("llama"),
-                "audio_token_id": ids["<|pad|>"],
-            },
-        ),
-        {"processor_class": "GlmAsrProcessor", "feature_extractor": spectrogram()},
-        templates.GLM.replace("[gMASK]<sop>", "")
-        .replace("part.type == 'image'", "part.type == 'audio'")
-        .replace("<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_audio|><|pad|><|end_of_audio|>"),
-        ("<|system|>", "<|user|>", "<|assistant|>", "<|begin_of_audio|>", "<|end_of_audio|>", "<|pad|>"),
-        kinds=("audio",),
-        **GLM_CHAT,
-    ),
-    "qwen3-asr": StoredFamily(
-        "Qwen3ASRForConditionalGeneration",
-        described(
-            "qwen3_asr",
-            lambda ids: {
-                "audio_config": {
-                    **{key: value for key, value in AUDIO_TOWER.items() if key != "max_source_positions"},
-                    "output_dim": WIDTH,
-                    "downsample_hidden_size": 8,
-                    "num_mel_bins": 16,
-                },
-                "text_config": _text("qwen3"),
-                "audio_token_id": ids["<|audio_pad|>"],
-                "timestamp_token_id": ids["<timestamp>"],
-            },
-        ),
-        {
-            "processor_class": "Qwen3ASRProcessor",
-            "feature_extractor": {
-                **spectrogram(),
-                "feature_extractor_type": "Qwen3ASRFeatureExtractor",
-                "feature_size": 16,
-            },
-        },
-        templates.im_start(audio="<|audio_start|><|audio_pad|><|audio_end|>"),
-        ("<|im_start|>", "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>", "<timestamp>"),
-        named={
-            "audio_token": "<|audio_pad|>",
-            "audio_bos_token": "<|audio_start|>",
-            "audio_eos_token": "<|audio_end|>",
-        },
-        kinds=("audio",),
-        **CHATML,
-    ),
-    "qianfan-ocr": StoredFamily(
-        "QianfanOCRForConditionalGeneration",
-        described(
-            "qianfan_ocr",
-            lambda ids: {
-                "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4], "drop_path_rate": 0.0},
-                "text_config": _text("qwen3"),
-                "image_token_id": ids["<IMG_CONTEXT>"],
-                "image_seq_length": 4,
-            },
-        ),
-        {
-            "processor_class": "QianfanOCRProcessor",
-            "image_processor": square("GotOcr2ImageProcessor", crop_to_patches=True, min_patches=1, max_patches=4),
-            "image_seq_length": 4,
-        },
-        templates.im_start(image="<image>\n"),
-        ("<|im_start|>", "<image>", "<img>", "</img>", "<IMG_CONTEXT>"),
-        named={"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
-        **CHATML,
     ),
 }

@@ -23,10 +23,20 @@ PATCHES: dict[str, Any] = {
     "max_pixels": 24 * 24,
     "size": {"shortest_edge": 8 * 8, "longest_edge": 24 * 24},
 }
+STILLS: dict[str, Any] = {**PATCHES, "temporal_patch_size": 1}
 OMNI_TOKENS = (
     *("<|im_start|>", "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"),
     *("<|vision_bos|>", "<|vision_eos|>", "<|audio_bos|>", "<|audio_eos|>"),
 )
+OMNI_NAMES = {
+    "image_token": "<|IMAGE|>",
+    "video_token": "<|VIDEO|>",
+    "audio_token": "<|AUDIO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
 GLM_TOKENS = (
     *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|image|>", "<|video|>"),
     *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
@@ -94,15 +104,7 @@ FAMILIES: dict[str, StoredFamily] = {
         {**patch_grid("Qwen2_5OmniProcessor"), "feature_extractor": spectrogram()},
         templates.QWEN_OMNI,
         OMNI_TOKENS,
-        named={
-            "image_token": "<|IMAGE|>",
-            "video_token": "<|VIDEO|>",
-            "audio_token": "<|AUDIO|>",
-            "vision_bos_token": "<|vision_bos|>",
-            "vision_eos_token": "<|vision_eos|>",
-            "audio_bos_token": "<|audio_bos|>",
-            "audio_eos_token": "<|audio_eos|>",
-        },
+        named=OMNI_NAMES,
         kinds=("image", "audio"),
         **CHATML,
     ),
@@ -134,5 +136,15 @@ FAMILIES: dict[str, StoredFamily] = {
         ("<|im_start|>", "<sound>"),
         kinds=("audio",),
         **CHATML,
+    ),
+    "voxtral": StoredFamily(
+        "VoxtralForConditionalGeneration",
+        existing("voxtral", audio_token_id="[AUDIO]"),
+        {"processor_class": "VoxtralProcessor", "feature_extractor": spectrogram()},
+        templates.VOXTRAL,
+        ("[INST]", "[/INST]", "[AUDIO]"),
+        kinds=("audio",),
+        reserved=("[AUDIO]", 24),
+        ends=("</s>",),
     ),
 }

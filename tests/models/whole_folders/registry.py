@@ -22,7 +22,6 @@ NOT_BUILT: dict[str, str] = {
         ["blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "fuyu", "idefics"],
         _NOT_A_CHAT,
     ),
-    "voxtral": "its chat template is in mistral-common, which is not installed; its tokenizer is none of transformers'",
     "voxtral_realtime": "its chat template is in mistral-common, which is not installed",
 }
 

@@ -54,6 +54,10 @@ class StoredFamily:
     """What the stored tokenizer says: for generation, as on the hub."""
     ends: tuple[str, ...] = ()
     """The tokens that end an answer in the template."""
+    reserved: tuple[str, int] | None = None
+    """A token whose id the processor's code fixes."""
+    cases: tuple[str, ...] | None = None
+    """Which conversations of the sweep are tried; None: all."""
     is_byte_level: bool = False
     """The tokenizer is one of bytes: transformers has a class for the family that makes one of any vocabulary."""
 
@@ -74,6 +78,8 @@ class StoredFamily:
         if self.is_byte_level:
             pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
         pieces = [*special, *pieces, *self.tokens]
+        if self.reserved is not None:
+            pieces.insert(self.reserved[1], self.reserved[0])
         vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
         inner = _byte_level(vocabulary) if self.is_byte_level else _word_level(vocabulary)
         if self.adds_bos:
