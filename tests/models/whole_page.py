@@ -104,6 +104,12 @@ def _reasons(verdicts: Sequence[Verdict], word: str) -> str:
     return "\n".join(["| family | conversations | reason |", "|---|---|---|", *rows]) if rows else "None."
 
 
+def versions() -> str:
+    """Return the versions of everything that decides what a processor makes, or whether it can be loaded."""
+    deciding = ("torch", "transformers", "tokenizers", "pillow", "torchvision", "torchaudio", "num2words", "timm")
+    return versions_of(*deciding)
+
+
 def write_page(verdicts: Sequence[Verdict], cases: Sequence[str], uncovered: Mapping[str, str], command: str) -> str:
     """Return the page.
 
@@ -120,7 +126,7 @@ def write_page(verdicts: Sequence[Verdict], cases: Sequence[str], uncovered: Map
         by_reason.setdefault(reason, []).append(f"`{model}`")
     words = [verdict.status for verdict in verdicts]
     return PAGE.format(
-        versions=versions_of("torch", "transformers", "torchvision", "tokenizers", "pillow"),
+        versions=versions(),
         command=command,
         counts=", ".join(f"{words.count(word)} {word}" for word in (EQUAL, REFUSED, WRONG) if word in words)
         + f" of {len(verdicts)} families.",

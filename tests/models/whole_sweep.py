@@ -112,7 +112,7 @@ def _noted(verdict: Verdict, case: str) -> Iterator[None]:
 
 
 class NotAskedError(Exception):
-    """The model's own processor refuses a conversation."""
+    """The model's own processor refuses a conversation, or its own code does not run."""
 
 
 class Subject:
@@ -154,13 +154,20 @@ class Subject:
         labels = oracle.expected_labels(expected, self.processor.tokenizer, self.family)
         if own_labels is not None and not torch.equal(own_labels, labels):
             raise WrongError("the processor's own labels are others than those of the test")
+        with torch.no_grad():
+            theirs = self._original_loss(expected, labels)
         batch = self.task.collator([sample_of_parts(conversation) for conversation in given])
         must_equal(batch.inputs, {**expected, "labels": labels})
         rows = self.task.collator([sample_of_row(conversation) for conversation in given])
         must_equal(rows.inputs, {**expected, "labels": labels})
         with torch.no_grad():
-            theirs = original_loss(self.original, expected, labels)
             must_be_close("the loss", self.task.loss(batch.inputs), theirs, 1e-6)
+
+    def _original_loss(self, inputs: Mapping[str, Any], labels: Tensor) -> Tensor:
+        try:
+            return original_loss(self.original, inputs, labels)
+        except Exception as error:
+            raise NotAskedError(f"transformers' own model does not run: {type(error).__name__}: {error}") from error
 
     def check_together(self, given: Sequence[Conversation]) -> Sequence[Conversation]:
         """Check a batch of all; of those with items where the processor refuses to mix them with plain text."""
@@ -183,7 +190,7 @@ class Subject:
         """Raise unless each gradient of a batch is the original's."""
         inputs = self._batch(given)
         own = {key: value for key, value in inputs.items() if key not in OWN_KEYS}
-        expected = gradients(self.original, original_loss(self.original, own, inputs["labels"]))
+        expected = gradients(self.original, self._original_loss(own, inputs["labels"]))
         must_have(gradients(self.task.model, self.task.loss(inputs)), expected)
 
     def check_packed(self, given: Sequence[Conversation]) -> None:

@@ -299,7 +299,7 @@ FAMILIES: dict[str, StoredFamily] = {
                 crop_to_patches=True,
                 min_patches=1,
                 max_patches=4,
-                patch_size=4,
+                patch_size=2,  # of tokens, not of pixels
                 downsample_factor=2,
             ),
         },

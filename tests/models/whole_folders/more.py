@@ -32,6 +32,22 @@ GLM_VISION: dict[str, Any] = {
     "image_size": 16,
 }
 GLM_MROPE = {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}
+SLICES = {
+    "scale_resolution": 32,
+    "patch_size": 4,
+    "max_slice_nums": 4,
+    "slice_mode": True,
+    "downsample_mode": "16x",
+    "use_image_id": True,
+}
+SLICE_NAMES = {
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
 QFORMER: dict[str, Any] = {
     "hidden_size": 24,
     "num_hidden_layers": 1,
@@ -351,5 +367,62 @@ FAMILIES: dict[str, StoredFamily] = {
         },
         adds_bos=True,
         ends=("</s>",),
+    ),
+    "video-llava": StoredFamily(
+        "VideoLlavaForConditionalGeneration",
+        described(
+            "video_llava",
+            lambda ids: {
+                "vision_config": {**VISION, "model_type": "clip_vision_model"},
+                "text_config": fields_of_text("llama"),
+                "image_token_index": ids["<image>"],
+                "video_token_index": ids["<video>"],
+            },
+        ),
+        {
+            "processor_class": "VideoLlavaProcessor",
+            "image_processor": square("VideoLlavaImageProcessor", size={"shortest_edge": 16}),
+            "video_processor": {
+                **square("x", size={"shortest_edge": 16}),
+                "video_processor_type": "VideoLlavaVideoProcessor",
+            },
+            "patch_size": 8,
+        },
+        templates.LLAVA,
+        ("<image>", "<video>"),
+        adds_bos=True,
+        ends=(" ",),
+    ),
+    "minicpm-v4.6": StoredFamily(
+        "MiniCPMV4_6ForConditionalGeneration",
+        described(
+            "minicpmv4_6",
+            lambda ids: {
+                "vision_config": {**VISION, "patch_size": 4, "image_size": 32, "insert_layer_id": 1},
+                "text_config": fields_of_text(
+                    "qwen3_5_text",
+                    layer_types=["linear_attention", "full_attention"],
+                    linear_num_key_heads=2,
+                    linear_num_value_heads=2,
+                    linear_key_head_dim=8,
+                    linear_value_head_dim=8,
+                    **GLM_MROPE,
+                ),
+                "insert_layer_id": 1,
+                "image_size": 32,
+                "patch_size": 4,
+                "image_token_id": ids["<|image_pad|>"],
+                "video_token_id": ids["<|video_pad|>"],
+            },
+        ),
+        {
+            "processor_class": "MiniCPMV4_6Processor",
+            "image_processor": {"image_processor_type": "MiniCPMV4_6ImageProcessor", **SLICES},
+            "video_processor": {"video_processor_type": "MiniCPMV4_6VideoProcessor", **SLICES},
+        },
+        templates.im_start(image="<|image_pad|>", video="<|video_pad|>"),
+        ("<|im_start|>", "<|image_pad|>", "<|video_pad|>", *SLICE_NAMES.values()),
+        named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **SLICE_NAMES},
+        **CHATML,
     ),
 }

@@ -8,6 +8,9 @@ _LISTS = ("IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ")
 
 _ENCODER_DECODER = "an encoder-decoder: its text decoder is not a causal language model that reads image tokens"
 _NOT_A_CHAT = "answers no conversation: its processor has no chat template and takes one prompt"
+_OTHER_OUTPUT = "trained for more, or other, than text: images, speech, actions, proteins, or text by diffusion"
+_NEEDS_TIMM = "its vision tower is one of timm, which is not installed"
+_NOT_WRITTEN = "no tiny folder has been written for it"
 
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(
@@ -19,9 +22,16 @@ NOT_BUILT: dict[str, str] = {
         _ENCODER_DECODER,
     ),
     **dict.fromkeys(
-        ["blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "fuyu", "idefics"],
+        [
+            *("blip", "blip-2", "git", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5", "fuyu"),
+            *("idefics", "chameleon"),
+        ],
         _NOT_A_CHAT,
     ),
+    **dict.fromkeys(
+        ["qwen2_5_omni", "qwen3_omni_moe", "vibevoice", "emu3", "evolla", "pi0", "diffusion_gemma"], _OTHER_OUTPUT
+    ),
+    **dict.fromkeys(["fast_vlm", "gemma3n", "perception_lm"], _NEEDS_TIMM),
     "voxtral_realtime": "its chat template is in mistral-common, which is not installed",
 }
 
@@ -38,7 +48,7 @@ def model_types() -> dict[str, str]:
 def uncovered(classes: set[str]) -> dict[str, str]:
     """Return the models of the registry without a folder: the class, and the reason."""
     return {
-        class_name: NOT_BUILT.get(model_type, "no tiny folder has been written for it")
+        class_name: NOT_BUILT.get(model_type, _NOT_WRITTEN)
         for model_type, class_name in sorted(model_types().items())
         if class_name not in classes
     }

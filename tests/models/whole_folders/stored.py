@@ -17,7 +17,7 @@ QUESTION_WORDS = tuple(f"q{number}" for number in range(12))
 ANSWER_WORDS = tuple(f"a{number}" for number in range(12))
 _TEMPLATE_WORDS = (
     *("system", "user", "assistant", "model", "User", "Assistant", "USER", "ASSISTANT", "Human", "You", "are", "a"),
-    *("helpful", "Audio", "Image", "Picture", "1", "2", "3", "4", "think", "im_start"),
+    *("helpful", "Audio", "Image", "Picture", "0", "1", "2", "3", "4", "think", "im_start"),
 )
 # Newlines in a row are one token, and a word is joined with the space before it, as in most byte-level vocabularies:
 # text on both sides of an image may be tokenized in another way than each side alone.
