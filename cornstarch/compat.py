@@ -266,6 +266,16 @@ def default_store() -> torch.distributed.Store:
     return _get_default_store()
 
 
+def process_groups() -> list[torch.distributed.ProcessGroup]:
+    """Return all process groups that this process is in, that of all ranks included.
+
+    torch 2.11 to 2.15 list them nowhere in public.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    return [group for group in _world.pg_map if isinstance(group, torch.distributed.ProcessGroup)]
+
+
 def move_present(model: torch.nn.Module, device: torch.device) -> None:
     """Bring a model to a device, in place, but for parameters on the meta device: they stay there.
 

@@ -26,6 +26,7 @@ from cornstarch.train.results import Position, RunResult, Status, StepResult, St
 from cornstarch.train.runs import PLAN, RunFolder, check_trace
 from cornstarch.train.saving import Announcer, Saver, store_of, to_go_on_from
 from cornstarch.train.setup import RunSetup, Standing, assemble, begin, check_given, described_task
+from cornstarch.train.shared_failure import SharedFailure
 from cornstarch.train.source import load_config
 from cornstarch.train.start_check import verify_plan
 from cornstarch.train.stopping import Stopping
@@ -88,6 +89,7 @@ class Trainer:
         self._held = ExitStack()
         self._ready = False
         self._skips: SkipCounter | None = None
+        self._failure = SharedFailure()
 
     @classmethod
     def from_objects(
@@ -126,8 +128,11 @@ class Trainer:
 
     def setup(self) -> None:
         """Make everything that a step needs, and go to where the newest checkpoint was made."""
-        if self._ready:
-            return
+        if not self._ready:
+            with self._failure.shared():
+                self._set_up()
+
+    def _set_up(self) -> None:
         note, decision = self._teller.note, self._standing.decision
         if self.rank == 0:
             self._held.enter_context(self.folder.claimed())
@@ -284,7 +289,7 @@ class Trainer:
 
     def fit(self) -> RunResult:
         """Train until the end, from the newest checkpoint on if there is one, and write a report."""
-        with self._held:
+        with self._failure.shared(), self._held:
             was_finished = self.folder.stored_summary().get("status") == "finished"
             self.setup()
             if was_finished and self.position.ended:

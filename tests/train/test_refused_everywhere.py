@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cornstarch.errors import ConfigError
+from cornstarch.parallel import processes
+from cornstarch.train.data.loader import StepBatch
+from cornstarch.train.results import StepResult
+from cornstarch.train.witness import Witness
 from tests.parity.cell import made
-from tests.parity.pool import pool
+from tests.parity.pool import QUIET, pool
 from tests.parity.samples import numbers
 
 
@@ -46,3 +53,44 @@ def test_too_many_broken_samples(tmp_path: Path) -> None:
 def test_not_one_good_sample(tmp_path: Path) -> None:
     one, other = run(tmp_path, "xxxx")
     assert one == other and "Not one of 4 samples can be used" in one
+
+
+# ------------------------------------------------------------------------------------------------ one rank alone
+
+
+def failed(kind: str, when: str, folder: str) -> str:
+    """Fail on rank 1 alone, while others wait; return what this rank raises."""
+
+    class Alone(Witness):
+        def fail(self, place: str) -> None:
+            if place == when and self.rank == 1:
+                raise ConfigError("rank 1 has no file") if kind == "refused" else KeyError("a mistake of ours")
+            if place == when:
+                processes.sum_over_ranks([1.0])  # never comes about
+
+        def _verify_plan(self) -> None:
+            self.fail("setup")
+
+        def step(self, batch: StepBatch) -> StepResult:
+            self.fail("step")
+            return super().step(batch)
+
+    samples = [numbers(number, ".", 1) for number in range(8)]
+    try:
+        made("mlp", samples, {"epochs": 1, "batch_size": 4}, {}, "", folder, kind=Alone).fit()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("when", ["setup", "step"])
+@pytest.mark.parametrize("kind", ["refused", "crashed"])
+def test_what_one_rank_fails_with_all_fail_with(kind: str, when: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    one, other = pool().run(2, failed, kind, when, str(tmp_path / "run"))
+    if kind == "refused":
+        assert one == other == "ConfigError: rank 1 has no file"
+    else:
+        assert other == "KeyError: 'a mistake of ours'"
+        assert one == "RuntimeError: Rank 1 has failed. KeyError: 'a mistake of ours'"
+    assert time.monotonic() - began < QUIET["cpu"] / 2
