@@ -158,6 +158,10 @@ class ChatCollator:
         """Return what an encoder is given for decoded items, and the tokens that each will take in a text."""
         return self._composed.process_items({name: self._arguments(name, items)})[name]
 
+    def counts_together(self, name: str) -> bool:
+        """Whether items take other numbers of tokens beside one another than alone."""
+        return False
+
     def question(self, messages: Sequence[Message]) -> dict[str, Any]:
         """Return a batch of one conversation, for the model to continue."""
         sample = Sample("the question", tuple(messages))

@@ -79,11 +79,15 @@ class SampleSizer:
         ids, trained = self._collator.written(sample)
         counts, tokens = dict.fromkeys(self.phases[:-1], 0), dict.fromkeys(self.phases[:-1], 0)
         work = dict.fromkeys(self.phases, 0.0)
+        by_name: dict[str, list[Media]] = {}
         for media in sample.media:
-            name = self._collator.modality(media)
-            item = self._item(name, media)
-            counts[name], tokens[name] = counts[name] + 1, tokens[name] + item.tokens
-            work[name] += item.work
+            by_name.setdefault(self._collator.modality(media), []).append(media)
+        for name, group in by_name.items():
+            together = len(group) > 1 and self._collator.counts_together(name)
+            for items in [group] if together else [[media] for media in group]:
+                size = self._items_size(name, items)
+                counts[name], tokens[name] = counts[name] + len(items), tokens[name] + size.tokens
+                work[name] += size.work
         placeholders = torch.tensor(list(self._collator.processor.modality_token_ids.values()))
         learned = int((trained & ~torch.isin(ids, placeholders))[1:].sum())
         length = len(ids) + sum(tokens.values()) - sum(counts.values())
@@ -94,15 +98,17 @@ class SampleSizer:
 
     # ------------------------------------------------------------------ items
 
-    def _item(self, name: str, media: Media) -> _ItemSize:
+    def _items_size(self, name: str, items: list[Media]) -> _ItemSize:
+        """Return the size of an item, or of several that are counted together."""
         processor = self._collator.processor.encoder_processors[name]
-        size = self._header(media, processor)
+        sizes = [self._header(media, processor) for media in items]
         known = self._items.setdefault(name, {})
-        key = _patches(size, processor) or size
+        key = tuple(_patches(size, processor) or size for size in sizes)
         if key not in known:
-            if len(known) >= _ALIKE and len(set(known.values())) == 1:
-                return next(iter(known.values()))  # whatever its size, the processor scales or fills it to one
-            known[key] = self._measured(name, _blank(size, processor))
+            alone = {value for other, value in known.items() if len(other) == 1}
+            if len(key) == 1 and len(known) >= _ALIKE and len(alone) == 1:
+                return next(iter(alone))  # whatever its size, the processor scales or fills it to one
+            known[key] = self._measured(name, [_blank(size, processor) for size in sizes])
         return known[key]
 
     def _header(self, media: Media, processor: Any) -> Any:
@@ -117,9 +123,9 @@ class SampleSizer:
             raise SampleTooLongError(f"has a sound of {length} {unit}, its feature extractor takes {most}")
         return length if most is None else min(length, most)
 
-    def _measured(self, name: str, item: Any) -> _ItemSize:
+    def _measured(self, name: str, items: list[Any]) -> _ItemSize:
         try:
-            inputs, lengths = self._collator.item_inputs(name, [item])
+            inputs, lengths = self._collator.item_inputs(name, items)
         except Exception as error:  # whatever a processor stumbles over: an odd size
             named = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
             raise SampleError(f"cannot be processed: {named}{error}") from error

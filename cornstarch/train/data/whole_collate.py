@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.packing import IGNORED
+from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import noise_item
 from cornstarch.models.multimodal_language_model.whole_processing import (
     Encoded,
     WholeModelProcessor,
@@ -41,6 +42,7 @@ class WholeChatCollator(ChatCollator):
         # Whether samples' inputs laid end to end are what the processor makes of the samples together; by the keys
         # that the samples have.
         self._joins: dict[frozenset[frozenset[str]], bool] = {}
+        self._together_counts: dict[str, bool] = {}
 
     # ------------------------------------------------------------------ one sample
 
@@ -144,14 +146,27 @@ class WholeChatCollator(ChatCollator):
         return self._tokenized(rendered, add_special_tokens=bos is None or not rendered.text.startswith(bos))
 
     def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
-        """Return what an encoder is given for decoded items, and the tokens that each will take in a text."""
-        lengths = []
-        for item in items:
-            conversation = message_of(_KINDS[name], [item])
-            alone = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
-            unexpanded, _ = self._unexpanded(Rendered(self._own.write(conversation, prompt=True), ()))
-            lengths.append(alone - len(unexpanded) + 1)
-        return self._own.encoder_inputs(name, items), lengths
+        """Return what an encoder is given for the decoded items of a sample, and the tokens that they take in its text.
+
+        What stands around an item counts as its own. How the tokens are shared out among several items is not known:
+        the sum is right.
+        """
+        conversation = message_of(_KINDS[name], items)
+        taken = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
+        unexpanded, _ = self._unexpanded(Rendered(self._own.write(conversation, prompt=True), ()))
+        share, more = divmod(taken - len(unexpanded) + len(items), len(items))
+        return self._own.encoder_inputs(name, items), [share + (number < more) for number in range(len(items))]
+
+    def counts_together(self, name: str) -> bool:
+        """Whether items take other numbers of tokens beside one another than alone: some processors cut lone images."""
+        if name not in self._together_counts:
+            item = noise_item(self._own.encoder_processors[name])
+            try:
+                alone, both = (sum(self.item_inputs(name, items)[1]) for items in ([item], [item, item]))
+                self._together_counts[name] = both != 2 * alone
+            except Exception:  # one that takes a single item: then no sample has two
+                self._together_counts[name] = False
+        return self._together_counts[name]
 
     def question(self, messages: Sequence[Message]) -> dict[str, Any]:
         """Return a batch of one conversation, for the model to continue."""

@@ -11,11 +11,13 @@ import torch
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from cornstarch import MultimodalModel
+from cornstarch.compute.flops import FlopCounter
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.takeover.undivided import UndividedModel
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.rows import sample_of
 from cornstarch.train.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.train.data.sizes import SampleSizer
 from cornstarch.train.tasks.build import build_task
 from cornstarch.train.tasks.looking import ChatLook
 from tests.models.local_processors import image
@@ -76,15 +78,14 @@ def test_a_turn_is_ended_by_a_token_without_a_name(folders: Path) -> None:
     assert end in task.collator.answer_ends
 
 
-def test_lengths_are_told_without_decoding(folders: Path) -> None:
-    for name in ("qwen2.5-vl", "llava"):
-        collator = task_of(write_folder(name, folders)).collator
-        for sample in (asked("q1"), asked(picture(40, 20), "q1"), asked("q1", picture(), picture(20, 30), "q2")):
-            ids, trained = collator.written(sample)
-            items = [collator.item_inputs("vision", [media.source])[1][0] for media in sample.media]
-            prepared = collator.prepare(sample)
-            assert len(ids) + sum(items) - len(items) == len(prepared.input_ids)
-            assert int(trained.sum()) == prepared.trained_tokens
+@pytest.mark.parametrize("name", [n for n in ("qwen2.5-vl", "llava", "llava-onevision") if n in FOLDERS])
+def test_lengths_are_told_without_decoding(name: str, folders: Path) -> None:
+    task = task_of(write_folder(name, folders))
+    sizer = SampleSizer(task.collator, FlopCounter(task.model).step)
+    for sample in (asked("q1"), asked(picture(40, 20), "q1"), asked("q1", picture(), picture(20, 30), "q2")):
+        size, prepared = sizer(sample), task.collator.prepare(sample)
+        assert (size.tokens, size.trained) == (len(prepared.input_ids), prepared.trained_tokens)
+        assert size.items == {"vision": len(sample.media)} and bool(sample.media) == (size.work["vision"] > 0)
 
 
 def test_long_samples_are_cut_behind_their_items(folders: Path) -> None:
