@@ -38,8 +38,8 @@ def check_loss(model: nn.Module, layout: Layout) -> None:
     advice = "Set output_router_logits to false in the model's config.json" if router else "Use one replica"
     raise ConfigError(
         f"The loss of {type(inner).__name__} is no mean over tokens: of two rows it is another one than of each row by "
-        f"itself{why}. With {cuts} no rank sees all tokens of a batch, and the run would train something else than one "
-        f"process.\n  {advice}. Replicas that each compute it over their own rows, as most libraries have it: "
+        f"itself{why}. With {cuts} no rank has all that it is computed from, and the run would train something else "
+        f"than one process.\n  {advice}. Replicas that each compute it over their own rows, as most libraries have it: "
         "parallel.verify=never."
     )
 

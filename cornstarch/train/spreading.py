@@ -33,6 +33,7 @@ from cornstarch.train.config import RunConfig
 from cornstarch.train.data.formats import SampleSource
 from cornstarch.train.failure import is_out_of_memory, out_of_memory
 from cornstarch.train.footprint import MemoryWatch
+from cornstarch.train.loss_check import check_loss
 from cornstarch.train.on_meta import model_on_meta
 from cornstarch.train.part_cut import Cuts, PartCut
 from cornstarch.train.parts import Part, keep_in_precision, parts_of
@@ -100,6 +101,8 @@ class Spreading:
         with torch.random.fork_rng(devices=[]):
             bare = model_on_meta(self._config, train)
         assert isinstance(bare, MultimodalModel)
+        if self._config.parallel.verify != "never":
+            check_loss(bare, self._layout)  # before stages are: why there can be none would not be said
         staging = Staging(bare, self._layout)
         self._templates = staging.templates
         self._kept_whole = self._must_be_whole(staging)
