@@ -3,6 +3,9 @@
 The layers of a model are counted from 0 to n - 1. What it computes falls into *segments*: segment k is everything
 between the return of layer k - 1 and the return of layer k; segment n is what comes behind the last layer. *Boundary*
 k stands between the segments k - 1 and k. A stage is a run of segments, from one boundary to the next.
+
+One stage may be less than a segment: a first stage of embeddings alone, which ends when the first layer is called. Both
+it and the second stage begin with segment 0 then.
 """
 
 from __future__ import annotations
@@ -59,6 +62,10 @@ class Survey:
             listed += names
             listed += self.layers[segment : segment + 1]
         return listed
+
+    def precedes_layers(self, name: str) -> bool:
+        """Return whether a module runs before the first layer, and not inside it."""
+        return name in self.units and 0 in self.units[name].uses and not self.units[name].inside
 
     def segment_of(self, name: str) -> int:
         """Return the segment to which a listed module belongs."""

@@ -21,6 +21,7 @@ from cornstarch.parallel.tensor.vocabulary import VocabularyEmbedding
 from cornstarch.trees import leaves, map_tensors, tensors_in
 
 Made = dict[str, list[Any]]
+ENTRY = "the input of the first layer"
 """By the name of a layer or another module: what its calls returned."""
 
 
@@ -47,12 +48,19 @@ class Passage:
         layers: The names of the model's layers.
         live: For each name, the last segment that reads its result.
         written: The names whose results are changed in place.
+        is_entered: Whether the stage before has embeddings alone: this one begins with what the first layer is given.
     """
 
     def __init__(
-        self, start: int, end: int | None, layers: Sequence[str], live: Mapping[str, int], written: frozenset[str]
+        self,
+        start: int,
+        end: int | None,
+        layers: Sequence[str],
+        live: Mapping[str, int],
+        written: frozenset[str],
+        is_entered: bool = False,
     ) -> None:
-        self.start, self.end = start, end
+        self.start, self.end, self.is_entered = start, end, is_entered
         self.live, self.written = live, written
         self.segment = 0
         self.is_open = False
@@ -71,7 +79,7 @@ class Passage:
     def open(self, received: Mapping[str, Any] | None) -> Iterator[None]:
         """Be open for one forward."""
         assert not self.is_open, "a stage runs one microbatch at a time"
-        if (received is None) != (self.start == 0):
+        if (received is None) != self.is_first:
             raise ConfigError(
                 "The first stage receives nothing; every other stage receives what the one before it returned."
             )
@@ -86,6 +94,11 @@ class Passage:
 
     def _goes_on(self, name: str) -> bool:
         return self.end is not None and self.live.get(name, 0) >= self.end
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage receives nothing."""
+        return self.start == 0 and not self.is_entered
 
     @property
     def is_here(self) -> bool:
@@ -124,6 +137,11 @@ class Passage:
     def precision(self, name: str) -> torch.dtype | None:
         """Return the precision of what a module returned on the stage that owns it."""
         return getattr(torch, self._precisions[name]) if name in self._precisions else None
+
+    def enter(self, given: Tensor) -> StageDone:
+        """Return what ends the forward of embeddings alone: what the first layer is given goes on."""
+        self._made[ENTRY] = [given]
+        return self.done()
 
     def done(self) -> StageDone:
         """Return what ends the forward."""
@@ -181,6 +199,17 @@ class Elsewhere(nn.Module):
             f"{self.name} was called, but belongs to another stage. Were layers left out (layerdrop), or was the "
             "stage called in another way than by StagePart?"
         )
+
+
+class Exit(Elsewhere):
+    """Stands for the first layer, where a stage has embeddings alone: calling it ends the forward."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Hand on what the layer is given."""
+        given = next((value for value in (*inputs, *options.values()) if _is_activation(value)), None)
+        if given is None:
+            raise ConfigError(f"{self.name} is called without activations: a stage needs a layer here.")
+        raise self.passage.enter(given)
 
 
 class Hole(Elsewhere):
@@ -306,6 +335,27 @@ def record_calls(module: nn.Module, name: str, passage: Passage) -> None:
     module.register_forward_hook(leave)
 
 
+def replace_input(layer: nn.Module, passage: Passage) -> None:
+    """Let the first layer compute with what a stage of embeddings alone has handed on."""
+    kind = type(layer)
+
+    def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if passage.is_open:
+            named = {**dict(enumerate(inputs)), **options}
+            place = next(key for key, value in named.items() if _is_activation(value))
+            named[place] = passage.replay(ENTRY)
+            inputs = tuple(named[number] for number in range(len(inputs)))
+            options = {name: named[name] for name in options}
+        return kind.__call__(self, *inputs, **options)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    layer.__class__ = type(kind.__name__, (kind,), {**names, "__call__": call})
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def record_layer(layer: nn.Module, name: str, passage: Passage, ends_stage: bool) -> None:
     """Record what a layer returns; the last layer of a stage ends the forward.
 
@@ -327,6 +377,7 @@ def record_layer(layer: nn.Module, name: str, passage: Passage, ends_stage: bool
 
 __all__ = [
     "Elsewhere",
+    "Exit",
     "Hole",
     "Made",
     "Passage",
@@ -335,5 +386,6 @@ __all__ = [
     "Stub",
     "record_calls",
     "record_layer",
+    "replace_input",
     "without_storage",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from cornstarch.pipeline.anatomy import Frame, weighs
 from cornstarch.pipeline.findings import Survey, Unit
 from cornstarch.pipeline.holes import (
     Elsewhere,
+    Exit,
     Hole,
     Passage,
     Replayed,
@@ -22,6 +24,7 @@ from cornstarch.pipeline.holes import (
     Stub,
     record_calls,
     record_layer,
+    replace_input,
     without_storage,
 )
 from cornstarch.pipeline.payload import Payload
@@ -50,7 +53,7 @@ class StagePart(nn.Module):
     def __init__(self, model: nn.Module, passage: Passage, tied: Mapping[str, str], call: Call) -> None:
         super().__init__()
         self.model = model
-        self.first, self.last = passage.start == 0, passage.end is None
+        self.first, self.last = passage.is_first, passage.end is None
         self.tied = dict(tied)
         """Parameters of this stage that others have, too, by the name that the model lists them under: gradients of
         all that have the same one must be added up."""
@@ -89,9 +92,21 @@ class Cuts:
     layers: int
 
     def segments(self, stage: int) -> range:
-        """Return the segments of a stage."""
+        """Return the segments of a stage; none, if it has embeddings alone."""
         ends = (*self.starts[1:], self.layers + 1)
         return range(self.starts[stage], ends[stage])
+
+    @property
+    def has_entry(self) -> bool:
+        """Whether the first stage has embeddings alone."""
+        return self.starts[1:2] == (0,)
+
+    def stages_of_unit(self, unit: Unit) -> set[int]:
+        """Return the stages that have a module beside the layers."""
+        if not self.has_entry or unit.inside or 0 not in unit.uses:
+            return self.stages_of(unit.uses)
+        later = unit.uses - {0}
+        return {0} | (self.stages_of(later) if later else set())
 
     def stages_of(self, uses: frozenset[int]) -> set[int]:
         """Return the stages that have one of these segments; all of them, if nobody knows where it is used."""
@@ -129,10 +144,12 @@ def make_part(
     cuts = Cuts(tuple(starts), len(survey.layers))
     tied = _tied(model, survey, cuts, stage)
     here = cuts.segments(stage)
-    end = None if stage == len(starts) - 1 else here.stop
-    passage = Passage(here.start, end, survey.layers, survey.live, survey.written)
+    is_entry, is_entered = cuts.has_entry and stage == 0, cuts.has_entry and stage == 1
+    end = None if stage == len(starts) - 1 else max(1, here.stop)  # what is read behind the first layer goes on
+    passage = Passage(here.start, end, survey.layers, survey.live, survey.written, is_entered)
     if len(starts) > 1:
-        _Cutter(model, survey, here, passage).cut()
+        own = {name for name, unit in survey.units.items() if stage in cuts.stages_of_unit(unit)}
+        _Cutter(model, survey, here, passage, own, is_entry).cut()
         _forget_ties(model)
         _keep_precision(model)
         _refuse_collected(model)
@@ -143,8 +160,11 @@ def make_part(
 class _Cutter:
     """Puts holes and stubs where the modules of other stages are."""
 
-    def __init__(self, model: nn.Module, survey: Survey, here: range, passage: Passage) -> None:
+    def __init__(
+        self, model: nn.Module, survey: Survey, here: range, passage: Passage, own: set[str], is_entry: bool
+    ) -> None:
         self.model, self.survey, self.here, self.passage = model, survey, here, passage
+        self.own, self.is_entry = own, is_entry
         self.originals = {name: model.get_submodule(name) for name in (*survey.layers, *survey.units)}
 
     def cut(self) -> None:
@@ -162,8 +182,12 @@ class _Cutter:
             if number < self.here.start:
                 found[name] = Hole(layer, name, number, self.passage, device=self._device, frees=False)
             elif number >= self.here.stop:
-                found[name] = Elsewhere(layer, name, self._device, frees=False)
+                stand_in = Exit if self.is_entry and number == 0 else Elsewhere
+                found[name] = stand_in(layer, name, self._device, frees=False)
+                found[name].__dict__["passage"] = self.passage
             else:
+                if number == 0 and not self.passage.is_first:
+                    replace_input(layer, self.passage)
                 ends = self.passage.end == number + 1
                 if ends or self.survey.live.get(name, 0) > number + 1:
                     record_layer(layer, name, self.passage, ends)
@@ -173,13 +197,13 @@ class _Cutter:
         found: dict[str, Elsewhere] = {}
         for name, unit in self.survey.units.items():
             module = self.originals[name]
-            if not unit.uses or unit.uses & set(self.here):
+            if name in self.own:
                 if not unit.inside:
                     record_calls(module, name, self.passage)
             elif min(unit.uses) >= self.here.stop:
                 if weighs(module):
                     found[name] = Elsewhere(module, name, self._device, frees=False)
-            elif self.survey.live.get(name, 0) >= self.here.start:
+            elif self.survey.live.get(name, 0) >= max(1, self.here.start):
                 found[name] = Replayed(module, name, self.passage, device=self._device, frees=False)
             elif weighs(module):
                 found[name] = Stub(module, name, self.passage, device=self._device, frees=False)
@@ -205,7 +229,14 @@ def _tied(model: nn.Module, survey: Survey, cuts: Cuts, stage: int) -> dict[str,
 
 def _stages_by_module(survey: Survey, cuts: Cuts) -> dict[str, set[int]]:
     stages = {name: cuts.stages_of(frozenset({number})) for number, name in enumerate(survey.layers)}
-    return stages | {name: cuts.stages_of(unit.uses) for name, unit in survey.units.items()}
+    return stages | {name: cuts.stages_of_unit(unit) for name, unit in survey.units.items()}
+
+
+def first_stage_of(name: str, survey: Survey, starts: Sequence[int]) -> int:
+    """Return the first stage that has a listed module."""
+    if starts[1:2] == [0] and survey.precedes_layers(name):
+        return 0
+    return bisect_right(starts, survey.segment_of(name)) - 1
 
 
 def stages_of_parameters(model: nn.Module, survey: Survey, starts: Sequence[int]) -> dict[int, set[int]]:

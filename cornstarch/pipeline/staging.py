@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import processes
 from cornstarch.parallel.carriage import backend_of
 from cornstarch.parallel.mesh import StageMeshes
-from cornstarch.pipeline.parts import stages_of_parameters
+from cornstarch.pipeline.parts import first_stage_of, stages_of_parameters
 from cornstarch.pipeline.survey import survey
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout
@@ -188,7 +187,7 @@ def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
     starts = template.starts(module, known)
     found = [False] * len(starts)
     for name in known.modules:
-        stage = bisect_right(starts, known.segment_of(name)) - 1
+        stage = first_stage_of(name, known, starts)
         found[stage] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
     return found
 

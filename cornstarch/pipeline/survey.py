@@ -29,6 +29,7 @@ _SMALL = 20_000_000  # parameters of a model that may be tried itself
 _FREE = ("_name_or_path", "dtype", "transformers_version", "architectures")
 
 _known: dict[tuple[Any, ...], Survey | UnsupportedModelError] = {}
+_entries: dict[tuple[Any, ...], str | None] = {}
 _of_modules: WeakKeyDictionary[nn.Module, Survey | UnsupportedModelError] = WeakKeyDictionary()
 
 
@@ -59,6 +60,43 @@ def survey(model: nn.Module, make_inputs: MakeInputs | None = None) -> Survey:
     return placed(found, frame)
 
 
+def check_entry(inner: nn.Module) -> None:
+    """Raise `UnsupportedModelError` unless a first stage may have what precedes the layers, and no layer.
+
+    The second stage is given what the first layer is called with, and nothing else. Whether that is enough is tried on
+    a small copy, once for a class and its options.
+
+    Args:
+        inner: The model, without what stands around it.
+    """
+    if not isinstance(inner, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(inner).__name__}: every stage of such a module needs a layer.")
+    key = (*_key(inner, None), "entry")
+    if key not in _entries:
+        _entries[key] = _refused_entry(inner)
+    if (error := _entries[key]) is not None:
+        raise UnsupportedModelError(f"{type(inner).__name__} cannot begin with a stage without layers: {error}")
+
+
+def _refused_entry(inner: PreTrainedModel) -> str | None:
+    complaint: Exception | None = None
+    for make_twin in _twins(inner):
+        with _alone():
+            try:
+                twin = make_twin()
+                found = survey(twin)
+                batch = _batch(copy.deepcopy(twin), None)
+            except Exception as error:
+                complaint = complaint or error
+                continue
+            try:
+                try_cutting(twin, batch, found, [0, 0, *found.boundaries[:1]])
+            except UnsupportedModelError as error:
+                return str(error)
+            return None
+    return f"no small copy of it runs ({type(complaint).__name__}: {complaint})"
+
+
 def survey_copy(copied: nn.Module, model: nn.Module) -> None:
     """Let a copy of a module be known as the module is."""
     inner, original = frame_of(copied).inner, frame_of(model).inner
@@ -71,11 +109,15 @@ def _remembered(inner: nn.Module, make_inputs: MakeInputs | None) -> Survey | Un
         if inner not in _of_modules:
             _of_modules[inner] = _refused_or(inner, make_inputs)
         return _of_modules[inner]
-    options = {name: value for name, value in inner.config.to_dict().items() if name not in _FREE}
-    key = (type(inner), repr(sorted(options.items())), make_inputs)
+    key = _key(inner, make_inputs)
     if key not in _known:
         _known[key] = _refused_or(inner, make_inputs)
     return _known[key]
+
+
+def _key(inner: PreTrainedModel, make_inputs: MakeInputs | None) -> tuple[Any, ...]:
+    options = {name: value for name, value in inner.config.to_dict().items() if name not in _FREE}
+    return (type(inner), repr(sorted(options.items())), make_inputs)
 
 
 def _refused_or(inner: nn.Module, make_inputs: MakeInputs | None) -> Survey | UnsupportedModelError:
@@ -223,4 +265,4 @@ def _check_same_modules(inner: nn.Module, twin: nn.Module, found: Survey) -> Non
             raise ValueError(f"{name} is not the same in a small copy that is made from the config")
 
 
-__all__ = ["MakeInputs", "survey", "survey_copy"]
+__all__ = ["MakeInputs", "check_entry", "survey", "survey_copy"]

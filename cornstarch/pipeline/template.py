@@ -11,6 +11,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.pipeline.anatomy import Frame, frame_of, full_name
 from cornstarch.pipeline.balance import Cost, best_starts
 from cornstarch.pipeline.findings import Survey
+from cornstarch.pipeline.survey import check_entry
 from cornstarch.pipeline.survey import survey as find_out
 
 
@@ -208,6 +209,10 @@ class PipelineTemplate:
                 continue
             last, first = stages[number - 1][-1], names[0]
             place = segments[first]
+            if number == 1 and first == _shown(known.layers[0], frame):
+                check_entry(frame.inner)  # the first stage has embeddings alone
+                starts.append(0)
+                continue
             if segments[last] == place or last not in {_shown(name, frame) for name in known.layers}:
                 raise ConfigError(
                     f"{self!r}: stage {number} begins with {first}, but stages end behind a layer, and {last} is none. "

@@ -20,15 +20,18 @@ _MOST = 4  # stages of a trial
 Gradients = dict[str, Tensor | None]
 
 
-def try_cutting(model: nn.Module, inputs: Mapping[str, Any], survey: Survey) -> None:
+def try_cutting(
+    model: nn.Module, inputs: Mapping[str, Any], survey: Survey, starts: Sequence[int] | None = None
+) -> None:
     """Raise `UnsupportedModelError` unless a model that is cut as the survey says computes what it computes whole.
 
     Args:
         model: A small model that was never run; it is copied for each stage.
         inputs: What it is run on.
         survey: How it is made.
+        starts: The first segment of each stage. Default: some of the boundaries.
     """
-    starts = _spread_out([0, *survey.boundaries], _MOST)
+    starts = starts or _spread_out([0, *survey.boundaries], _MOST)
     if len(starts) < 2:
         return
     expected = whole_pass(copy.deepcopy(model), inputs)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cornstarch.parallel import tested
 from cornstarch.parallel.tested import NOT_BUILT, PASSED, REFUSED, WRONG, Sweep, Verdict
+from tests.models.mixtures import MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 # By the way to cut: its column, and what is compared. Another sweep is another entry.
@@ -33,6 +34,9 @@ try, which says nothing against it. Nothing else may happen; a sweep that finds 
 
 {totals}
 
+Mixtures of experts are cut with as many experts as published, too, of which a small copy keeps four and chooses among
+them as the model does: {mixtures} (`python -m tests.models.mixtures`).
+
 A run that cuts a model which has not passed here is verified on a tiny twin of it when it starts, see
 [Splitting a model](splitting.md#verifying-a-plan). Which models can be composed is on
 [another page](supported_models.md).
@@ -49,6 +53,7 @@ def page(table: Mapping[str, Sweep]) -> str:
     text = INTRODUCTION.format(
         ways=ways,
         totals=_totals(table, axes),
+        mixtures=", ".join(MIXTURES),
         commands=", ".join(f"`python -m {COMMANDS[axis]}`" for axis in axes),
     )
     groups = dict.fromkeys(group for axis in axes for group in table[axis].groups)

@@ -1,13 +1,17 @@
 """Mixtures of experts as they are published: the class, and how many experts a token goes to, of how many.
 
 Vocabularies and depths are small, so that only the routing and the shapes of attention are the published ones.
+`python -m tests.models.mixtures` cuts them all into stages.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from cornstarch.pipeline.survey import survey
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2": (
@@ -82,3 +86,16 @@ def mixture_config(name: str) -> PreTrainedConfig:
     kind, options = MIXTURES[name]
     small = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 8}
     return AutoConfig.for_model(kind, **{**small, **options})
+
+
+def boundaries(name: str) -> int:
+    """Return at how many places a mixture can be cut, which is found and proved on a small copy."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(mixture_config(name))
+    return len(survey(model).boundaries)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for one in MIXTURES:
+        print(f"{one}: can be cut at {boundaries(one)} places", flush=True)

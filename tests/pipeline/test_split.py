@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -78,15 +79,64 @@ def test_every_boundary_and_the_head_alone() -> None:
         assert_same(staged_gradients(stages_of(model, template), batches(), loss_of), expected)
 
 
+def with_embeddings_alone(model: nn.Module, *ends: int) -> PipelineTemplate:
+    """Return a template whose first stage ends before the first layer, the others behind so many layers."""
+    names = PipelineTemplate.get_modules(model)
+    layers = [place for place, name in enumerate(names) if name in survey(model).layers]
+    places = [0, layers[0], *(layers[end - 1] + 1 for end in ends), len(names)]
+    stages = [names[start:end] for start, end in itertools.pairwise(places)]
+    return PipelineTemplate(PipelineTemplate.get_model_name(model), stages)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_first_stage_of_embeddings_alone(name: str, tied: bool) -> None:
+    model = language_model(name, tie_word_embeddings=tied)
+    expected = whole_gradients(model, batches(), loss_of)
+    for ends in ((), (2,)):
+        parts = stages_of(model, with_embeddings_alone(model, *ends))
+        assert_same(staged_gradients(parts, batches(), loss_of, GPIPE), expected)
+        kept = {key for key, _ in parts[0].model.named_parameters()}
+        assert kept and not any(".0." in key for key in kept) and [part.first for part in parts][:2] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "whisper"])
+def test_an_encoder_may_begin_with_its_embeddings(name: str) -> None:
+    part = ENCODERS[name]
+    model = part.build()
+    expected = whole_gradients(model, [part.inputs(2)], squared)
+    found = staged_gradients(stages_of(model, with_embeddings_alone(model)), [part.inputs(2)], squared)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_first_layer_that_reads_more_than_its_input(layers: int) -> None:
+    """What several layers read travels by itself; what the first layer alone reads does not, and is refused."""
+    config = transformers.Gemma3nTextConfig(
+        num_hidden_layers=layers, num_kv_shared_layers=0, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, laurel_rank=4,
+        intermediate_size=[64] * layers, layer_types=["sliding_attention", "full_attention"][-layers:],
+        activation_sparsity_pattern=[0.0] * layers, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Gemma3nForCausalLM(config)
+    if layers == 1:
+        with pytest.raises(ConfigError, match="cannot begin with a stage without layers: a small copy computes"):
+            stages_of(model, with_embeddings_alone(model))
+        return
+    expected = whole_gradients(model, batches(), loss_of)
+    assert_same(staged_gradients(stages_of(model, with_embeddings_alone(model)), batches(), loss_of), expected)
+
+
+def squared(output: Any) -> Tensor:
+    """Return a loss of everything that an encoder puts out."""
+    found = [value for value in output.to_tuple() if isinstance(value, Tensor) and value.requires_grad]
+    return torch.stack([value.pow(2).mean() for value in found]).sum()
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders(name: str) -> None:
     part = ENCODERS[name]
     model = part.build()
-
-    def squared(output: Any) -> Tensor:
-        found = [value for value in output.to_tuple() if isinstance(value, Tensor) and value.requires_grad]
-        return torch.stack([value.pow(2).mean() for value in found]).sum()
-
     inputs = [part.inputs(2, seed=seed) for seed in (2, 3)]
     expected = whole_gradients(model, inputs, squared)
     assert_same(staged_gradients(stages_of(model, 2), inputs, squared, GPIPE), expected)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.pipeline import survey as surveying
 from cornstarch.pipeline.survey import survey
-from tests.models.mixtures import mixture_config
+from tests.models.mixtures import boundaries
 from tests.models.shrink import tiny_models
 from tests.zoo import ENCODERS, LANGUAGE_MODELS
 
@@ -29,13 +29,10 @@ def test_a_large_model_is_surveyed_on_a_narrow_twin_of_all_its_layers() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5", "OLMoE-1B-7B", "Qwen3-30B-A3B"])
+# Groups of experts, heads that do not divide the width, most experts; `python -m tests.models.mixtures` cuts them all.
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5", "OLMoE-1B-7B", "Qwen3-30B-A3B", "gpt-oss-120b"])
 def test_a_mixture_of_as_many_experts_as_published_can_be_cut(name: str) -> None:
-    config = mixture_config(name)
-    config.num_hidden_layers = 4
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    assert survey(model).boundaries == [1, 2, 3, 4]
+    assert boundaries(name) >= 4
 
 
 def test_it_is_made_once_for_a_class_and_its_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,11 +150,7 @@ WRONG = {
     "first missing": (LLAMA, [MODULES[1:]], "model.embed_tokens belongs at the beginning of stage 0"),
     "doubled": (LLAMA, [MODULES[:3], MODULES[2:]], "model.layers.1 is there twice, in stage 0 and in stage 1"),
     "reordered": (LLAMA, [MODULES[3:], MODULES[:3]], "stage 0 has model.layers.2 where model.embed_tokens belongs"),
-    "no layer": (
-        LLAMA,
-        [MODULES[:1], MODULES[1:]],
-        "stage 1 begins with model.layers.0, but stages end",
-    ),
+    "no layer": (LLAMA, [MODULES[:3], MODULES[3:5], MODULES[5:6], MODULES[6:]], "stage 3 begins with lm_head, but"),
     "half a head": (LLAMA, [MODULES[:-1], MODULES[-1:]], "stage 1 begins with lm_head, but stages end behind a layer"),
     "only weightless": (LLAMA, [["model.rotary_emb"], MODULES], "stage 0 has no module with parameters"),
 }

@@ -42,6 +42,13 @@ CASES: dict[str, Case] = {
         vision={"tp_size": 2},
         audio={"tp_size": 2},
     ),
+    "embeddings apart, tied": Case(3, llm={"stages": "embeddings, layers"}, tied=True),
+    "embeddings apart, packed, checkpointing, first stage": Case(
+        2,
+        llm={"stages": "embeddings, layers", "activation_checkpointing": True},
+        packed=True,
+        plugin={**ROWS, "packed": True, "ranks": "first_stage"},
+    ),
     "first stage": Case(2, llm={"stages": 2}, rows=MIXED[:2], plugin={"ranks": "first_stage"}),
     "shared, tp 2": Case(2, vision={"tp_size": 2}, llm={"tp_size": 2}, plugin={"ranks": "shared"}),
     "shared, dp 2": Case(2, plugin={"ranks": "shared", "max_norm": 0.2}, replicas=2),

@@ -40,7 +40,7 @@ class Case:
 
     ranks: int = 1
     vision: Mapping[str, Any] = field(default_factory=dict)
-    """Of its `ModalParallelPlugin`; `stages` makes a template of so many."""
+    """Of its `ModalParallelPlugin`; `stages` makes a template of so many, or of "embeddings, layers"."""
     audio: Mapping[str, Any] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
     plugin: Mapping[str, Any] = field(default_factory=dict)
@@ -175,7 +175,11 @@ def other_loss(outputs: Any, inputs: Any) -> Tensor:
 # ------------------------------------------------------------------------------------------------ through a Booster
 
 
-def _template(module: nn.Module, stages: int) -> PipelineTemplate:
+def _template(module: nn.Module, stages: int | str) -> PipelineTemplate:
+    if stages == "embeddings, layers":
+        names = PipelineTemplate.get_modules(module)
+        return PipelineTemplate(PipelineTemplate.get_model_name(module), [names[:1], names[1:]])
+    assert isinstance(stages, int)
     return PipelineTemplate.split(module, stages, by="uniform")
 
 
