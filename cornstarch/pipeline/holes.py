@@ -341,7 +341,7 @@ def replace_input(layer: nn.Module, passage: Passage) -> None:
 
     def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if passage.is_open:
-            named = {**dict(enumerate(inputs)), **options}
+            named: dict[int | str, Any] = {**dict(enumerate(inputs)), **options}
             place = next(key for key, value in named.items() if _is_activation(value))
             named[place] = passage.replay(ENTRY)
             inputs = tuple(named[number] for number in range(len(inputs)))
