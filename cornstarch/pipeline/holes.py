@@ -341,11 +341,12 @@ def replace_input(layer: nn.Module, passage: Passage) -> None:
 
     def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if passage.is_open:
-            named: dict[int | str, Any] = {**dict(enumerate(inputs)), **options}
-            place = next(key for key, value in named.items() if _is_activation(value))
-            named[place] = passage.replay(ENTRY)
-            inputs = tuple(named[number] for number in range(len(inputs)))
-            options = {name: named[name] for name in options}
+            place = next((number for number, value in enumerate(inputs) if _is_activation(value)), None)
+            if place is not None:
+                inputs = (*inputs[:place], passage.replay(ENTRY), *inputs[place + 1 :])
+            else:
+                name = next(name for name, value in options.items() if _is_activation(value))
+                options = {**options, name: passage.replay(ENTRY)}
         return kind.__call__(self, *inputs, **options)
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
