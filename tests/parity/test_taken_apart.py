@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 
 from cornstarch.train.witness import TOLERANCE
-from tests.parity.cell import Matrix
+from tests.parity.cell import Matrix, farthest, together
 from tests.parity.page import TAKEN_APART, taken_apart
+from tests.parity.taken_apart import gradients
 
 
 @pytest.mark.parametrize(("family", "kind"), TAKEN_APART)
 def test_images_in_one_process_and_text_in_the_other(matrix: Matrix, family: str, kind: str) -> None:
     assert taken_apart(matrix, family, kind) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_model_in_one_piece(matrix: Matrix, kind: str) -> None:
+    alone = matrix.remembered("llava in one piece", gradients, "llava", None, True)
+    found = matrix.workers.run(2, gradients, "llava", kind, True)
+    assert farthest(together(found)[0], alone)[0] < TOLERANCE
