@@ -440,33 +440,24 @@ def load_processor_of(source: str, trust_remote_code: bool) -> Any:
 
     transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but not videos, and refuse to
     make a processor for both; a class that takes a function from an image processor's module (Pixtral's) cannot even
-    be imported. Where torchvision is missing or broken, the processor is made with the settings of its video processor
-    in the place of one: it does everything but videos. Goes when transformers makes such processors itself.
+    be imported. Without torchvision, the processor is made with the settings of its video processor in the place of
+    one: it does everything but videos. Goes when transformers makes such processors itself.
     """
     from transformers import AutoProcessor
+    from transformers.utils import is_torchvision_available
 
     options = {"trust_remote_code": trust_remote_code}
-    if has_torchvision():
+    if is_torchvision_available():
         return AutoProcessor.from_pretrained(source, **options)
     with _without_torchvision(source):
         return AutoProcessor.from_pretrained(source, **options)
-
-
-@cache
-def has_torchvision() -> bool:
-    """Say whether torchvision is there and can be imported: one that was built for another torch cannot."""
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, RuntimeError, OSError, AttributeError):
-        return False
-    return True
 
 
 @contextmanager
 def _without_torchvision(source: str) -> Iterator[None]:
     """Run a block in which a processor is made of what needs no torchvision, and of its video processor's settings."""
     from transformers import ProcessorMixin
-    from transformers.models.auto import image_processing_auto, processing_auto, video_processing_auto
+    from transformers.models.auto import processing_auto, video_processing_auto
 
     mixin: Any = ProcessorMixin
     check, find = mixin.check_argument_for_proper_class, processing_auto.processor_class_from_name
@@ -482,7 +473,6 @@ def _without_torchvision(source: str) -> Iterator[None]:
         (video_processing_auto.AutoVideoProcessor, "from_pretrained", staticmethod(load_video_settings)),
         (mixin, "check_argument_for_proper_class", check_others),
         (processing_auto, "processor_class_from_name", lambda name: _importable(find(name))),
-        (image_processing_auto, "is_torchvision_available", lambda: False),
     ]
     with _loading:  # one at a time: what is replaced is there once for all threads
         originals = [vars(owner)[name] for owner, name, _ in replaced]
@@ -512,10 +502,13 @@ def _importable(kind: Any) -> Any:
 
 
 def _video_settings(source: str) -> VideoSettings:
-    """Return the settings of a video processor as they are stored: in a file of their own, or among others."""
+    """Return the settings of a video processor as they are stored: among others, in a file of their own, or nowhere.
+
+    In the last case transformers takes those of the image processor, and so does this.
+    """
     from transformers.utils import cached_file
 
-    for name in ("processor_config.json", "video_preprocessor_config.json"):
+    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
         try:
             with open(str(cached_file(source, name)), encoding="utf-8") as file:
                 settings = json.load(file)
@@ -523,6 +516,9 @@ def _video_settings(source: str) -> VideoSettings:
             continue
         settings = settings.get("video_processor") if name.startswith("processor") else settings
         if settings:
+            kind = settings.pop("image_processor_type", None)
+            if kind is not None:
+                settings["video_processor_type"] = kind.removesuffix("Fast").replace("ImageProc", "VideoProc")
             return VideoSettings(settings)
     return VideoSettings()
 
@@ -543,4 +539,4 @@ class VideoSettings(dict[str, Any]):
         raise AttributeError(name)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        raise ImportError("Processing videos needs torchvision, which is missing or cannot be imported.")
+        raise ImportError("Processing videos needs torchvision, which is not installed.")

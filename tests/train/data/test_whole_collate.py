@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_a_saved_model_has_the_processor(folders: Path, tmp_path: Path) -> None:
     files = (folder / "processor_config.json", tmp_path / "saved/processor/processor_config.json")
     stored, saved = (json.loads(file.read_text()) for file in files)
     assert saved["video_processor"] == stored["video_processor"]
+    # Older folders have one file of settings, which are those of images and of videos.
+    older = tmp_path / "older"
+    shutil.copytree(folder, older)
+    (older / "processor_config.json").unlink()
+    settings = {**stored["image_processor"], "processor_class": stored["processor_class"]}
+    (older / "preprocessor_config.json").write_text(json.dumps(settings))
+    processor = task_of(older).collator.processor
+    assert torch.equal(task_of(older).collator.prepare(sample).input_ids, task.collator.prepare(sample).input_ids)
+    assert processor.original.video_processor["video_processor_type"] == "Qwen2VLVideoProcessor"
     task_of(write_folder("llava", folders)).save(tmp_path / "llava")
     assert type(AutoProcessor.from_pretrained(tmp_path / "llava/processor")).__name__ == "LlavaProcessor"
 
