@@ -40,6 +40,7 @@ _BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
 GLOO_FOR_ALL = "cpu:gloo,cuda:gloo"
 """What a group is called in which gloo carries also what is on a GPU. By the name "gloo" alone some versions of torch
 would make groups of NCCL beside it."""
+_RECORDED = "cornstarch_recorded"  # an attribute of errors
 _LEAVING = 10.0  # seconds that rank 0, which has the store, waits for the others at the end
 
 
@@ -204,10 +205,11 @@ def _cuda_device(world: World, backend: str) -> tuple[torch.device, bool]:
 
 
 def record_failure(error: BaseException) -> None:
-    """Write why and when this process failed where torchrun, or our own launcher, looks for it."""
+    """Write why and when this process failed where torchrun, or our own launcher, looks for it: once for an error."""
     path = os.environ.get(ERROR_FILE)
-    if not path:
+    if not path or _RECORDED in error.__dict__:
         return
+    error.__dict__[_RECORDED] = True
     details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(int(time.time()))}
     record = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}
     with suppress(OSError), open(path, "w", encoding="utf-8") as file:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from cornstarch.compat import process_groups
 from cornstarch.errors import ConfigError
+from cornstarch.launch.world import record_failure
 from cornstarch.parallel import processes
 from cornstarch.pipeline.alarm import Alarm, cut
 
@@ -38,8 +39,10 @@ class SharedFailure:
                 yield
             said = self._alarm.heard()
         except Exception as error:
-            own = _encode(error)
-            said = self._alarm.sound(own, is_echo=_is_line_cut(error))
+            own, is_echo = _encode(error), _is_line_cut(error)
+            if not is_echo:
+                record_failure(error)  # before others fail because of it: the launcher shows the first
+            said = self._alarm.sound(own, is_echo)
             self._wake(said)
             if said == own:
                 raise
