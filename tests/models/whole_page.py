@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tests.versions import versions_of
 
@@ -29,7 +30,7 @@ conversation becomes. This page is measured: for each family a tiny folder is wr
 *equal*: all of that holds. *refused*: Cornstarch says why it does not train this. *–*: not asked, because the model's
 own processor refuses such a conversation, or for another reason below. Anything else would be *wrong*: the tests fail.
 
-{versions}. Written by `{command}`.
+{versions}. Written by `{command}`.{others}
 
 {counts}
 
@@ -110,7 +111,13 @@ def versions() -> str:
     return versions_of(*deciding)
 
 
-def write_page(verdicts: Sequence[Verdict], cases: Sequence[str], uncovered: Mapping[str, str], command: str) -> str:
+def write_page(
+    verdicts: Sequence[Verdict],
+    cases: Sequence[str],
+    uncovered: Mapping[str, str],
+    command: str,
+    others: Sequence[Path] = (),
+) -> str:
     """Return the page.
 
     Args:
@@ -118,6 +125,7 @@ def write_page(verdicts: Sequence[Verdict], cases: Sequence[str], uncovered: Map
         cases: The columns.
         uncovered: Models of the registry without a folder, with the reason.
         command: What writes the page.
+        others: Pages of the same sweep with other libraries installed.
     """
     header = ["family", "model", *cases]
     table = [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(verdict.row(cases) for verdict in verdicts)]
@@ -128,6 +136,7 @@ def write_page(verdicts: Sequence[Verdict], cases: Sequence[str], uncovered: Map
     return PAGE.format(
         versions=versions(),
         command=command,
+        others="".join(f" The same with torchvision installed: `{other}`." for other in others),
         counts=", ".join(f"{words.count(word)} {word}" for word in (EQUAL, REFUSED, WRONG) if word in words)
         + f" of {len(verdicts)} families.",
         table="\n".join(table),
