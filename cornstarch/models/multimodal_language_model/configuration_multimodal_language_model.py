@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -80,3 +81,26 @@ class MultimodalProjectorConfig(PreTrainedConfig):
         self.encoder_model_type = encoder_model_type or getattr(encoder_config, "model_type", None)
         self.language_model_type = language_model_type or getattr(text_config, "model_type", None)
         super().__init__(**kwargs)
+
+
+class MultimodalModelConfig(PreTrainedConfig):
+    """The configs of a model's parts as one, as Hugging Face libraries look for them: `text_config`, `vision_config`, …
+
+    The parts' own config objects are in it, not copies.
+    """
+
+    model_type = "multimodal_language_model"
+
+    def __init__(self, text_config: Any = None, **kwargs: Any) -> None:
+        self.text_config = text_config
+        self.encoder_names: list[str] = []
+        super().__init__(**kwargs)
+
+    def describe(self, text_config: Any, encoders: Mapping[str, Any]) -> None:
+        """Take over the configs of the parts as they are now; an encoder without a config has None."""
+        for name in self.encoder_names:
+            vars(self).pop(f"{name}_config", None)
+        self.text_config, self.encoder_names = text_config, list(encoders)
+        for name, config in encoders.items():
+            setattr(self, f"{name}_config", config)
+        self.tie_word_embeddings = bool(getattr(text_config, "tie_word_embeddings", False))

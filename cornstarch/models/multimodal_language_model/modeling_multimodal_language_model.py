@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.composing import check_widths, make_projector
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
+from cornstarch.models.multimodal_language_model.hugging_face import (
+    UPLOAD_OPTIONS,
+    HuggingFaceModel,
+    correct_count,
+)
 from cornstarch.models.multimodal_language_model.items import KNOWN, Features
 from cornstarch.models.multimodal_language_model.joining import Joining
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
@@ -36,7 +42,7 @@ __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
 EncoderMode = bool | tuple[bool, bool]
 
 
-class MultimodalModel(nn.Module):
+class MultimodalModel(HuggingFaceModel):
     """A language model that reads other modalities through encoders.
 
     Encoders become attributes `<name>_encoder`. Their tokens are merged into the language model's embeddings where
@@ -104,10 +110,6 @@ class MultimodalModel(nn.Module):
         check_widths(name, inner, self._embedding_width())
         self.add_module(f"{name}_encoder", encoder)
         self.encoder_names = (*self.encoder_names, name)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the language model's table of token embeddings."""
-        return unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
 
     def _embedding_table(self) -> Tensor:
         return self.get_input_embeddings().weight  # type: ignore[return-value]
@@ -197,19 +199,6 @@ class MultimodalModel(nn.Module):
             )
         return pair
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recompute activations in the backward pass instead of keeping them, in every part that can."""
-        kwargs = gradient_checkpointing_kwargs or {"use_reentrant": False}
-        for part in [*(encoder.module for encoder in self.encoders.values()), self.language_model]:
-            if getattr(unwrap(part), "supports_gradient_checkpointing", False):
-                part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)  # type: ignore[operator]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep activations again."""
-        for part in [*(encoder.module for encoder in self.encoders.values()), self.language_model]:
-            if getattr(unwrap(part), "supports_gradient_checkpointing", False):
-                part.gradient_checkpointing_disable()  # type: ignore[operator]
-
     # ------------------------------------------------------------------ one step
 
     def forward(
@@ -263,6 +252,9 @@ class MultimodalModel(nn.Module):
                 # in processes with items: what is sharded is then gathered and summed in the same order in all of them.
                 llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
             llm_inputs = without_cache(self.language_model, llm_inputs)
+            if labels is not None and llm_inputs.get("num_items_in_batch") is not None:
+                count = llm_inputs["num_items_in_batch"]
+                llm_inputs["num_items_in_batch"] = correct_count(count, labels, llm_inputs["labels"])
             if spec is None:
                 counted = facts is not None and llm_inputs.get("position_ids") is None
                 with positions_in_order() if counted else nullcontext():
@@ -430,11 +422,32 @@ class MultimodalModel(nn.Module):
 
     # ------------------------------------------------------------------ storing and taking over
 
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Save the model: each part in a sub-folder that transformers itself loads."""
+    def save_pretrained(
+        self,
+        folder: str | PathLike[str],
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Save the model: each part in a sub-folder that transformers itself loads.
+
+        Args:
+            folder: Where to.
+            state_dict: Weights to save instead of the model's own, by their names in the model: gathered from shards.
+            is_main_process: Whether this process writes. With several, one does.
+            push_to_hub: Upload the model afterwards; see `push_to_hub`.
+            options: `repo_id`, `token` and what else `push_to_hub` takes. What says how transformers writes weights
+                (`max_shard_size`, `save_function`, …) has no effect.
+        """
         from cornstarch.models.multimodal_language_model.storage.model import save_pretrained
 
-        save_pretrained(self, folder)
+        if is_main_process:
+            save_pretrained(self, folder, state_dict)
+        if is_main_process and push_to_hub:
+            taken = {name: options[name] for name in UPLOAD_OPTIONS if name in options}
+            self.push_to_hub(options.get("repo_id") or Path(folder).name, **taken)
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:

@@ -308,6 +308,10 @@ class MultimodalProcessor:
         """Return the texts of several rows of token ids, as the tokenizer does."""
         return self.llm_tokenizer.batch_decode(*args, **kwargs)
 
+    def post_process_image_text_to_text(self, generated_outputs: Any, **kwargs: Any) -> list[str]:
+        """Return the texts of generated rows: what a pipeline of transformers calls after `generate`."""
+        return self.llm_tokenizer.batch_decode(generated_outputs, **{"skip_special_tokens": True, **kwargs})
+
     def apply_chat_template(self, conversation: Sequence[Any], tokenize: bool = False, **kwargs: Any) -> Any:
         """Write a chat, or a list of chats, as text with the tokenizer's chat template.
 

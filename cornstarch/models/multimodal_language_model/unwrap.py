@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -70,6 +71,20 @@ def without_cache(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any
     return {**inputs, "use_cache": False}
 
 
+def without_wrapper_names(name: str) -> str:
+    """Return the name of a parameter without what torch.compile, FSDP1 and checkpoint_wrapper put into it."""
+    for wrapper in _INSIDE:
+        name = name.replace(f"{wrapper}.", "")
+    return name
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the second names of parameters that have several, each with the first."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(one)] for name, one in named if first.setdefault(id(one), name) != name}
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether processes gather the module's parameters together when it is run: FSDP, or matrices that are cut."""
     fully = any("_fsdp_wrapped_module" in inner._modules for inner in module.modules())
@@ -95,14 +110,22 @@ def run_inside(wrapper: nn.Module, function: Callable[[Callable[..., Any]], Any]
         inputs: What the wrapper is called with.
     """
     inner = unwrap(wrapper)
-    before, own = inner.__dict__.get("forward"), inner.forward
-    inner.__dict__["forward"] = functools.wraps(own)(lambda *_, **__: function(own))
-    try:
+    own = inner.forward
+    with replaced_forward(inner, lambda *_, **__: function(own)):
         return wrapper(**inputs)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Run a block in which a module computes something else; what was put around its calls stays."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = functools.wraps(module.forward)(function)
+    try:
+        yield
     finally:
-        inner.__dict__.pop("forward")
+        module.__dict__.pop("forward")
         if before is not None:
-            inner.__dict__["forward"] = before
+            module.__dict__["forward"] = before
 
 
 def _modules_between(module: nn.Module, inner: nn.Module) -> list[nn.Module]:

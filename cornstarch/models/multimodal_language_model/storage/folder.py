@@ -171,6 +171,12 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
                 "transformers, then compose it, MultimodalModel(encoders={…}, language_model=…), or take a whole "
                 "multimodal model apart with MultimodalModel.from_multimodal(model)."
             )
+        if (path / "training_args.bin").is_file():
+            raise ConfigError(
+                f"{path} is a checkpoint of transformers' Trainer, which has weights only ({DESCRIPTION} is missing). "
+                "Load them into the model that was trained, model.load_state_dict(safetensors.torch.load_file(…)), or "
+                "write the model with trainer.model.save_pretrained(folder)."
+            )
         raise ConfigError(f"{path} holds no Cornstarch model: {DESCRIPTION} is missing.")
     return path
 

@@ -50,9 +50,10 @@ from cornstarch.models.multimodal_language_model.storage.part import (
     load_part,
     save_part,
     unsaved_buffers,
+    without_wrappers,
 )
 from cornstarch.models.multimodal_language_model.takeover.dismantle import DismantledModel, DismantledOrigin, rebuild
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.unwrap import is_peft, tied_names, unwrap, without_wrapper_names
 from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits
 
 BUFFERS = "cornstarch_buffers.safetensors"
@@ -64,23 +65,35 @@ Callbacks = Mapping[str, Mapping[str, Callable[..., Any]]]
 # ----------------------------------------------------------------------------------------------------- saving
 
 
-def save_pretrained(model: MultimodalModel, folder: str | PathLike[str]) -> None:
+def save_pretrained(
+    model: MultimodalModel, folder: str | PathLike[str], state_dict: Mapping[str, Tensor] | None = None
+) -> None:
     """Save a model so that `from_pretrained` gives it back, to the bit, and transformers can load each part.
 
     The folder appears at once and complete. A Cornstarch model that is already there is replaced only then (other
     files in the folder stay); a folder with anything else in it is refused. Callbacks are functions and are not
     saved: they are passed again when the model is loaded.
+
+    Args:
+        model: The model.
+        folder: Where to.
+        state_dict: All weights of the model by name, to be saved instead of its own: gathered from shards.
     """
     target = checked_target(folder)
     parts = _parts_of(model)
     same_as = _same_modules(parts)
-    _check_savable(model, parts, same_as)
+    states = {} if state_dict is None else split_state(model, parts, state_dict)
+    _check_savable(model, parts, same_as, gathered=state_dict is not None)
     with replacement(target) as fresh:
         stored = StoredModel(
             format=FORMAT,
             versions=_versions(),
             encoders={name: _stored_encoder(encoder) for name, encoder in model.encoders.items()},
-            parts={name: save_part(name, part, fresh / name) for name, part in parts.items() if name not in same_as},
+            parts={
+                name: save_part(name, part, fresh / name, states.get(name))
+                for name, part in parts.items()
+                if name not in same_as
+            },
             same_as=same_as,
             modality_token_ids=model.modality_token_ids,
             trains_on_placeholders=model.trains_on_placeholders,
@@ -91,6 +104,30 @@ def save_pretrained(model: MultimodalModel, folder: str | PathLike[str]) -> None
         )
         _save_buffers(parts, fresh / BUFFERS)
         seal(fresh, target, stored.model_dump(mode="json", exclude={"files", "sha256"}))
+
+
+def split_state(
+    model: nn.Module, parts: Mapping[str, nn.Module], state_dict: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the weights of each part by their names in it, from the weights of the whole model.
+
+    Args:
+        model: The whole model.
+        parts: Modules in it, by the names of their folders.
+        state_dict: Its weights; wrappers may have left their marks in the names.
+    """
+    given = {without_wrapper_names(name): tensor for name, tensor in state_dict.items()}
+    places = {id(module): without_wrapper_names(f"{name}.") for name, module in model.named_modules()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for part_name, part in parts.items():
+        place, bare = places[id(part)], without_wrappers(part)
+        names = [without_wrapper_names(name) for name in bare.state_dict()]
+        tied = {name: first for name, first in tied_names(bare).items() if place + name not in given}
+        missing = [place + name for name in names if place + tied.get(name, name) not in given]
+        if missing:
+            raise ConfigError(f"state_dict lacks {missing[0]}, and {len(missing) - 1} more weights of {part_name}.")
+        states[part_name] = {name: given[place + tied.get(name, name)] for name in names}
+    return states
 
 
 def _save_buffers(parts: Mapping[str, nn.Module], path: Path) -> None:
@@ -140,10 +177,12 @@ def _same_modules(parts: Mapping[str, nn.Module]) -> dict[str, str]:
     return {name: first[id(part)] for name, part in parts.items() if first.setdefault(id(part), name) != name}
 
 
-def _check_savable(model: MultimodalModel, parts: Mapping[str, nn.Module], same_as: Mapping[str, str]) -> None:
+def _check_savable(
+    model: MultimodalModel, parts: Mapping[str, nn.Module], same_as: Mapping[str, str], gathered: bool
+) -> None:
     """Refuse a model of which something would be lost."""
     for name, part in parts.items():
-        _check_whole(name, part)
+        _check_whole(name, part, gathered)
     _check_separate({name: part for name, part in parts.items() if name not in same_as})
     covered = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -157,15 +196,16 @@ def _check_savable(model: MultimodalModel, parts: Mapping[str, nn.Module], same_
         )
 
 
-def _check_whole(part_name: str, part: nn.Module) -> None:
+def _check_whole(part_name: str, part: nn.Module, gathered: bool) -> None:
     shards = [name for name, module in part.named_modules() if type(module).__name__ == "FullyShardedDataParallel"]
-    for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+    whole = gathered and not is_peft(part)  # adapters are saved by PEFT, from the module
+    for name, tensor in [] if whole else [*part.named_parameters(), *part.named_buffers()]:
         if tensor.is_meta or type(tensor).__name__ == "DTensor":
             shards.append(f"{name}, a {type(tensor).__name__} on {tensor.device}")
     if shards:
         raise ConfigError(
             f"{part_name} cannot be saved: this process does not have all of it ({shards[0]}). "
-            "Gather the weights before saving."
+            "Gather the weights before saving, and give them: save_pretrained(folder, state_dict=…)."
         )
 
 

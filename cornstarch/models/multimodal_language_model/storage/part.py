@@ -71,8 +71,15 @@ def without_wrappers(part: nn.Module) -> nn.Module:
             return part
 
 
-def save_part(name: str, part: nn.Module, folder: Path) -> StoredPart:
-    """Write a part into a folder of its own and return what else must be known to load it."""
+def save_part(name: str, part: nn.Module, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> StoredPart:
+    """Write a part into a folder of its own and return what else must be known to load it.
+
+    Args:
+        name: What the part is called.
+        part: The part.
+        folder: Its folder, which is made.
+        state_dict: Its weights, if they are not to be taken from the part.
+    """
     part = without_wrappers(part)
     folder.mkdir()
     base, adapters = part, None
@@ -81,8 +88,11 @@ def save_part(name: str, part: nn.Module, folder: Path) -> StoredPart:
         base = part.get_base_model()  # type: ignore[operator]
     elif any(is_from_peft(module) for module in part.modules()) and isinstance(part, PreTrainedModel):
         raise ConfigError(f"{name} has adapters inside. Wrap it with peft.get_peft_model, then it can be saved.")
+    state = dict(base.state_dict() if state_dict is None else state_dict)
+    if adapters is not None:
+        state = base_state(base)
     try:
-        kind, described = _save_base(base, folder, base_state(base) if adapters is not None else base.state_dict())
+        kind, described = _save_base(base, folder, state)
     except RuntimeError as error:  # weights that share memory in a way that cannot be restored
         raise ConfigError(f"{name} cannot be saved: {error}") from error
     config = getattr(base, "config", None)

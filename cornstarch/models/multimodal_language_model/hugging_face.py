@@ -1,0 +1,320 @@
+"""What trainers and pipelines of the Hugging Face libraries ask of a model.
+
+`transformers.Trainer`, TRL, Accelerate and PEFT take any module, but ask it for a config, for embeddings, for gradient
+checkpointing, for how its loss is counted. A `MultimodalModel` answers for its parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import MultimodalModelConfig
+from cornstarch.models.multimodal_language_model.facts import IGNORED
+from cornstarch.models.multimodal_language_model.unwrap import replaced_forward, tied_names, unwrap
+
+if TYPE_CHECKING:
+    from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+
+
+UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+
+
+class HuggingFaceModel(nn.Module):
+    """The part of `MultimodalModel` that answers what Hugging Face libraries ask."""
+
+    language_model: nn.Module
+
+    @property
+    def encoders(self) -> dict[str, ModalEncoderModule]:
+        """The encoders by modality name."""
+        raise NotImplementedError
+
+    main_input_name = "input_ids"
+    base_model_prefix = ""
+    loss_type = "ForCausalLM"  # labels are shifted inside: the first of a row counts for nothing
+    output_modalities = ("text",)
+    _keys_to_ignore_on_save = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings_issued: dict[str, Any] = {}
+        self.model_tags: list[str] | None = None
+        self._config: MultimodalModelConfig | None = None
+        self._labels_given: Tensor | None = None
+        self.register_forward_pre_hook(_note_labels, with_kwargs=True)
+        self.register_state_dict_post_hook(_drop_tied_names)
+        self.register_load_state_dict_post_hook(_accept_tied_names)
+
+    # ------------------------------------------------------------------ configs
+
+    @property
+    def config(self) -> MultimodalModelConfig:
+        """The configs of the parts as one: `text_config`, and `<name>_config` of each encoder."""
+        if self._config is None:
+            self._config = MultimodalModelConfig()
+        encoders = {name: encoder.config[0] for name, encoder in self.encoders.items()}
+        self._config.describe(getattr(unwrap(self.language_model), "config", None), encoders)
+        return self._config
+
+    @property
+    def generation_config(self) -> Any:
+        """How the language model generates."""
+        return unwrap(self.language_model).generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        unwrap(self.language_model).generation_config = value
+
+    @property
+    def input_modalities(self) -> tuple[str, ...]:
+        """What the model reads."""
+        return ("text", *self.encoders)
+
+    def can_generate(self) -> bool:
+        """Whether the language model can continue a text."""
+        ask = getattr(unwrap(self.language_model), "can_generate", None)
+        return ask is not None and bool(ask())
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the language model's own method of this name returns."""
+        return unwrap(self.language_model).prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]
+
+    # ------------------------------------------------------------------ embeddings and weights
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the language model's table of token embeddings."""
+        return unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the language model's head."""
+        return unwrap(self.language_model).get_output_embeddings()  # type: ignore[operator]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Change the number of rows of the language model's tables. Placeholders do not need it."""
+        return unwrap(self.language_model).resize_token_embeddings(*args, **kwargs)  # type: ignore[operator]
+
+    def tie_weights(self, **kwargs: Any) -> None:
+        """Tie the weights that a part ties."""
+        for part in self._bare_parts():
+            if hasattr(part, "tie_weights"):
+                part.tie_weights(**kwargs)  # type: ignore[operator]
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of parameters; of those that are trained; of those outside of the token embeddings."""
+        left_out = {id(one) for one in self.get_input_embeddings().parameters()} if exclude_embeddings else set()
+        counted = [one for one in self.parameters() if one.requires_grad or not only_trainable]
+        return sum(one.numel() for one in counted if id(one) not in left_out)
+
+    def _bare_parts(self) -> Iterator[nn.Module]:
+        """Yield encoders and language model, without wrappers."""
+        yield from (unwrap(encoder.module) for encoder in self.encoders.values())
+        yield unwrap(self.language_model)
+
+    # ------------------------------------------------------------------ gradient checkpointing
+
+    @property
+    def supports_gradient_checkpointing(self) -> bool:
+        """Whether activations of some part can be recomputed."""
+        return any(getattr(part, "supports_gradient_checkpointing", False) for part in self._bare_parts())
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether activations of some part are recomputed."""
+        return any(getattr(part, "is_gradient_checkpointing", False) for part in self._bare_parts())
+
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Recompute activations in the backward pass instead of keeping them, in every part that can.
+
+        Args:
+            gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`.
+            options: What else the method of this name takes in transformers, such as `every_n_layers`.
+        """
+        kwargs = gradient_checkpointing_kwargs or {"use_reentrant": False}
+        for part in self._bare_parts():
+            if getattr(part, "supports_gradient_checkpointing", False):
+                part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)  # type: ignore[operator]
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        for part in self._bare_parts():
+            if getattr(part, "supports_gradient_checkpointing", False):
+                part.gradient_checkpointing_disable()  # type: ignore[operator]
+
+    def enable_input_require_grads(self) -> None:
+        """Let embeddings have gradients although they are frozen: reentrant checkpointing needs it for adapters."""
+        for part in self._bare_parts():
+            if hasattr(part, "enable_input_require_grads"):
+                part.enable_input_require_grads()  # type: ignore[operator]
+
+    def disable_input_require_grads(self) -> None:
+        """Undo `enable_input_require_grads`."""
+        for part in self._bare_parts():
+            if hasattr(part, "disable_input_require_grads"):
+                part.disable_input_require_grads()  # type: ignore[operator]
+
+    # ------------------------------------------------------------------ the loss
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether the loss can be divided by a number of tokens that is given: `num_items_in_batch`."""
+        inner = unwrap(self.language_model)
+        said: bool | None = getattr(inner, "accepts_loss_kwargs", None)
+        if said is not None:
+            return said
+        return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(inner).forward).parameters.values())
+
+    @property
+    def base_model(self) -> Callable[..., Any]:
+        """The model without the language model's head: called as the model is, it returns `last_hidden_state`."""
+        return partial(_run_without_head, self)
+
+    # ------------------------------------------------------------------ the hub
+
+    def add_model_tags(self, tags: Sequence[str] | str) -> None:
+        """Remember tags for the model's page on the hub."""
+        given = [tags] if isinstance(tags, str) else list(tags)
+        self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *given]))
+
+    def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
+        """Save the model; `MultimodalModel` does."""
+        raise NotImplementedError
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = None,
+        tags: Sequence[str] | None = None,
+    ) -> str:
+        """Upload what `save_pretrained` writes to the Hugging Face hub, and return the address of the commit.
+
+        The arguments are those of the method of this name in transformers. Download the folder again with
+        `huggingface_hub.snapshot_download(repo_id)`, and load it with `from_pretrained`.
+        """
+        from huggingface_hub import HfApi, ModelCard, ModelCardData
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/pr"):
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        all_tags = list(dict.fromkeys(["cornstarch", *(self.model_tags or []), *(tags or [])]))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "model"
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            card = ModelCard(f"---\n{ModelCardData(library_name='cornstarch', tags=all_tags).to_yaml()}\n---\n")
+            card.save(folder / "README.md")
+            commit = api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                commit_message=commit_message or "Upload model",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+            )
+        return str(commit)
+
+
+# ---------------------------------------------------------------------------------------------------- without the head
+
+
+def _note_labels(model: HuggingFaceModel, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    """Remember labels that only a forward of another library will see."""
+    model._labels_given = inputs.get("labels") if "forward" in model.__dict__ else None
+
+
+def _run_without_head(model: HuggingFaceModel, *args: Any, **inputs: Any) -> Any:
+    """Run a model up to the head of its language model; labels are checked, because a loss is computed elsewhere."""
+    inner = unwrap(model.language_model)
+    body: Any = getattr(inner, "base_model", inner)
+    if body is inner:
+        raise ConfigError(f"{type(inner).__name__} has no base_model: its head cannot be left out.")
+    labels, model._labels_given = inputs.pop("labels", model._labels_given), None
+
+    def run_body(*_: Any, labels: Tensor | None = None, **llm_inputs: Any) -> Any:
+        if given is not None and labels is not None:
+            refuse_untrained_labels(given, labels)
+        return body(**llm_inputs)
+
+    given = labels
+    with replaced_forward(inner, run_body):
+        return type(model).forward(model, *args, labels=labels, **inputs)
+
+
+# ---------------------------------------------------------------------------------------------------- state dicts
+
+
+def _drop_tied_names(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave a tied weight in a state dict once: what is saved as safetensors cannot share memory."""
+    for name, first in tied_names(model).items():
+        if f"{prefix}{first}" in state:
+            state.pop(f"{prefix}{name}", None)
+
+
+def _accept_tied_names(model: nn.Module, incompatible: Any) -> None:
+    """Do not miss the second name of a weight whose first is there."""
+    missing = incompatible.missing_keys
+    for name, first in tied_names(model).items():
+        # The model may be inside of another, whose name for it is in front.
+        found = [key for key in missing if key == name or key.endswith(f".{name}")]
+        for key in found:
+            if key.removesuffix(name) + first not in missing:
+                missing.remove(key)
+
+
+# ---------------------------------------------------------------------------------------------------- counting labels
+
+
+def correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
+    """Return the number by which a sum of losses is divided, if it counts labels that are not trained on.
+
+    Trainers count the labels of all batches of a step beforehand, those of placeholders, too. If they counted this
+    batch alone, the right number is known.
+
+    Args:
+        count: `num_items_in_batch`.
+        given: The labels [B, S] of this batch.
+        trained: Those among them that are trained on [B, S].
+    """
+    own, right = ((labels[..., 1:] != IGNORED).sum() for labels in (given, trained))
+    if bool(own == right):
+        return count
+    if bool((own == count).all() if isinstance(count, Tensor) else own == count):
+        return right.expand_as(count) if isinstance(count, Tensor) else int(right)
+    counted = int(count.flatten()[0]) if isinstance(count, Tensor) else count
+    raise ConfigError(
+        f"num_items_in_batch is {counted}, counted over several batches or ranks, and this batch has "
+        f"{int(own - right)} labels that are not trained on (of placeholders, or of the first token behind padding): "
+        "the loss would be divided by too much. Set these labels to -100 where the batch is made: "
+        "labels[input_ids == placeholder_id] = -100."
+    )
+
+
+def refuse_untrained_labels(labels: Tensor, trained: Tensor) -> None:
+    """Refuse labels that another's loss would train on, although the model does not."""
+    extra = int(((labels != IGNORED) & (trained == IGNORED)).sum())
+    if extra:
+        raise ConfigError(
+            f"The loss is computed outside of the model, and this batch has {extra} labels that are not to be trained "
+            "on (of placeholders, or of the first token behind padding). Set them to -100 where the batch is made: "
+            "labels[input_ids == placeholder_id] = -100."
+        )
+
+
+__all__ = ["UPLOAD_OPTIONS", "HuggingFaceModel", "correct_count"]
