@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 
 
-UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+_UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
 class HuggingFaceModel(nn.Module):
@@ -186,9 +186,32 @@ class HuggingFaceModel(nn.Module):
         given = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *given]))
 
-    def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
-        """Save the model; `MultimodalModel` does."""
-        raise NotImplementedError
+    def save_pretrained(
+        self,
+        folder: str | PathLike[str],
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        is_main_process: bool = True,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Save the model: each part in a sub-folder that transformers itself loads.
+
+        Args:
+            folder: Where to.
+            state_dict: Weights to save instead of the model's own, by their names in the model: gathered from shards.
+            is_main_process: Whether this process writes. With several, one does.
+            push_to_hub: Upload the model afterwards; see `push_to_hub`.
+            options: `repo_id`, `token` and what else `push_to_hub` takes. What says how transformers writes weights
+                (`max_shard_size`, `save_function`, …) has no effect.
+        """
+        from cornstarch.models.multimodal_language_model.storage.model import save_pretrained
+
+        if is_main_process:
+            save_pretrained(self, folder, state_dict)  # type: ignore[arg-type]
+        if is_main_process and push_to_hub:
+            taken = {name: options[name] for name in _UPLOAD_OPTIONS if name in options}
+            self.push_to_hub(options.get("repo_id") or Path(folder).name, **taken)
 
     def push_to_hub(
         self,
@@ -317,4 +340,4 @@ def refuse_untrained_labels(labels: Tensor, trained: Tensor) -> None:
         )
 
 
-__all__ = ["UPLOAD_OPTIONS", "HuggingFaceModel", "correct_count"]
+__all__ = ["HuggingFaceModel", "correct_count"]

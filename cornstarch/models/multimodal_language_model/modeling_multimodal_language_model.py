@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.composing import check_widths, make_projector
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
-from cornstarch.models.multimodal_language_model.hugging_face import (
-    UPLOAD_OPTIONS,
-    HuggingFaceModel,
-    correct_count,
-)
+from cornstarch.models.multimodal_language_model.hugging_face import HuggingFaceModel, correct_count
 from cornstarch.models.multimodal_language_model.items import KNOWN, Features
 from cornstarch.models.multimodal_language_model.joining import Joining
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
@@ -421,33 +416,6 @@ class MultimodalModel(HuggingFaceModel):
         self._generate_by = function
 
     # ------------------------------------------------------------------ storing and taking over
-
-    def save_pretrained(
-        self,
-        folder: str | PathLike[str],
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        is_main_process: bool = True,
-        push_to_hub: bool = False,
-        **options: Any,
-    ) -> None:
-        """Save the model: each part in a sub-folder that transformers itself loads.
-
-        Args:
-            folder: Where to.
-            state_dict: Weights to save instead of the model's own, by their names in the model: gathered from shards.
-            is_main_process: Whether this process writes. With several, one does.
-            push_to_hub: Upload the model afterwards; see `push_to_hub`.
-            options: `repo_id`, `token` and what else `push_to_hub` takes. What says how transformers writes weights
-                (`max_shard_size`, `save_function`, …) has no effect.
-        """
-        from cornstarch.models.multimodal_language_model.storage.model import save_pretrained
-
-        if is_main_process:
-            save_pretrained(self, folder, state_dict)
-        if is_main_process and push_to_hub:
-            taken = {name: options[name] for name in UPLOAD_OPTIONS if name in options}
-            self.push_to_hub(options.get("repo_id") or Path(folder).name, **taken)
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
