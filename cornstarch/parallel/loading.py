@@ -109,16 +109,16 @@ def load_cut(
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Run a block that loads a model; the random numbers for whatever follows stay as they were.
+    """Run a block that loads a model; what is drawn after it does not depend on what was drawn in it.
 
     `_init_weights` of some models draws numbers for every layer that is not on the meta device, also for those whose
-    weights are stored: how many it draws depends on what this process holds. Numbers inside the block follow from the
-    state before it, so that weights that are not stored are the same in every process.
+    weights are stored: how many it draws depends on what this process holds. Inside, numbers are those that
+    `from_pretrained` draws by itself. Afterwards they follow from the state before the block, the same in every process.
     """
     seed = crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
         yield
+    torch.default_generator.manual_seed(seed)
 
 
 def _by_slice(
