@@ -61,7 +61,8 @@ def generate(
     if prompt is None and files and loaded.task.name == "image-classification":
         prompt = ""  # an image asks for its label without a word
     if prompt is not None:
-        print(_shown(say(_question(prompt, files), [])))
+        answer = say(_question(prompt, files), [])
+        print(_shown(answer), file=sys.stdout if answer.strip() else sys.stderr)
         return
     _chat(say, files)
 

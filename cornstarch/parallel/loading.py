@@ -113,7 +113,7 @@ def own_random_numbers() -> Iterator[None]:
 
     `_init_weights` of some models draws numbers for every layer that is not on the meta device, also for those whose
     weights are stored: how many it draws depends on what this process holds. Inside, numbers are those that
-    `from_pretrained` draws by itself. Afterwards they follow from the state before the block, the same in every process.
+    `from_pretrained` draws by itself. Afterwards they follow from the state before the block, in every process alike.
     """
     seed = crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=[]):

@@ -134,7 +134,7 @@ def test_a_chat_remembers_until_told_to_forget(run: Path, command: Command, monk
 def test_an_empty_answer_is_told(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cornstarch.train.tasks.conversation.ConversationTask.reply", lambda *_, **__: " ")
     empty = "(The answer is empty: the model has ended it at once.)"
-    assert command("generate", run, "what is it") == (0, f"{empty}\n", "")
+    assert command("generate", run, "what is it") == (0, "", f"{empty}\n")  # what is piped on is the answer alone
     assert chat(command, monkeypatch, run, "what is it") == [empty]
 
 

@@ -232,7 +232,7 @@ def test_processor_that_is_not_there_says_where(
         build_processor(config, build_model(config, weights=False))
 
 
-@pytest.mark.parametrize("held", [frozenset[str](), frozenset({"model.embed_tokens.weight"})], ids=["nothing", "a table"])
+@pytest.mark.parametrize("held", [frozenset(), frozenset({"model.embed_tokens.weight"})], ids=["nothing", "a table"])
 def test_what_is_drawn_after_loading_does_not_depend_on_what_was_loaded(next_folder: str, held: frozenset[str]) -> None:
     def draw_after(cut: PartCut | None) -> torch.Tensor:
         torch.manual_seed(0)
