@@ -128,6 +128,8 @@ class WholeModelProcessor:
         word = "word"
         try:
             written = self._render([{"role": "user", "content": [{"type": "text", "text": word}]}])
+        except ConfigError:
+            raise
         except Exception:  # a template raises whatever it likes at a content that is no text
             return "text"
         return "parts" if word in written and "'type'" not in written and '"type"' not in written else "text"
@@ -170,7 +172,9 @@ class WholeModelProcessor:
 
     def encode_together(self, conversations: Sequence[Messages]) -> dict[str, Any]:
         """Return what the processor makes of several conversations, filled up on the right."""
-        return dict(self._call(self.original, conversations, {"padding": True, "padding_side": "right"}, False))
+        # Of the text alone: processors of sounds and images have paddings of their own.
+        options = {"text_kwargs": {"padding": True, "padding_side": "right"}}
+        return dict(self._call(self.original, conversations, options, False))
 
     def _call(self, worker: Any, conversations: Sequence[Messages], options: dict[str, Any], prompt: bool) -> Any:
         if self.style == "parts":
@@ -219,7 +223,12 @@ class WholeModelProcessor:
             tokenize=False,
             add_generation_prompt=prompt,
         )
-        return str(made)
+        if not isinstance(made, str):
+            raise ConfigError(
+                f"{type(self.original).__name__} cannot be followed: it writes conversations as token ids alone (its "
+                f"tokenizer is a {type(self.llm_tokenizer).__name__}), so answers cannot be told from questions."
+            )
+        return made
 
     def _styled(self, messages: Messages) -> Messages:
         if self.style == "parts":
