@@ -378,7 +378,7 @@ def test_pipeline(tmp_path: Path) -> None:
         model=model,
     )
     image, prompt = Image.new("RGB", (40, 60), "red"), "<vision> What is it ?"
-    pipe: Any = pipeline("image-text-to-text", model=model, processor=processor)
+    pipe: Any = pipeline("image-text-to-text", model=model, processor=processor, device="cpu")
     (found,) = pipe(images=image, text=prompt, max_new_tokens=3)
     inputs = processor(text=prompt, images=image, return_tensors="pt")
     row = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, -3:]

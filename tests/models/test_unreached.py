@@ -10,6 +10,7 @@ from torch import nn
 
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from tests.models.small import PATCHES, VISION, clip, composed, llama
+from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
 
 SIZES_UNKNOWN = {"pixtral", "siglip2"}  # their configs do not say how large images are
@@ -56,6 +57,16 @@ def test_a_callback_decides_what_is_reached() -> None:
     model(input_ids=ids, labels=ids, pixel_values=torch.randn(1, 3, 8, 8)).loss.backward()
     assert found == without_gradient(model)
     assert any("layers.1." in name for name in found) and any("post_layernorm" in name for name in found)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3", "llava-next", "qwen2.5-vl"])
+def test_parameters_of_whole_models(name: str) -> None:
+    whole = FAMILIES[name].build()
+    batch = FAMILIES[name].batch(whole, "right")
+    model = MultimodalModel.from_multimodal(whole).train()
+    found = model.unreached_parameters()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    assert found == ([] if name == "llava-next" else without_gradient(model))  # the sizes of its images are unknown
 
 
 def test_what_is_frozen_is_not_named() -> None:

@@ -140,9 +140,13 @@ def _modules_between(module: nn.Module, inner: nn.Module) -> list[nn.Module]:
 
 def is_changed_inside(module: nn.Module) -> bool:
     """Whether something was put around the forward of a module inside: hooks, compiled code, stages, shards."""
-    return is_sharded(module) or any(
-        "forward" in inner.__dict__ or inner._forward_hooks or inner._forward_pre_hooks for inner in module.modules()
-    )
+    return is_sharded(module) or any("forward" in inner.__dict__ or _has_hooks(inner) for inner in module.modules())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers collects hidden states through hooks of its own, which it leaves in place.
+    return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def is_peft(module: nn.Module) -> bool:
