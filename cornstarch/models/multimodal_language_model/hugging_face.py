@@ -307,22 +307,23 @@ def _accept_tied_names(model: nn.Module, incompatible: Any) -> None:
 def correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
     """Return the number by which a sum of losses is divided, if it counts labels that are not trained on.
 
-    Trainers count the labels of all batches of a step beforehand, those of placeholders, too. If they counted this
-    batch alone, the right number is known.
+    Trainers count the labels of all batches of a step beforehand, those of placeholders, too, and give a tensor. If
+    they counted this batch alone, the right number is known. A plain number is the caller's own, and is believed.
 
     Args:
         count: `num_items_in_batch`.
         given: The labels [B, S] of this batch.
         trained: Those among them that are trained on [B, S].
     """
+    if not isinstance(count, Tensor):
+        return count
     own, right = ((labels[..., 1:] != IGNORED).sum() for labels in (given, trained))
     if bool(own == right):
         return count
-    if bool((own == count).all() if isinstance(count, Tensor) else own == count):
-        return right.expand_as(count) if isinstance(count, Tensor) else int(right)
-    counted = int(count.flatten()[0]) if isinstance(count, Tensor) else count
+    if bool((own == count).all()):
+        return right.to(count).expand_as(count)
     raise ConfigError(
-        f"num_items_in_batch is {counted}, counted over several batches or ranks, and this batch has "
+        f"num_items_in_batch is {int(count.flatten()[0])}, counted over several batches or ranks, and this batch has "
         f"{int(own - right)} labels that are not trained on (of placeholders, or of the first token behind padding): "
         "the loss would be divided by too much. Set these labels to -100 where the batch is made: "
         "labels[input_ids == placeholder_id] = -100."
