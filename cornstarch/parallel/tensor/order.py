@@ -150,10 +150,31 @@ def original_boxes(model: nn.Module) -> dict[str, list[Held]]:
 
 def boxes_of(tensor: Any, cut: Cut | None) -> list[Held]:
     """Return what a process has of a DTensor; without a cut of ours, stored and original order are the same."""
+    if cut is not None:
+        return _held(*_stored_box(tensor), cut)
     chunks = tensor.__create_chunk_list__()
-    if not chunks:
-        return []
-    return _held(tuple(chunks[0].offsets), tuple(chunks[0].sizes), cut)
+    return _held(tuple(chunks[0].offsets), tuple(chunks[0].sizes), None) if chunks else []
+
+
+def _stored_box(tensor: DTensor) -> tuple[list[int], list[int]]:
+    """Return the offsets and sizes of what a process has of a DTensor that we have cut, and FSDP2 perhaps once more.
+
+    torch 2.13 does not know them where a dim that is cut unevenly, a vocabulary of 67 over 2 ranks, is sharded again:
+    it shards the whole dim, FSDP2 shards each rank's piece.
+    """
+    begin, size = [0] * tensor.ndim, list(tensor.shape)
+    mesh, coordinates = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinates is not None
+    for axis in reversed(range(mesh.ndim)):  # the last axis is that of our cut
+        placement: Any = tensor.placements[axis]
+        if placement.is_replicate():
+            continue
+        step = -(-size[placement.dim] // mesh.size(axis))
+        first = min(coordinates[axis] * step, size[placement.dim])
+        begin[placement.dim] += first
+        size[placement.dim] = min(step, size[placement.dim] - first)
+    assert tuple(size) == tuple(tensor.to_local().shape), (size, tensor.to_local().shape, tensor.placements)
+    return begin, size
 
 
 def rank_boxes(cut: Cut, shape: Sequence[int], rank: int) -> tuple[tuple[int, ...], list[Held]]:

@@ -9,7 +9,18 @@ from torch import nn
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.parallel.tensor import check_tensor_plan
 from tests import zoo
-from tests.parallel.tensor.work import ROWS, all_labels, all_logits, alone, assert_same, build, cut, scored, spoken
+from tests.parallel.tensor.work import (
+    ROWS,
+    all_labels,
+    all_logits,
+    alone,
+    assert_same,
+    build,
+    cut,
+    scored,
+    sharded_vocabulary,
+    spoken,
+)
 from tests.parity.pool import Pool
 
 
@@ -56,3 +67,8 @@ def test_a_model_that_is_not_trained_gives_all_logits(workers: Pool, name: str) 
 def test_models_without_a_plain_head_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"CLIPVisionModel cannot be cut by words .*no table"):
         check_tensor_plan(zoo.ENCODERS["clip"].build(), 2, vocabulary=True)
+
+
+@pytest.mark.parametrize("words", [67, 7, 5])
+def test_words_that_do_not_divide_are_sharded_once_more(fresh: Pool, words: int) -> None:
+    assert fresh.run(6, sharded_vocabulary, words, 3) == [True] * 6

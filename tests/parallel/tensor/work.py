@@ -24,6 +24,7 @@ from cornstarch.parallel.tensor import (
     shard_tensors,
     vocabulary_cross_entropy,
 )
+from cornstarch.parallel.tensor.order import Cut, distribute
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 
@@ -356,3 +357,18 @@ def two_lengths(ranks: int) -> Outcome:
     loss = loss_of("llama", model)
     other = loss_of("llama", model, ("tttttttt", "tttt"))
     return outcome(model, loss + 0 * other.detach())
+
+
+def sharded_vocabulary(words: int, replicas: int) -> bool:
+    """Say whether a process has what it says that it has, of words cut over two ranks and then by FSDP2."""
+    mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "tp"))
+    table = nn.Embedding(words, 2)
+    whole = torch.arange(2.0 * words).view(words, 2)
+    table.weight.detach().copy_(whole)
+    distribute(table, "weight", Cut(0, (words,), 2), mesh["tp"])
+    fully_shard(table, mesh=mesh["dp"])
+    (boxes,) = original_boxes(table).values()
+    local = table.weight.to_local()
+    return sum(local[box.local].numel() for box in boxes) == local.numel() and all(
+        torch.equal(local[box.local], whole[box.original]) for box in boxes
+    )
