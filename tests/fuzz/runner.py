@@ -19,7 +19,7 @@ FAILURES: tuple[Kind, ...] = ("wrong", "crashed", "hung")
 SECONDS = 150.0
 """That a run of a case may take."""
 APART = 25.0
-"""Seconds between the first rank that ends and the last: one that waits for the others for ever is not waited for."""
+"""Seconds that are waited for the other ranks once one has ended."""
 _OUT_OF_STEP = ("no word from rank", "Timed out", "timed out", "Connection closed by peer", "Connection reset by peer")
 
 
@@ -61,10 +61,11 @@ class Runner:
         workers: The processes.
         folder: For runs and model folders; a run's folder goes when its case has ended.
         seconds: That one run of a case may take.
+        apart: Seconds that may pass between the first rank that ends and the last.
     """
 
-    def __init__(self, workers: Pool, folder: Path, seconds: float = SECONDS) -> None:
-        self._workers, self._folder, self._seconds = workers, folder, seconds
+    def __init__(self, workers: Pool, folder: Path, seconds: float = SECONDS, apart: float = APART) -> None:
+        self._workers, self._folder, self._seconds, self._apart = workers, folder, seconds, apart
         self._references: dict[str, Outcome | Refusal] = {}
         self._runs = 0
 
@@ -157,7 +158,7 @@ class Runner:
         """Return what each rank answers; whatever fails in a worker ends the case, not the machine."""
         self._workers.renew()
         try:
-            return self._workers.run(ranks, function, *arguments, seconds=self._seconds, apart=APART)
+            return self._workers.run(ranks, function, *arguments, seconds=self._seconds, apart=self._apart)
         except Failed as error:
             raise _Ended(_verdict_of_failure(what, error)) from error
 

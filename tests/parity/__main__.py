@@ -75,7 +75,8 @@ def _matrix(jobs: int) -> tuple[Sequence[str], Path]:
     for part, results in _together(PARTS_OF_RUN, jobs):
         assert results is not None, f"{part} broke off"
         run.add(results)
-    PAGE.write_text(page(run), encoding="utf-8")
+    earlier = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    PAGE.write_text(page(run, earlier), encoding="utf-8")
     return run.failures, PAGE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -241,8 +242,23 @@ def _problem(cell: Cell, result: Deviation | str) -> str | None:
 # ------------------------------------------------------------------------------------------------ the page
 
 
-def page(run: Run) -> str:
-    """Return the page."""
+RUN_IT = "## Run it\n"
+"""The heading of the last section."""
+
+
+def random_cases_of(text: str) -> str:
+    """Return the section of a page about random cases, which `python -m tests.fuzz` writes; empty if there is none."""
+    found = re.search(r"<!-- random cases:.*?<!-- end of random cases -->\n", text, re.DOTALL)
+    return found.group() if found else ""
+
+
+def page(run: Run, earlier: str = "") -> str:
+    """Return the page.
+
+    Args:
+        run: What was found.
+        earlier: The page as it was; its section about random cases is kept.
+    """
     deviations = [result for result in run.found.values() if isinstance(result, Deviation)]
     worst = {kind: max(getattr(one, kind) for one in deviations) for kind in ("loss", "gradients", "parameters")}
     notes: dict[str, int] = {}
@@ -251,7 +267,8 @@ def page(run: Run) -> str:
         for name, load in LOADS.items()
         for line in (f"## {load.title}", "", fill(load.about, WIDTH), "", *_table(name, run.found, notes), "")
     ]
-    return _TEXT.format(
+    random_cases = random_cases_of(earlier)
+    text = _TEXT.format(
         result=_result(run),
         steps=STEPS,
         decay=OPTIMIZER["weight_decay"],
@@ -269,6 +286,7 @@ def page(run: Run) -> str:
         frozen="\n".join(f"| {title} | {' | '.join(told)} |" for title, told in run.frozen.items()),
         apart="\n".join(_row(title, result) for title, result in run.apart.items()),
     )
+    return text.replace(RUN_IT, f"{random_cases}\n{RUN_IT}") if random_cases else text
 
 
 def mask_section(masks: Mapping[str, Sequence[str]]) -> str:
