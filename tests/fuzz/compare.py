@@ -85,6 +85,11 @@ def worst(found: Sequence[Outcome], alone: Outcome) -> float:
     return max((_largest(merged[n] - alone.parameters[n]) / scales[n] for n in shared), default=0.0)
 
 
+def has_moved(alone: Outcome) -> bool:
+    """Whether training changed anything; if not, equal weights show nothing."""
+    return any(not np.array_equal(value, alone.start[name]) for name, value in alone.parameters.items())
+
+
 def movement_scales(end: Values, start: Values) -> dict[str, float]:
     """Return by parameter how far it moved, or what counts as such at least."""
     moved = {name: _largest(value - start[name]) for name, value in end.items()}

@@ -98,7 +98,7 @@ class Runner:
         differences = compare.compare(found, reference, exact) or self._compare_loaded(
             found, work.load, str(output / "run")
         )
-        return _verdict_of(differences, compare.worst(found, reference))
+        return _verdict_of(differences, found, reference)
 
     def _judge_boosted(self, case: Case, output: Path) -> Verdict:
         plain = {key: value for key, value in case.items() if key not in ("name", "world", "parallel", "accumulation")}
@@ -115,7 +115,7 @@ class Runner:
         differences = compare.compare(found, reference, exact) or self._compare_loaded(
             found, boosted.load_boosted, *arguments
         )
-        return _verdict_of(differences, compare.worst(found, reference))
+        return _verdict_of(differences, found, reference)
 
     def _train(self, case: Case, output: str, resumes: bool = False) -> list[Outcome]:
         what = "resume: " if resumes else ""
@@ -176,7 +176,10 @@ def _outcomes(what: str, results: list[Any]) -> list[Outcome]:
     raise _Ended(Verdict("refused", f"{what}{reason}"))
 
 
-def _verdict_of(differences: list[compare.Difference], deviation: float) -> Verdict:
+def _verdict_of(differences: list[compare.Difference], found: list[Outcome], reference: Outcome) -> Verdict:
+    deviation = compare.worst(found, reference)
+    if not compare.has_moved(reference):
+        return Verdict("wrong", "nothing moved in one process: there is nothing to compare")
     if not differences:
         return Verdict("equal", deviation=deviation)
     texts = tuple(one.text for one in differences)
