@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -44,12 +44,14 @@ def attend_through_masks(language_model: nn.Module) -> None:
     try:
         reference = None
         if not is_on_meta(model):
-            reference = _eager_logits(language_model, model)
+            with in_mixed_precision(language_model):
+                reference = _eager_logits(language_model, model)
         model.set_attn_implementation(implementation)
         if model.config._attn_implementation != implementation:
             raise UnsupportedModelError("it has attention code of its own, outside transformers' attention interface")
         if reference is not None:
-            _verify(language_model, reference)
+            with in_mixed_precision(language_model):
+                _verify(language_model, reference)
             _verified.add(model)
     except Exception as fault:
         for part, previous in before.items():
@@ -214,6 +216,15 @@ def logits_tolerance(model: nn.Module, device: torch.device) -> float:
     if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         dtypes.add(torch.float16)  # TensorFloat-32 is as coarse
     return max(_TOLERANCE.get(dtype, _TOLERANCE[torch.bfloat16]) for dtype in dtypes)
+
+
+def in_mixed_precision(model: nn.Module) -> AbstractContextManager[object]:
+    """Return what a model that is kept in several precisions is run under; nothing for all others."""
+    precisions = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    halves = sorted(precisions - {torch.float32, torch.float64}, key=str)
+    if len(precisions) < 2 or not halves or halves[0] not in (torch.bfloat16, torch.float16):
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, dtype=halves[0])
 
 
 @contextmanager

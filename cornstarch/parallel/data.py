@@ -270,6 +270,13 @@ def whole_model(wrapped: Any) -> Iterator[None]:
         yield
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 has gathered: outside of a backward pass it leaves the outermost unit as it was used."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def measured_bucket(wrapped: nn.Module) -> ChosenBucket | None:
     """Return the size of the buckets that was chosen for the link; None if it was not measured."""
     return wrapped.measured_bucket if isinstance(wrapped, _Replicated) else None

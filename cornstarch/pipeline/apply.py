@@ -19,7 +19,7 @@ from cornstarch.parallel import processes
 from cornstarch.parallel.apply import must_attend_through_masks
 from cornstarch.parallel.averaging import average_gradients
 from cornstarch.parallel.context import expect_layers, tokens_are_cut, whole_rows
-from cornstarch.parallel.data import apply_data_parallel
+from cornstarch.parallel.data import apply_data_parallel, reshard
 from cornstarch.pipeline.copies import give_up_parameters, list_parameters, shared_copy
 from cornstarch.pipeline.generation import generate
 from cornstarch.pipeline.holes import Elsewhere
@@ -236,6 +236,7 @@ class Pipeline:
         """Run a block with all stages in eval mode, and whole sequences in every process."""
         with ExitStack() as stack:
             for program in self.programs.values():
+                stack.callback(reshard, program)
                 stack.enter_context(evaluating(program))
                 stack.enter_context(whole_rows(program))
             yield

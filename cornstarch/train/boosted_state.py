@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.data import reshard
 from cornstarch.train.checkpoint import CheckpointStore, Sharded
 from cornstarch.train.checkpoint.pieces import Tensorlike
 from cornstarch.train.checkpoint.ranks import Ranks
@@ -24,7 +25,6 @@ from cornstarch.train.holdings import (
     is_trained,
     named_buffers,
     named_parameters,
-    settle,
 )
 from cornstarch.train.nested import pack, tensor_names, unpack
 from cornstarch.train.optimizer_state import (
@@ -46,7 +46,7 @@ _SHOWN = 5
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Save all parameters and buffers of a model, of which each process has its part; all must call it."""
-    settle(model)
+    reshard(model)
     held = held_parameters(model, Ranks.here())
     tensors: dict[str, Tensorlike] = {f"parameters/{name}": _live(parameter) for name, parameter in held.items()}
     tensors |= {f"buffers/{name}": buffer.detach() for name, buffer, _ in named_buffers(model)}
@@ -77,7 +77,7 @@ def save_optimizer_state(
 ) -> Path:
     """Save the states and options of an optimizer, and some plain values with it; all processes must call it."""
     ranks = Ranks.here()
-    settle(model)
+    reshard(model)
     tensors: dict[str, Tensorlike] = {}
     parameters, held = named_parameters(model), held_parameters(model, ranks)
     groups = ranks.reduced(lambda: packed_groups(optimizer, parameters, tensors), joined_groups)
@@ -94,7 +94,7 @@ def load_optimizer_state(
 ) -> dict[str, Any]:
     """Bring an optimizer into a saved state; return what was saved with it. All processes must call it."""
     ranks = Ranks.here()
-    settle(model)
+    reshard(model)
     checkpoint = _found(folder, "optimizer")
     data = checkpoint.data()
     saved, (parameters, held) = data["optimizer"], (named_parameters(model), held_parameters(model, ranks))

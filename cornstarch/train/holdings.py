@@ -90,13 +90,6 @@ def fill(tensors: Mapping[str, Any], name: str, target: Tensorlike) -> None:
 # ---------------------------------------------------------------------------------------------------- parameters
 
 
-def settle(model: nn.Module) -> None:
-    """Have FSDP2 free what an evaluation left gathered: the model has its sharded parameters again, and only those."""
-    for module in model.modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]
-
-
 def held_parameters(model: nn.Module, ranks: Ranks) -> dict[str, Tensorlike]:
     """Return what this process holds of each parameter. Under FSDP1 all processes have to ask together."""
     found: dict[str, Tensorlike] = {**named_parameters(model), **_rearranged(model)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.apply import whole_sequences
-from cornstarch.parallel.data import whole_model
+from cornstarch.parallel.data import reshard, whole_model
 from cornstarch.train.config import RunConfig
 from cornstarch.train.evaluation import Evaluation
 from cornstarch.train.results import Position
@@ -31,7 +31,12 @@ class Judge:
     def _weights_in_use(self) -> Iterator[None]:
         """Run a block with weights averaged over processes and over time, where the run has such."""
         with self._exchange.averaged(), self._update.averaged():
-            yield
+            try:
+                yield
+            finally:
+                # Before the trained weights return: what is still gathered would keep the averaged ones, and the next
+                # step would be computed with them.
+                reshard(self._model.module)
 
     def evaluate(self) -> Evaluation:
         """Measure the model on the evaluation data."""

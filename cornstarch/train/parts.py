@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -150,5 +151,10 @@ def keep_in_precision(parts: list[Part], computed_in: torch.dtype) -> None:
                 continue
             default = torch.float32 if parameter.requires_grad else computed_in
             wanted = DTYPES[part.dtype] if part.dtype is not None else default
-            if parameter.dtype != wanted:
+            if parameter.dtype == wanted:
+                continue
+            if isinstance(parameter, DTensor):  # its data are those of the tensor inside of it, which has a type too
+                kept = nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, kept)
+            else:
                 parameter.data = parameter.data.to(wanted)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.data import reshard
 from cornstarch.train.checkpoint.pieces import Sharded, Tensorlike, is_cut
 from cornstarch.train.checkpoint.ranks import Ranks
 from cornstarch.train.fingerprint import fingerprint, join_fingerprints, partial_fingerprints
@@ -26,7 +27,6 @@ from cornstarch.train.holdings import (
     is_trained,
     named_buffers,
     named_parameters,
-    settle,
 )
 from cornstarch.train.nested import pack, tensor_names, unpack
 from cornstarch.train.optimizer_state import (
@@ -93,7 +93,7 @@ def capture(
     them, alike in all processes.
     """
     ranks = Ranks.here()
-    settle(model)
+    reshard(model)
     tensors: dict[str, Tensorlike] = {}
     parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
     frozen = [name for name, parameter in held.items() if not is_trained(parameter)]
@@ -140,7 +140,7 @@ def restore(
     """
     ranks = Ranks.here()
     drawing = ranks.rank if draws_as is None else draws_as
-    settle(model)
+    reshard(model)
     state = _state(data)
     parameters, held, own = named_parameters(model), held_parameters(model, ranks), own_optimizer(optimizer)
     averages = _cut_as_parameters(ema, held)
@@ -177,7 +177,7 @@ def restore_weights(
 ) -> None:
     """Bring only the model into a captured state, to use it; with the averaged weights if asked."""
     ranks = Ranks.here()
-    settle(model)
+    reshard(model)
     state = _state(data)
     held = held_parameters(model, ranks)
     known = _surveyed(model, held, list, _not_saved(state), ranks)

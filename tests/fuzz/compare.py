@@ -23,7 +23,9 @@ from tests.fuzz.work import Outcome, Values
 
 TOLERANCE = 1e-4
 FLOOR = 1e-2
-HALF = 2e-2
+HALF = 5e-2
+FLIPPED = 0.15
+"""In half precision: how far an accuracy may be off, because the likeliest of two equally likely words is another."""
 _TIMES = 4.0  # the distance between half precision and fp32 that several processes may be off
 _ULPS = 8  # units in the last place: each step rounds the weights once, the steps' own rounding adds up
 _LEFT_OUT = {"time", "tokens_per_second", "samples_per_second", "items_per_second", "seconds", "step_time",
@@ -180,6 +182,8 @@ def _compare_metrics(
         a, b = _flatten(lines[key]), _flatten(others[key])
         for name in sorted(a.keys() | b.keys()):
             far = _off(a.get(name), b.get(name), bound)
+            if far is not None and bound > TOLERANCE and "accuracy" in name and abs(a[name] - b[name]) <= FLIPPED:
+                continue
             if far is not None:
                 what = f"{key[0]} {name} of step {key[1]}"
                 differences.append(Difference(what, far[0], f"{what} is {a.get(name)} instead of {b.get(name)}"))

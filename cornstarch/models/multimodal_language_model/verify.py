@@ -6,7 +6,6 @@ shifted, one sees the tokens behind it. A few forward passes over half a dozen t
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from cornstarch.attention.verify import evaluating
+from cornstarch.attention.verify import evaluating, in_mixed_precision
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import accepts, is_sharded, unwrap
 from cornstarch.models.twin import disturb, twin_config
@@ -52,7 +51,7 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     if any(tensor.is_meta for tensor in (*language_model.parameters(), *language_model.buffers())):
         return LanguageModelTraits()
     probe = _Probe(name, language_model, embeddings)
-    with evaluating(language_model), _autocast(language_model):
+    with evaluating(language_model), in_mixed_precision(language_model):
         probe.check_embeddings()
         probe.check_training()
         return LanguageModelTraits(takes_left_padding=probe.takes_left_padding(), is_causal=True)
@@ -68,15 +67,6 @@ def _check_twin(language_model: nn.Module) -> LanguageModelTraits:
         return LanguageModelTraits()
     disturb(twin)
     return check_language_model(twin)
-
-
-def _autocast(model: nn.Module) -> AbstractContextManager[object]:
-    """Return what a model that is kept in several precisions is run under; nothing for all others."""
-    precisions = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    halves = sorted(precisions - {torch.float32, torch.float64}, key=str)
-    if len(precisions) < 2 or not halves or halves[0] not in (torch.bfloat16, torch.float16):
-        return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, dtype=halves[0])
 
 
 class _Probe:
