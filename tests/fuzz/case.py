@@ -27,7 +27,7 @@ LORA = {"rank": 2, "alpha": 4}
 SECTIONS = ("precision", "compile", "features", "checkpoint", "attention")
 """Sections and values of a `RunConfig` that a case may have by the same name, beside data, optimizer and loop."""
 _SIZES = ((8, 8), (12, 8), (8, 16), (5, 9))
-_OF_LAYOUT = ("world", "parallel", "steps", "then", "name", "path", "booster")
+_OF_LAYOUT = ("world", "parallel", "steps", "then", "name", "expected", "booster")
 
 
 def load_cases(path: Path) -> dict[str, Case]:

@@ -6,8 +6,9 @@ evaluation, the model's answers, and the weights that are read back from the che
 `FLOOR` times the largest change in the whole model (the gradient of a key's bias is zero in truth, and its movement
 is rounding alone), and a few units in the last place of the weights themselves.
 
-In bf16 and fp16, rounding differs wherever sums are split. How much that is, one process shows: the bound is a few
-times the distance between one process in half precision and one process in fp32, and never less than `HALF`.
+In bf16 and fp16, rounding differs wherever sums are split, so norms of differences are compared with norms of movements
+instead of number by number. How much rounding is, one process shows: the bound is a few times the distance between one
+process in half precision and one process in fp32, and never less than `HALF`.
 """
 
 from __future__ import annotations
@@ -123,23 +124,23 @@ def _compare_weights(
         if exact is None:
             off, bound = _largest(merged[name] - expected[name]) / scales[name], TOLERANCE
         else:
-            off = _norm(merged[name] - expected[name]) / _scale_of_norm(scales[name], expected[name], alone.start[name])
-            bound = _half_bound(name, scales[name], expected[name], alone, exact)
+            size = _size_in_half(name, alone)
+            off = _norm(merged[name] - expected[name]) / size
+            bound = max(HALF, _TIMES * _norm(alone.parameters[name] - exact.parameters[name]) / size)
         if not off <= bound:  # NaN is off
             text = f"{what} {name} is off by {off:.1e} of its movement (allowed {bound:.0e})"
             differences.append(Difference(f"{what} {name}", off / bound if off == off else math.inf, text))
     return differences
 
 
-def _half_bound(name: str, scale: float, expected: np.ndarray, alone: Outcome, exact: Outcome) -> float:
-    """Return how far a parameter may be off in half precision: a multiple of how far one process is from fp32."""
-    noise = _norm(alone.parameters[name] - exact.parameters[name])
-    noise /= _scale_of_norm(scale, expected, alone.start[name])
-    return max(HALF, _TIMES * noise)
+def _size_in_half(name: str, alone: Outcome) -> float:
+    """Return the norm of a parameter's movement, or of a movement that is a tenth of the largest in the model.
 
-
-def _scale_of_norm(scale: float, end: np.ndarray, start: np.ndarray) -> float:
-    return max(_norm(end - start), scale * FLOOR * math.sqrt(end.size), 1e-30)
+    A parameter that hardly moves (LoRA's first matrix, while the second is zero) does so by products of roundings.
+    """
+    moved = {key: _norm(value - alone.start[key]) for key, value in alone.parameters.items()}
+    largest = max(size / math.sqrt(alone.parameters[key].size) for key, size in moved.items())
+    return max(moved[name], 0.1 * largest * math.sqrt(alone.parameters[name].size), 1e-30)
 
 
 def _bound_of_numbers(alone: Outcome, exact: Outcome | None) -> float:
