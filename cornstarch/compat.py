@@ -38,6 +38,22 @@ def is_flattened(parameter: Any) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
+def reshard_flat_units(model: torch.nn.Module) -> None:
+    """Free the parameters that FSDP1 has gathered; the model has its intervals again, and only those.
+
+    torch 2.11 to 2.15 leave the outermost unit gathered after a forward pass without a backward, use those values in
+    the next one, and have no public way to free them. Goes when FSDP1 goes.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle = unit._handle
+        has_run = handle is not None and hasattr(handle.flat_param, "_full_param_padded")
+        if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
+            _reshard(unit, handle, True)
+
+
 def content_before_sharding(module: torch.nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without what `fully_shard` has added: its state, and its hooks.
 

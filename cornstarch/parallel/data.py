@@ -27,7 +27,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cornstarch.compat import buffer_options
+from cornstarch.compat import buffer_options, reshard_flat_units
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.bucket_size import ChosenBucket, chosen_bucket
@@ -271,7 +271,12 @@ def whole_model(wrapped: Any) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered: outside of a backward pass it leaves the outermost unit as it was used."""
+    """Free what FSDP has gathered: without a backward pass, it leaves the outermost unit as it was used.
+
+    Args:
+        model: The model, or what wraps it.
+    """
+    reshard_flat_units(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

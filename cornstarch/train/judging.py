@@ -36,7 +36,7 @@ class Judge:
             finally:
                 # Before the trained weights return: what is still gathered would keep the averaged ones, and the next
                 # step would be computed with them.
-                reshard(self._model.module)
+                reshard(self._model.task.wrapped or self._model.module)
 
     def evaluate(self) -> Evaluation:
         """Measure the model on the evaluation data."""

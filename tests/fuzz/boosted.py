@@ -63,7 +63,8 @@ def train_plainly(case: Case, folders: str) -> Outcome | Refusal:
     for _, batch in zip(range(case["steps"]), _build_loader(case, config, task, case["batch_size"]), strict=False):
         with torch.autocast("cpu", dtype=half, enabled=half is not None):
             loss = model(**batch).loss
-        loss.backward()
+        if loss.requires_grad:  # a batch of text alone teaches a projector nothing
+            loss.backward()
         losses.append(float(loss.detach()))
         if most is not None:
             nn.utils.clip_grad_norm_(model.parameters(), most)

@@ -44,20 +44,27 @@ class Difference:
     text: str
 
 
-def compare(found: Sequence[Outcome], alone: Outcome, exact: Outcome | None = None) -> list[Difference]:
+def compare(
+    found: Sequence[Outcome], alone: Outcome, exact: Outcome | None = None, tolerance: float = TOLERANCE
+) -> list[Difference]:
     """Return all that several processes did otherwise than one, the farthest first; what is equal is left out.
 
     Args:
         found: Of each rank.
         alone: Of one process.
         exact: Of one process in fp32, where the others compute in half precision.
+        tolerance: In fp32.
     """
+    bound = _bound_of_numbers(alone, exact, tolerance)
     differences = [
-        *_compare_norms(found, alone, exact),
-        *_compare_metrics(found[0].metrics, alone.metrics, _bound_of_numbers(alone, exact)),
-        *_compare_weights([one.parameters for one in found], alone.parameters, alone, exact, "parameter"),
-        *_compare_weights([one.averaged for one in found], alone.averaged, alone, exact, "averaged parameter"),
+        *_compare_norms(found, alone, bound),
+        *_compare_metrics(found[0].metrics, alone.metrics, bound),
     ]
+    for what, parts, expected in (
+        ("parameter", [one.parameters for one in found], alone.parameters),
+        ("averaged parameter", [one.averaged for one in found], alone.averaged),
+    ):
+        differences += _compare_weights(parts, expected, _Bounds(alone, exact, tolerance), what)
     if exact is None and found[0].answers != alone.answers:
         text = f"answers {found[0].answers} instead of {alone.answers}"
         differences.append(Difference("answers", math.inf, text))
@@ -103,9 +110,29 @@ def movement_scales(end: Values, start: Values) -> dict[str, float]:
     return {name: max(size, floor, rounding[name], 1e-30) for name, size in moved.items()}
 
 
-def _compare_weights(
-    parts: Sequence[Values], expected: Values, alone: Outcome, exact: Outcome | None, what: str
-) -> list[Difference]:
+class _Bounds:
+    """How far each parameter may be off.
+
+    Args:
+        alone: Of one process.
+        exact: The same in fp32, where it is in half precision.
+        tolerance: In fp32.
+    """
+
+    def __init__(self, alone: Outcome, exact: Outcome | None, tolerance: float) -> None:
+        self._alone, self._exact, self._tolerance = alone, exact, tolerance
+        self._scales = movement_scales(alone.parameters, alone.start)
+
+    def measure(self, name: str, found: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+        """Return how far a parameter is off, and how far it may be."""
+        if self._exact is None:
+            return _largest(found - expected) / self._scales[name], self._tolerance
+        size = _size_in_half(name, self._alone)
+        noise = _norm(self._alone.parameters[name] - self._exact.parameters[name]) / size
+        return _norm(found - expected) / size, max(HALF, _TIMES * noise)
+
+
+def _compare_weights(parts: Sequence[Values], expected: Values, bounds: _Bounds, what: str) -> list[Difference]:
     differences: list[Difference] = []
     merged: Values = {}
     for part in parts:
@@ -115,18 +142,12 @@ def _compare_weights(
                 differences.append(Difference(f"ranks {name}", math.inf, f"{name} differs by {off:.1e} between ranks"))
             merged[name] = value
     differences += _names(merged, expected, f"as {what}")
-    scales = movement_scales(alone.parameters, alone.start)
     for name in merged.keys() & expected.keys():
         if merged[name].shape != expected[name].shape:
             text = f"{what} {name} has shape {merged[name].shape} instead of {expected[name].shape}"
             differences.append(Difference(f"{what} {name}", math.inf, text))
             continue
-        if exact is None:
-            off, bound = _largest(merged[name] - expected[name]) / scales[name], TOLERANCE
-        else:
-            size = _size_in_half(name, alone)
-            off = _norm(merged[name] - expected[name]) / size
-            bound = max(HALF, _TIMES * _norm(alone.parameters[name] - exact.parameters[name]) / size)
+        off, bound = bounds.measure(name, merged[name], expected[name])
         if not off <= bound:  # NaN is off
             text = f"{what} {name} is off by {off:.1e} of its movement (allowed {bound:.0e})"
             differences.append(Difference(f"{what} {name}", off / bound if off == off else math.inf, text))
@@ -143,17 +164,16 @@ def _size_in_half(name: str, alone: Outcome) -> float:
     return max(moved[name], 0.1 * largest * math.sqrt(alone.parameters[name].size), 1e-30)
 
 
-def _bound_of_numbers(alone: Outcome, exact: Outcome | None) -> float:
+def _bound_of_numbers(alone: Outcome, exact: Outcome | None, tolerance: float) -> float:
     """Return how far losses and norms may be off, relative to themselves."""
     if exact is None:
-        return TOLERANCE
+        return tolerance
     pairs = [(a, b) for a, b in zip(alone.norms, exact.norms, strict=False) if a is not None and b is not None]
     noise = [abs(a - b) / max(abs(b), 1e-30) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
     return max(HALF, _TIMES * max(noise, default=0.0))
 
 
-def _compare_norms(found: Sequence[Outcome], alone: Outcome, exact: Outcome | None) -> list[Difference]:
-    bound = _bound_of_numbers(alone, exact)
+def _compare_norms(found: Sequence[Outcome], alone: Outcome, bound: float) -> list[Difference]:
     differences = []
     for rank, one in enumerate(found):
         # A run that was resumed has its own steps only.

@@ -302,6 +302,8 @@ def _draw_options(
     elif drawn.random() < 0.1:
         more["features"] = {"ahead": False}
     precision = drawn.choices(("fp32", "bf16", "fp16"), (82, 12, 6))[0]
+    if case["llm"] in _MOE:
+        precision = "fp32"  # rounding sends tokens to other experts, and what follows is no rounding
     is_flat = any(plan.get("data", {}).get("kind") == "fsdp1" for plan in plans)
     if is_flat and not all(said["train"] == "full" for said in (*encoders, {"train": case["llm_train"]})):
         precision = "fp32"  # it flattens parameters of one type, and what is frozen is kept in what is computed in

@@ -95,7 +95,7 @@ class Runner:
         found = self._train(case, str(output / "run"))
         if "then" in case:
             found = self._resume({**case, **case["then"]}, output)
-        differences = compare.compare(found, reference, exact) or self._compare_loaded(
+        differences = compare.compare(found, reference, exact, _tolerance(case)) or self._compare_loaded(
             found, work.load, str(output / "run")
         )
         return _verdict_of(differences, found, reference)
@@ -112,7 +112,7 @@ class Runner:
             assert isinstance(exact, Outcome)
         arguments = (case, self._folders, str(output))
         found = _outcomes("booster: ", self._ask("booster: ", case["world"], boosted.train_boosted, *arguments))
-        differences = compare.compare(found, reference, exact) or self._compare_loaded(
+        differences = compare.compare(found, reference, exact, _tolerance(case)) or self._compare_loaded(
             found, boosted.load_boosted, *arguments
         )
         return _verdict_of(differences, found, reference)
@@ -161,6 +161,12 @@ class Runner:
             return self._workers.run(ranks, function, *arguments, seconds=self._seconds, apart=self._apart)
         except Failed as error:
             raise _Ended(_verdict_of_failure(what, error)) from error
+
+
+def _tolerance(case: Case) -> float:
+    """Return how far a case may be off in fp32."""
+    # A linear attention is computed by inverting triangular matrices, which enlarges what rows of other lengths round.
+    return 10 * compare.TOLERANCE if case["llm"] == "qwen3_next" else compare.TOLERANCE
 
 
 def _outcomes(what: str, results: list[Any]) -> list[Outcome]:
