@@ -49,8 +49,9 @@ def reshard_flat_units(model: torch.nn.Module) -> None:
 
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         handle = unit._handle
-        has_run = handle is not None and hasattr(handle.flat_param, "_full_param_padded")
-        if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
+        if handle is None or not hasattr(handle.flat_param, "_full_param_padded"):
+            continue  # it has no parameters of its own, or did not run yet
+        if handle.uses_sharded_strategy and not handle.needs_unshard():
             _reshard(unit, handle, True)
 
 
