@@ -10,21 +10,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from cornstarch.models.twin import disturb
 from tests.models import local_processors
-
-# transformers does not say which class belongs to this config; `register` is its own way to add one.
-AutoModel.register(Qwen2VLVisionConfig, Qwen2VisionTransformerPretrainedModel, exist_ok=True)
 
 IMAGE, PATCH = 8, 4
 MEL_BINS, MEL_FRAMES = 4, 16
@@ -131,19 +127,21 @@ class Folders:
         sizes["n_layer" if sizes["model_type"] == "gpt2" else "num_hidden_layers"] = layers or LAYERS
         if vocabulary is not None:
             sizes["vocab_size"] = vocabulary
-        return self._model(AutoModelForCausalLM, sizes, seed)
+        return self._model(AutoModelForCausalLM.from_config, sizes, seed)
 
     def encoder(self, name: str) -> str:
         """Return the folder of an encoder."""
-        return self._model(AutoModel, ENCODERS[name][0])
+        # transformers does not say which class belongs to the config of this tower.
+        build = Qwen2VisionTransformerPretrainedModel if name == "qwen2_vl" else AutoModel.from_config
+        return self._model(build, ENCODERS[name][0])
 
-    def _model(self, auto_class: Any, sizes: Mapping[str, Any], seed: int = 1) -> str:
+    def _model(self, build: Callable[[Any], Any], sizes: Mapping[str, Any], seed: int = 1) -> str:
         def save(into: Path) -> None:
             described = dict(sizes)
             config = AutoConfig.for_model(described.pop("model_type"), **described)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = auto_class.from_config(config)
+                model = build(config)
                 disturb(model, seed)
             model.save_pretrained(into)
 
