@@ -231,7 +231,7 @@ class Booster:
         if boosted.layout.world > 1 and boosted.layout.plan.data.kind == "zero1":
             stepped = {name: parameter for name, parameter in trained.items() if name in set(groups.names)}
             group = None if boosted.pipeline is None else boosted.pipeline.data_group
-            owned = OwnedParameters(stepped, group)
+            owned = OwnedParameters(stepped, group, is_stage=boosted.pipeline is not None)
         groups.take(parameters, None if owned is None else owned.names)
         share = None if owned is None else owned.share
         return Stepping(groups, list(trained.values()), boosted.clip, self.plugin.max_norm, self._scale, share)

@@ -72,6 +72,9 @@ def spread(
         packed: Whether rows may have several samples.
     """
     check_data_plan(model, layout.plan.data)
+    if layout.plan.data.kind == "fsdp1" and isinstance(model, MultimodalModel):
+        # First of all: it is found out by running encoders as they are.
+        model.given_zeros = tuple(model.get_parameter(name) for name in model.unreached_parameters())
     meshes = meshes or Meshes(layout, device_type)
     for module, plan in planned_modules(model, layout):
         spread_inside(module, plan, meshes)

@@ -203,13 +203,14 @@ def frozen_modules(model: nn.Module) -> Iterator[nn.Module]:
 
     A table of embeddings is a module of its own, because a multimodal model looks up words before it calls its language
     model. Modules that share a parameter with others, as tied embeddings do, stay with the model: FSDP 1 would take it
-    away from the others.
+    away from the others. So do modules whose weights are read by the module around them, which does not call them: FSDP
+    1 gathers a unit when it is called.
     """
     table = model.language_model.get_input_embeddings() if isinstance(model, MultimodalModel) else None  # type: ignore[operator]
     uses = _parameter_uses(model)
 
     def inside(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
+        for child in () if _reads_weights_of_children(module) else module.children():
             parameters = list(child.parameters())
             is_shared = any(count < uses[number] for number, count in _parameter_uses(child).items())
             if any(parameter.requires_grad for parameter in parameters) or is_shared or _holds(child, table):
@@ -223,6 +224,11 @@ def frozen_modules(model: nn.Module) -> Iterator[nn.Module]:
 def _parameter_uses(module: nn.Module) -> Counter[int]:
     """Count under how many names a module has each parameter, by its id."""
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _reads_weights_of_children(module: nn.Module) -> bool:
+    """Whether a module computes with weights of modules inside without calling them, as torch's own attention does."""
+    return isinstance(module, nn.MultiheadAttention)
 
 
 def _holds(module: nn.Module, other: nn.Module | None) -> bool:
@@ -287,8 +293,11 @@ def measured_bucket(wrapped: nn.Module) -> ChosenBucket | None:
     return wrapped.measured_bucket if isinstance(wrapped, _Replicated) else None
 
 
-def forget_stand_ins(model: nn.Module, items: Mapping[str, float]) -> None:
-    """Drop the gradients of encoders that no process had an item for: they are those of stand-ins.
+def forget_idle_gradients(model: nn.Module, items: Mapping[str, float]) -> None:
+    """Drop gradients that one process does not have, so that neither momentum nor weight decay changes the weights.
+
+    They are those of encoders that no process had an item for, which ran on stand-ins, and zeros that FSDP 1 makes for
+    parameters that no loss reaches.
 
     Args:
         model: What is trained.
@@ -299,6 +308,8 @@ def forget_stand_ins(model: nn.Module, items: Mapping[str, float]) -> None:
             if not count:
                 for parameter in model.encoders[name].parameters():
                     parameter.grad = None
+        for parameter in model.given_zeros:
+            parameter.grad = None
 
 
 def full_value(tensor: Tensor) -> Tensor:
@@ -325,3 +336,9 @@ def check_data_plan(model: nn.Module, plan: DataPlan) -> None:
                 f"parallel.data.kind = fsdp1\n  It flattens parameters together, which must have one type; the model "
                 f"has {' and '.join(kinds)}. Give all parts the same `dtype`, or use fsdp2."
             )
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
+    if plan.kind == "fsdp1" and adapted:
+        raise ConfigError(
+            f"parallel.data.kind = fsdp1\n  {adapted[0]} has an adapter on a single parameter (PEFT's "
+            "target_parameters, as for experts), whose weight FSDP 1 would change while it is in use. Use fsdp2."
+        )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import clip_gradients, processes
-from cornstarch.parallel.data import forget_stand_ins, gradients_kept_here
+from cornstarch.parallel.data import forget_idle_gradients, gradients_kept_here
 from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.apply import Pipeline
 from cornstarch.plan.layout import Layout
@@ -170,7 +170,7 @@ class BoostedModel(nn.Module):
                 self._run(microbatches, losses.finish, trains)
         if trains:
             if self._stands_in:
-                forget_stand_ins(self.module, totals.items)
+                forget_idle_gradients(self.module, totals.items)
             _add_back(before)
         return {"loss": self._told(losses, asked), "outputs": losses.outputs()}
 

@@ -10,6 +10,7 @@ from cornstarch.attention.choice import attending_again
 from cornstarch.compute.recomputing import recompute_layer
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.hugging_face import checkpoint_activations
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.apply import planned_modules
 from cornstarch.plan.layout import Layout
@@ -27,7 +28,10 @@ def recompute_activations(model: nn.Module) -> None:
     plain = unwrap(model)
     if isinstance(model, MultimodalModel) or getattr(plain, "supports_gradient_checkpointing", False):
         options = {"use_reentrant": False, "context_fn": attending_again}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        if isinstance(model, MultimodalModel):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        else:
+            checkpoint_activations(plain, options)
         return
     layers = list(_layers(model))
     if not layers:

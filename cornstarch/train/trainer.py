@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.data import forget_stand_ins
+from cornstarch.parallel.data import forget_idle_gradients
 from cornstarch.train.attribution import DATA, TELLING
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.collate import CollatedBatch
@@ -246,7 +246,7 @@ class Trainer:
         norm: Tensor | None = None
         if totals.trained_tokens:
             if self.ranks > 1:
-                forget_stand_ins(self.model, totals.items)
+                forget_idle_gradients(self.model, totals.items)
             norm = self._changed_weights(batch, loss)
         else:
             self.update.forget()

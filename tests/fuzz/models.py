@@ -68,6 +68,8 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "opt": {
         **_TOKENS, "model_type": "opt", "hidden_size": 16, "num_attention_heads": 4, "ffn_dim": 32,
         "word_embed_proj_dim": 16, "max_position_embeddings": 128, "dropout": 0.0, "attention_dropout": 0.0,
+        # Not ReLU: where a value is zero but for rounding, its gradient would be all or nothing.
+        "activation_function": "gelu",
     },
 }  # fmt: skip
 

@@ -88,7 +88,8 @@ class ObservedTrainer(Trainer):
     def step(self, batch: StepBatch) -> StepResult:
         """Do a step, and note the norm of its gradients."""
         result = super().step(batch)
-        self.norms.append(None if result.grad_norm is None else float(result.grad_norm))
+        if result.totals.trained_tokens:  # a batch without any is passed over; one process does not even read it out
+            self.norms.append(None if result.grad_norm is None else float(result.grad_norm))
         return result
 
     def _take(self, made: RunSetup) -> None:

@@ -28,6 +28,23 @@ if TYPE_CHECKING:
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
+def checkpoint_activations(part: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> None:
+    """Let a Hugging Face model recompute its activations in the backward pass.
+
+    transformers lets embeddings have gradients then, also frozen ones, which only reentrant checkpointing needs. A
+    frozen tower would keep a graph for nothing.
+
+    Args:
+        part: The model.
+        kwargs: Arguments of `torch.utils.checkpoint.checkpoint`.
+        options: What else `gradient_checkpointing_enable` takes.
+    """
+    had_gradients = bool(getattr(part, "_require_grads_hooks", None) or getattr(part, "_require_grads_hook", None))
+    part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs), **options)  # type: ignore[operator]
+    if not had_gradients and kwargs.get("use_reentrant") is False:
+        part.disable_input_require_grads()  # type: ignore[operator]
+
+
 class HuggingFaceModel(nn.Module):
     """The part of `MultimodalModel` that answers what Hugging Face libraries ask."""
 
@@ -143,7 +160,7 @@ class HuggingFaceModel(nn.Module):
         kwargs = gradient_checkpointing_kwargs or {"use_reentrant": False}
         for part in self._bare_parts():
             if getattr(part, "supports_gradient_checkpointing", False):
-                part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs, **options)  # type: ignore[operator]
+                checkpoint_activations(part, kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Keep activations again."""

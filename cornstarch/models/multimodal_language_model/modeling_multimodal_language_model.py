@@ -80,6 +80,8 @@ class MultimodalModel(HuggingFaceModel):
         self.trains_on_placeholders = False
         self.positions_from_mask = True
         self.origin: Any = None
+        self.given_zeros: tuple[nn.Parameter, ...] = ()
+        """Trained parameters that no loss reaches, where a wrapper makes gradients of zeros for them (FSDP1)."""
         self._stand_ins: dict[str, dict[str, Any]] = {}
         self._prompt_length: int | None = None
         self._generate_by: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
