@@ -53,8 +53,13 @@ def check_tensor_plan(
 
 
 def _check_adapters(model: nn.Module, region: Region) -> None:
-    """Refuse adapters on cut layers that are not plain LoRA."""
+    """Refuse adapters on cut layers that are not plain LoRA, and those around a module with cut parameters."""
     owner = model.get_submodule(region.owner)
+    parts = region.owner.split(".")
+    for end in range(1, len(parts)):
+        around = model.get_submodule(".".join(parts[:end]))
+        if hasattr(around, "base_layer"):
+            check_adapters(".".join(parts[:end]), around, can_be_cut=False)
     for key, style in region.styles.items():
         layer: Any = child(owner, key) if key else owner
         if not hasattr(layer, "base_layer"):
