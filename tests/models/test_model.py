@@ -25,6 +25,7 @@ from cornstarch import (
     MultimodalProjector,
     MultimodalProjectorConfig,
 )
+from cornstarch.models.multimodal_language_model.verify import check_language_model
 from tests import zoo
 from tests.models.small import AUDIO, PATCHES, VISION, WHISPER_SINUSOIDS, clip, composed, llama, ragged, row
 
@@ -431,6 +432,12 @@ def test_model_whose_labels_are_shifted_already_is_refused() -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="BartForCausalLM does not train on the next token"):
         MultimodalModel(encoders={"vision": clip()}, language_model=BartForCausalLM(config))
+
+
+def test_loss_of_a_router_is_not_taken_for_shifted_labels() -> None:
+    router = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+    for seed in range(4):  # whichever of the two losses happens to be the larger one
+        assert check_language_model(zoo.LANGUAGE_MODELS["mixtral"].build(seed, **router)).is_causal
 
 
 def test_model_kept_in_two_precisions_composes() -> None:

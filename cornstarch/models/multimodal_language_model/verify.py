@@ -106,7 +106,9 @@ class _Probe:
         try:
             whole = self.logits(inputs_embeds=embeds.clone())
             prefix = self.logits(inputs_embeds=embeds[:, :-2].clone())
-            loss = self.model(inputs_embeds=embeds.clone(), labels=self.input_ids).loss
+            # Without the loss that a router adds, which says nothing about labels.
+            alone = {"output_router_logits": False} if accepts(self.model, "output_router_logits") else {}
+            loss = self.model(inputs_embeds=embeds.clone(), labels=self.input_ids, **alone).loss
         except Exception as error:
             raise UnsupportedModelError(f"{self.name} cannot be trained on inputs_embeds: {error}") from error
         if not _close(prefix, whole[:, :-2]):
@@ -115,7 +117,7 @@ class _Probe:
             )
         next_token = nn.functional.cross_entropy(whole[0, :-1].float(), self.input_ids[0, 1:])
         same_token = nn.functional.cross_entropy(whole[0].float(), self.input_ids[0])
-        # Nearer to, not equal to: mixtures of experts may add a loss of their own.
+        # Nearer to, not equal to: a model may add a loss of its own.
         if (loss - same_token).abs() < (loss - next_token).abs():
             raise UnsupportedModelError(
                 f"{self.name} does not train on the next token: its loss on a sample is {loss.item():.4f}, the cross "
