@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import inspect
+import io
 import itertools
 import json
 import re
@@ -17,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import soundfile
 import torch
 import transformers
 from PIL import Image
@@ -26,7 +29,7 @@ from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer, Pre
 # Not from transformers itself, which shows something in its place where torchvision is missing.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-from transformers.utils import is_torchvision_available
+from transformers.utils import is_mistral_common_available, is_torchvision_available
 
 from tests.models.whole_folders.stored import StoredFamily
 
@@ -84,6 +87,8 @@ class _WithoutVideo:
 
 def load_processor(folder: Path) -> Any:
     """Return the model's own processor; without torchvision, the same class around the Pillow image processor."""
+    if (folder / "tekken.json").exists() and is_mistral_common_available():
+        return AutoProcessor.from_pretrained(folder, mode="finetuning", padding_side="right")
     settings = json.loads((folder / "processor_config.json").read_text())
     name = settings["processor_class"]
     needs_torchvision = "video_processor" in settings or "torchvision" in getattr(
@@ -138,6 +143,8 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
     if "processor_kwargs" in inspect.signature(processor.apply_chat_template).parameters:
         options = {"processor_kwargs": options}
     template = processor.chat_template or processor.tokenizer.chat_template
+    if hasattr(processor.tokenizer, "mode"):  # mistral-common has no template, and takes sounds as files
+        return dict(processor.apply_chat_template([with_files(typed(conversation)) for conversation in given]))
     if template is None:
         questions, answers, items = zip(*map(_question_and_answer, given), strict=True)
         images = list(items) if any(items) else None
@@ -160,6 +167,19 @@ def oracle_batch(processor: Any, given: Sequence[Conversation]) -> dict[str, Any
         **options,
     )
     return dict(batch)
+
+
+def with_files(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation with its sounds as base64 of WAV files."""
+
+    def as_file(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "audio":
+            return part
+        file = io.BytesIO()
+        soundfile.write(file, part["audio"], 16_000, format="WAV", subtype="FLOAT")
+        return {"type": "audio", "base64": base64.b64encode(file.getvalue()).decode()}
+
+    return [{**message, "content": [as_file(part) for part in message["content"]]} for message in messages]
 
 
 def _question_and_answer(conversation: Conversation) -> tuple[str, str, list[Any]]:

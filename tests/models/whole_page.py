@@ -30,6 +30,15 @@ conversation becomes. This page is measured: for each family a tiny folder is wr
 *equal*: all of that holds. *refused*: Cornstarch says why it does not train this. *–*: not asked, because the model's
 own processor refuses such a conversation, or for another reason below. Anything else would be *wrong*: the tests fail.
 
+Some processors need a package that neither Cornstarch nor transformers installs; without it the model is refused:
+
+| package | models |
+|---|---|
+| `num2words` | SmolVLM |
+| `transformers[mistral-common]`, `soundfile` | Voxtral; mistral-common wants numpy < 2.4 on Python 3.12 and older |
+| `torchvision` | those below that say so, and videos |
+| `torchaudio` | Granite Speech |
+
 {versions}. Written by `{command}`.{others}
 
 {counts}
@@ -107,7 +116,8 @@ def _reasons(verdicts: Sequence[Verdict], word: str) -> str:
 
 def versions() -> str:
     """Return the versions of everything that decides what a processor makes, or whether it can be loaded."""
-    deciding = ("torch", "transformers", "tokenizers", "pillow", "torchvision", "torchaudio", "num2words", "timm")
+    deciding = ("torch", "transformers", "tokenizers", "pillow", "numpy", "torchvision")
+    deciding += ("torchaudio", "num2words", "mistral-common", "timm")
     return versions_of(*deciding)
 
 
@@ -116,7 +126,7 @@ def write_page(
     cases: Sequence[str],
     uncovered: Mapping[str, str],
     command: str,
-    others: Sequence[Path] = (),
+    others: Mapping[Path, str] | None = None,
 ) -> str:
     """Return the page.
 
@@ -125,7 +135,7 @@ def write_page(
         cases: The columns.
         uncovered: Models of the registry without a folder, with the reason.
         command: What writes the page.
-        others: Pages of the same sweep with other libraries installed.
+        others: Pages of the same sweep with other libraries installed, and the libraries.
     """
     header = ["family", "model", *cases]
     table = [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(verdict.row(cases) for verdict in verdicts)]
@@ -136,7 +146,7 @@ def write_page(
     return PAGE.format(
         versions=versions(),
         command=command,
-        others="".join(f" The same with torchvision installed: `{other}`." for other in others),
+        others="".join(f" With {library}: `{other}`." for other, library in (others or {}).items()),
         counts=", ".join(f"{words.count(word)} {word}" for word in (EQUAL, REFUSED, WRONG) if word in words)
         + f" of {len(verdicts)} families.",
         table="\n".join(table),

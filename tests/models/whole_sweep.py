@@ -6,7 +6,8 @@ apart, of two sizes, and of several turns; alone and together. What Cornstarch m
 them; the loss must be the original model's. What the package does not follow it must refuse, with a reason.
 
 `python -m tests.models.whole_sweep` writes docs/whole_models.md. On a machine with torchvision, whose image and video
-processors are then the models' own, `--page benchmarks/results/whole_models_torchvision.md`.
+processors are then the models' own, `--page benchmarks/results/whole_models_torchvision.md`; with mistral-common,
+`--family voxtral --page benchmarks/results/whole_models_mistral_common.md`.
 """
 
 from __future__ import annotations
@@ -293,7 +294,10 @@ def must_be_close(what: str, found: Tensor, expected: Tensor, rtol: float) -> No
 # ------------------------------------------------------------------------------------------------ the page
 
 PAGE = Path("docs/whole_models.md")
-WITH_TORCHVISION = Path("benchmarks/results/whole_models_torchvision.md")
+OTHERS = {
+    Path("benchmarks/results/whole_models_torchvision.md"): "torchvision",
+    Path("benchmarks/results/whole_models_mistral_common.md"): "mistral-common",
+}
 
 
 def registry_classes() -> list[str]:
@@ -317,9 +321,11 @@ def main() -> None:
             case = next(case for case, word in verdict.words.items() if word == WRONG)
             print(f"{verdict.family}, {case}: {verdict.reasons[case]}")
     classes = {family.model_class for family in FOLDERS.values()}
-    command = "python -m tests.models.whole_sweep" + ("" if chosen.page == PAGE else f" --page {chosen.page}")
+    families = "" if len(chosen.family) == len(FOLDERS) else f" --family {' '.join(chosen.family)}"
+    page = "" if chosen.page == PAGE else f" --page {chosen.page}"
+    command = f"python -m tests.models.whole_sweep{families}{page}"
     chosen.page.parent.mkdir(parents=True, exist_ok=True)
-    others = [WITH_TORCHVISION] if chosen.page == PAGE and WITH_TORCHVISION.exists() else []
+    others = {page: library for page, library in OTHERS.items() if chosen.page == PAGE and page.exists()}
     chosen.page.write_text(write_page(verdicts, CASES, uncovered(classes), command, others))
     if any(verdict.status == WRONG for verdict in verdicts):
         raise SystemExit("some families are wrong: see above")

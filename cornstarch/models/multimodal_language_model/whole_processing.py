@@ -24,10 +24,11 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.preprocessing.subprocessors import noise_item
 from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_tokenizer, check_vocabulary
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.models.multimodal_language_model.whole_tokens import TokenTemplate, missing_library
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `role`, and `content` as a list of parts with a type (`{"type": "image", "image": …}`)."""
-Style = Literal["parts", "text", "suffix"]
+Style = Literal["parts", "text", "suffix", "tokens"]
 
 # By modality: what transformers calls its items, and the attributes of a processor that process them.
 _KINDS = {"vision": "image", "audio": "audio"}
@@ -82,7 +83,17 @@ class WholeModelProcessor:
         if isinstance(self._template, dict):
             self._template = self._template.get("default")
         self.style: Style = self._find_style()
-        """How conversations are given: as typed parts, as one text per message, or as a prefix and a suffix."""
+        """How conversations are given: as typed parts (of which `tokens` makes no text), as one text per message, or
+        as a prefix and a suffix."""
+        self.token_template: TokenTemplate | None = None
+        """The chat template, if it makes tokens rather than a text."""
+        if self.style == "tokens":
+            if chat_template is not None:
+                raise ConfigError(
+                    f"`data.chat_template`: {type(original).__name__} makes tokens of conversations without a template "
+                    "that could be replaced. Leave it out."
+                )
+            self.token_template = self._build_token_template()
 
     @classmethod
     def from_pretrained(
@@ -118,21 +129,31 @@ class WholeModelProcessor:
     # ------------------------------------------------------------------ conversations
 
     def _find_style(self) -> Style:
+        word = "word"
+        conversation = [{"role": "user", "content": [{"type": "text", "text": word}]}]
+        try:
+            written = self._apply_template(conversation)
+        except Exception:  # a template raises whatever it likes at a content that is no text
+            written = None
+        if isinstance(written, Mapping):
+            return "tokens"
         if self._template is None:
             if "suffix" in _call_keywords(self.original):
                 return "suffix"
+            advice = "Add chat_template.jinja to its folder, or set `data.chat_template`."
             raise ConfigError(
                 f"{type(self.original).__name__} is stored without a chat template, so it is unknown how the model "
-                "was shown conversations. Add chat_template.jinja to its folder, or set `data.chat_template`."
+                f"was shown conversations. {missing_library(self.original) or advice}"
             )
-        word = "word"
-        try:
-            written = self._render([{"role": "user", "content": [{"type": "text", "text": word}]}])
-        except ConfigError:
-            raise
-        except Exception:  # a template raises whatever it likes at a content that is no text
+        if written is None:
             return "text"
         return "parts" if word in written and "'type'" not in written and '"type"' not in written else "text"
+
+    def _build_token_template(self) -> TokenTemplate:
+        known = {name: one for name, one in self.encoder_processors.items() if name in self.modality_token_ids}
+        items = {_KINDS[name]: (noise_item(one), self.modality_token_ids[name]) for name, one in known.items()}
+        rates = {"audio": known["audio"].sampling_rate} if "audio" in known else {}
+        return TokenTemplate(self.original, items, rates)
 
     def placeholder(self, kind: str) -> str:
         """Return what stands for an item in a text that is given to the processor."""
@@ -177,6 +198,8 @@ class WholeModelProcessor:
         return dict(self._call(self.original, conversations, options, False))
 
     def _call(self, worker: Any, conversations: Sequence[Messages], options: dict[str, Any], prompt: bool) -> Any:
+        if self.token_template is not None:
+            return self.token_template.encode(conversations, prompt=prompt)
         if self.style == "parts":
             return worker.apply_chat_template(
                 [[dict(message) for message in messages] for messages in conversations],
@@ -217,18 +240,15 @@ class WholeModelProcessor:
         return worker, reader
 
     def _render(self, messages: Messages, prompt: bool = False) -> str:
-        made = self.original.apply_chat_template(
+        return str(self._apply_template(messages, prompt))
+
+    def _apply_template(self, messages: Messages, prompt: bool = False) -> Any:
+        return self.original.apply_chat_template(
             [dict(message) for message in messages],
             chat_template=self._template,
             tokenize=False,
             add_generation_prompt=prompt,
         )
-        if not isinstance(made, str):
-            raise ConfigError(
-                f"{type(self.original).__name__} cannot be followed: it writes conversations as token ids alone (its "
-                f"tokenizer is a {type(self.llm_tokenizer).__name__}), so answers cannot be told from questions."
-            )
-        return made
 
     def _styled(self, messages: Messages) -> Messages:
         if self.style == "parts":
@@ -314,7 +334,7 @@ class _TextReader:
             return self._tokenizer(text, *args, **options)
         plain = [one.translate(self._hidden) for one in texts]
         given = plain[0] if isinstance(text, str) else plain
-        if not self._tokenizer.is_fast or len(plain) != 1:
+        if not getattr(self._tokenizer, "is_fast", False) or len(plain) != 1:
             return self._tokenizer(given, *args, **options)
         asked = options.pop("return_offsets_mapping", False)
         encoded = self._tokenizer(given, *args, return_offsets_mapping=True, **options)

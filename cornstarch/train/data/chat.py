@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cornstarch.train.data.rows import describe_formats
 from cornstarch.train.data.sample import Content, Media, Message, Sample, SampleError
@@ -136,7 +136,10 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
     `all_special_tokens` has the named ones only; `<end_of_turn>` and `<|eot_id|>` often have none.
     """
-    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    decoder: Any = tokenizer.added_tokens_decoder
+    if not isinstance(decoder, Mapping):  # a method that raises: mistral-common's tokenizers name all of theirs
+        decoder = {}
+    added = {number: str(token) for number, token in decoder.items() if token.special}
     named = zip(tokenizer.all_special_ids, map(str, tokenizer.all_special_tokens), strict=True)
     return {**added, **dict(named)}
 

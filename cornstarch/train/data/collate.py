@@ -92,7 +92,7 @@ class ChatCollator:
         self.features: ItemLookup | None = None
         """What encoders made of items before; None: nothing is kept."""
         tokenizer = processor.llm_tokenizer
-        if not tokenizer.is_fast:
+        if self._reads_offsets and not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{type(tokenizer).__name__} cannot say which characters a token stands for, so answers cannot be told "
                 "from questions; use its fast version."
@@ -105,6 +105,11 @@ class ChatCollator:
     def __call__(self, samples: Sequence[Sample]) -> CollatedBatch:
         """Return the batch of samples, all of which must be good."""
         return self.join([self.prepare(sample) for sample in samples])
+
+    @property
+    def _reads_offsets(self) -> bool:
+        """Whether answers are found by the characters that tokens stand for."""
+        return True
 
     def expect_compiled(self) -> None:
         """Make rows of few lengths, if the config leaves that open: the model will be compiled for each of them."""
@@ -211,11 +216,15 @@ class ChatCollator:
         if isinstance(processor, PrecomputedFeatureExtractor):
             return self._features(media, processor)
         sound = load_audio(media, sampling_rate(processor))
-        most = getattr(processor, "n_samples", None)
+        most = self.longest_sound(processor)
         if most is not None and len(sound) > most and self.data.too_long != "cut":
             # The feature extractor would cut it without a word.
             raise SampleTooLongError(f"has a sound of {len(sound)} samples, its feature extractor takes {most}")
         return sound
+
+    def longest_sound(self, processor: Any) -> int | None:
+        """Return how many samples of a sound a processor takes; None: any number."""
+        return getattr(processor, "n_samples", None)
 
     def _features(self, media: Media, processor: PrecomputedFeatureExtractor) -> np.ndarray:
         features = load_features(media, processor.feature_size)

@@ -117,7 +117,7 @@ class SampleSizer:
             return image_size(media, self.data.max_pixels)
         is_array = isinstance(processor, PrecomputedFeatureExtractor)
         length = feature_frames(media) if is_array else sound_length(media, sampling_rate(processor))
-        most = processor.max_frames if is_array else getattr(processor, "n_samples", None)
+        most = processor.max_frames if is_array else self._collator.longest_sound(processor)
         if most is not None and length > most and self.data.too_long != "cut":
             unit = "frames" if is_array else "samples"
             raise SampleTooLongError(f"has a sound of {length} {unit}, its feature extractor takes {most}")

@@ -59,7 +59,7 @@ class WholeChatWriter:
 
     def marked(self, conversation: Conversation) -> Conversation:
         """Return a conversation with marks around its answers; the template must leave all else as it is."""
-        if not self._answers_only or self._processor.style == "suffix":  # the processor knows which is the answer
+        if not self._answers_only or self._processor.style in ("suffix", "tokens"):  # answers are found otherwise
             return conversation
         marked = [
             {**turn, "content": [_marked(part) for part in turn["content"]]} if turn["role"] == "assistant" else turn

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from cornstarch.models.multimodal_language_model.preprocessing.subprocessors imp
 from cornstarch.models.multimodal_language_model.whole_processing import (
     Encoded,
     WholeModelProcessor,
+    items_of,
     message_of,
 )
 from cornstarch.train.config import DataConfig
@@ -43,6 +46,12 @@ class WholeChatCollator(ChatCollator):
         # that the samples have.
         self._joins: dict[frozenset[frozenset[str]], bool] = {}
         self._together_counts: dict[str, bool] = {}
+        self._takes_any_sound: bool | None = None
+
+    @property
+    def _reads_offsets(self) -> bool:
+        assert isinstance(self.processor, WholeModelProcessor)
+        return self.processor.style != "tokens"
 
     # ------------------------------------------------------------------ one sample
 
@@ -55,22 +64,25 @@ class WholeChatCollator(ChatCollator):
         return self._within_limits(self._read(sample, encoded, items, conversation))
 
     def _encoded(self, conversation: Conversation, prompt: bool = False) -> Encoded:
-        try:
+        with _processing():
             return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
-        except Exception as error:  # whatever a processor stumbles over: an odd image, a count that does not fit
-            named = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            raise SampleError(f"cannot be processed: {named}{error}") from error
 
     def _read(self, sample: Sample, encoded: Encoded, items: Sequence[Any], source: Any) -> PreparedSample:
         """Take apart what the processor returned."""
         tokens, encoder_inputs = _take_apart(self._own, encoded.inputs)
         input_ids = tokens.pop("input_ids")
         own_labels = tokens.pop("labels", None)
+        if items and not encoder_inputs:
+            raise SampleError(f"{type(self._own.original).__name__} leaves its items out")
         if self._own.style == "suffix":
             text = encoded.text or ""
             labels = input_ids.masked_fill(torch.isin(input_ids, self._placeholder_ids), IGNORED)
             if own_labels is not None and self.data.train_on == "answers":
                 labels = own_labels
+        elif self._own.style == "tokens":
+            text = ""
+            learned = self._learned(source, input_ids) & ~torch.isin(input_ids, self._placeholder_ids)
+            labels = torch.where(learned, input_ids, IGNORED)
         else:
             rendered = self._rendered(encoded)
             labels = self._answers(input_ids, encoded, rendered)
@@ -100,8 +112,31 @@ class WholeChatCollator(ChatCollator):
         learned &= ~torch.isin(input_ids, self._placeholder_ids)
         return torch.where(learned, input_ids, IGNORED)
 
+    def _learned(self, conversation: Conversation, input_ids: Tensor) -> Tensor:
+        """Say for each token of a chat template that makes no text whether it is the model's to write."""
+        assert self._own.token_template is not None
+        if self.data.train_on != "answers":
+            return torch.ones_like(input_ids, dtype=torch.bool)
+        learned = torch.zeros_like(input_ids, dtype=torch.bool)
+        with _processing():
+            for first, last in self._own.token_template.answers(conversation, input_ids.tolist()):
+                learned[first:last] = True
+        return learned
+
     def _load(self, media: Any) -> Any:
         return self._item(media, self._own.encoder_processors[self.modality(media)])
+
+    def longest_sound(self, processor: Any) -> int | None:
+        """Return how many samples of a sound are taken; a template that makes tokens may count those of any number."""
+        most = super().longest_sound(processor)
+        template = self._own.token_template
+        if most is None or template is None:
+            return most
+        if self._takes_any_sound is None:
+            sounds = (np.zeros(length, dtype=np.float32) for length in (most, most + 1))
+            taken, longer = (len(template.tokens(message_of("audio", [sound]), prompt=True)) for sound in sounds)
+            self._takes_any_sound = longer > taken
+        return None if self._takes_any_sound else most
 
     def media_kinds(self) -> dict[str, MediaKind]:
         """Return the kind of media that each modality takes."""
@@ -109,7 +144,12 @@ class WholeChatCollator(ChatCollator):
 
     # ------------------------------------------------------------------ documents
 
+    def _check_takes_documents(self) -> None:
+        if self._own.style == "tokens":
+            raise SampleError(f"{type(self._own.original).__name__} cannot process a text without roles")
+
     def _prepared_document(self, sample: Sample) -> PreparedSample:
+        self._check_takes_documents()
         items = [self._load(media) for media in sample.media]
         given: dict[str, list[Any]] = {}
         for media, item in zip(sample.media, items, strict=True):
@@ -136,7 +176,10 @@ class WholeChatCollator(ChatCollator):
     def written(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """Return the ids of a sample's text, one placeholder for each item, and which are the model's to write."""
         if sample.document:
+            self._check_takes_documents()
             return self._tokenized(self._writer.write(sample, lambda media: self._own.placeholder(media.kind)))
+        if self._own.token_template is not None:
+            return self._written_as_tokens(self._whole_writer.conversation(sample, self._stand_ins_of(sample)))
         conversation = self._whole_writer.marked(self._whole_writer.conversation(sample))
         return self._unexpanded(self._whole_writer.rendered(self._whole_writer.write(conversation)))
 
@@ -144,6 +187,24 @@ class WholeChatCollator(ChatCollator):
         """Tokenize a text whose placeholders are single, with the tokens around it that the processor adds."""
         bos = self._own.llm_tokenizer.bos_token
         return self._tokenized(rendered, add_special_tokens=bos is None or not rendered.text.startswith(bos))
+
+    def _written_as_tokens(self, conversation: Conversation, prompt: bool = False) -> tuple[Tensor, Tensor]:
+        """Do the same for a chat template that makes tokens; all items are stand-ins with as many tokens each."""
+        assert self._own.token_template is not None
+        with _processing():
+            ids = torch.tensor(self._own.token_template.tokens(conversation, prompt=prompt))
+        learned = torch.zeros_like(ids, dtype=torch.bool) if prompt else self._learned(conversation, ids)
+        kept = ~torch.isin(ids, self._placeholder_ids)
+        counts = {kind: len(values) for kind, values in items_of(conversation).items()}
+        for name, token in self._own.modality_token_ids.items():
+            places, count = (ids == token).nonzero().flatten(), counts.get(_KINDS[name], 0)
+            if count:
+                kept[places[:: len(places) // count]] = True
+        return ids[kept], learned[kept]
+
+    def _stand_ins_of(self, sample: Sample) -> list[Any]:
+        processors = self._own.encoder_processors
+        return [noise_item(processors[self.modality(media)]) for media in sample.media]
 
     def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
         """Return what an encoder is given for the decoded items of a sample, and the tokens that they take in its text.
@@ -153,7 +214,11 @@ class WholeChatCollator(ChatCollator):
         """
         conversation = message_of(_KINDS[name], items)
         taken = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
-        unexpanded, _ = self._unexpanded(Rendered(self._own.write(conversation, prompt=True), ()))
+        if self._own.token_template is not None:
+            stand_ins = message_of(_KINDS[name], [noise_item(self._own.encoder_processors[name])] * len(items))
+            unexpanded, _ = self._written_as_tokens(stand_ins, prompt=True)
+        else:
+            unexpanded, _ = self._unexpanded(Rendered(self._own.write(conversation, prompt=True), ()))
         share, more = divmod(taken - len(unexpanded) + len(items), len(items))
         return self._own.encoder_inputs(name, items), [share + (number < more) for number in range(len(items))]
 
@@ -240,6 +305,16 @@ class WholeChatCollator(ChatCollator):
         made = self._own.encode_together([sample.source for sample in samples if sample.source is not None])
         keys = {key for sample in samples for key in sample.encoder_inputs}
         return {key: value for key, value in made.items() if key in keys}
+
+
+@contextmanager
+def _processing() -> Iterator[None]:
+    """Name whatever a processor stumbles over, an odd image or a count that does not fit, as the sample's mistake."""
+    try:
+        yield
+    except Exception as error:
+        named = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        raise SampleError(f"cannot be processed: {named}{error}") from error
 
 
 def _take_apart(processor: WholeModelProcessor, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.models.whole_folders import families, more, newest, qwen
+from tests.models.whole_folders import families, more, newest, qwen, tekken
 from tests.models.whole_folders.stored import StoredFamily
 
-FOLDERS: Mapping[str, StoredFamily] = {**qwen.FAMILIES, **families.FAMILIES, **more.FAMILIES, **newest.FAMILIES}
+FOLDERS: Mapping[str, StoredFamily] = {
+    **qwen.FAMILIES,
+    **tekken.FAMILIES,
+    **families.FAMILIES,
+    **more.FAMILIES,
+    **newest.FAMILIES,
+}
 
 
 def write_folder(name: str, parent: Path) -> Path:

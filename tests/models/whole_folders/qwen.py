@@ -137,14 +137,4 @@ FAMILIES: dict[str, StoredFamily] = {
         kinds=("audio",),
         **CHATML,
     ),
-    "voxtral": StoredFamily(
-        "VoxtralForConditionalGeneration",
-        existing("voxtral", audio_token_id="[AUDIO]"),
-        {"processor_class": "VoxtralProcessor", "feature_extractor": spectrogram()},
-        templates.VOXTRAL,
-        ("[INST]", "[/INST]", "[AUDIO]"),
-        kinds=("audio",),
-        reserved=("[AUDIO]", 24),
-        ends=("</s>",),
-    ),
 }

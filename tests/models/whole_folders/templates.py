@@ -92,13 +92,6 @@ MISTRAL = (
     + parts(image="")
     + "{{ eos_token }}{% endif %}{% endfor %}"
 )
-VOXTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST]"
-    + parts(audio="[AUDIO]")
-    + "[/INST]{% else %}"
-    + parts(audio="")
-    + "{{ eos_token }}{% endif %}{% endfor %}"
-)
 LLAVA_NEXT = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] "
     "{% for content in message.content | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"

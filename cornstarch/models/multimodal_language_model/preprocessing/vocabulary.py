@@ -6,6 +6,7 @@ special tokens only: every text becomes nothing, or a row of unknown tokens, wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -24,7 +25,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if _encodes(tokenizer, _PLAIN_TEXT):
         return
-    special = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
+    special = {*tokenizer.all_special_tokens, *map(str, _added_tokens(tokenizer).values())}
     own = [token for token in tokenizer.get_vocab() if token not in special]
     if any(_encodes(tokenizer, tokenizer.convert_tokens_to_string([token])) for token in own[:_TRIED_TOKENS]):
         return
@@ -55,7 +56,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
     rows = table_size(model)
     if rows is None:
         return
-    added = tokenizer.added_tokens_decoder
+    added = _added_tokens(tokenizer)
     beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
     ordinary = sorted(beyond.keys() - added.keys())
     if ordinary:
@@ -65,6 +66,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
             f"the model's embedding table of {rows} rows, such as {beyond[last]!r} with number {last}: they do not "
             "belong together. Give the model's own tokenizer."
         )
+
+
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, Any]:
+    found: Any = tokenizer.added_tokens_decoder
+    return found if isinstance(found, Mapping) else {}  # a method that raises: mistral-common's have none
 
 
 def table_size(model: Any) -> int | None:
