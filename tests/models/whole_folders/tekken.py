@@ -1,4 +1,4 @@
-"""Models of Mistral that hear: their folders have mistral-common's tekken.json, and no chat template."""
+"""Models of Mistral that hear: their folders have no chat template and no tokenizer.json, but a tekken.json."""
 
 from __future__ import annotations
 
