@@ -24,7 +24,7 @@ from tests.fuzz.work import Outcome, Values
 
 TOLERANCE = 1e-4
 FLOOR = 1e-2
-HALF = 5e-2
+HALF = 0.1
 FLIPPED = 0.15
 """In half precision: how far an accuracy may be off, because the likeliest of two equally likely words is another."""
 _TIMES = 4.0  # the distance between half precision and fp32 that several processes may be off
