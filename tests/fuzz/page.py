@@ -13,18 +13,18 @@ from typing import Any
 
 from tests.fuzz.case import Case
 from tests.fuzz.compare import FLOOR, HALF, TOLERANCE
-from tests.fuzz.results import Result, read_results
+from tests.fuzz.results import Result, count_mended, read_results
 from tests.parity.page import PAGE, RUN_IT, WIDTH, random_cases_of
 from tests.versions import versions_of
 
 BEGIN, END = "<!-- random cases: written by `python -m tests.fuzz --page` -->", "<!-- end of random cases -->"
-_MOST_REASONS = 12
+_MOST_REASONS, _LONGEST = 12, 160
 
 
 def write_page(results: Path, page: Path = PAGE) -> str:
     """Put the section about the results of a file into the page; return what was done."""
     found = list(read_results(results).values())
-    section = f"{BEGIN}\n{describe(found)}\n{END}\n"
+    section = f"{BEGIN}\n{describe(found, count_mended(results))}\n{END}\n"
     text = page.read_text(encoding="utf-8")
     before = random_cases_of(text)
     text = text.replace(before, section) if before else text.replace(RUN_IT, f"{section}\n{RUN_IT}")
@@ -32,8 +32,13 @@ def write_page(results: Path, page: Path = PAGE) -> str:
     return f"{len(found)} cases written to {page}"
 
 
-def describe(results: Sequence[Result]) -> str:
-    """Return the section."""
+def describe(results: Sequence[Result], mended: int = 0) -> str:
+    """Return the section.
+
+    Args:
+        results: Of all cases.
+        mended: How many of them failed at first.
+    """
     counts = Counter(one.verdict.kind for one in results)
     failed = sum(one.verdict.is_failure for one in results)
     seeds = Counter(str(one.case["name"]).partition("-")[0] for one in results)
@@ -47,6 +52,8 @@ def describe(results: Sequence[Result]) -> str:
         f"{datetime.now(UTC):%Y-%m-%d} with {tools} and Python {platform.python_version()} on the CPU; the mean case "
         f"took {sum(one.verdict.seconds for one in results) / max(len(results), 1):.1f} s."
     )
+    if mended:
+        about += f" {mended} of them failed at first, and were run again when that was mended."
     how = (
         "Models, the parts that are trained, plans, 2 to 6 ranks, batches and options are drawn at random "
         "(`tests/fuzz/generate.py`), and each run is compared with one process: the norm of the gradients of each "
@@ -144,6 +151,8 @@ def _reasons(results: Sequence[Result]) -> list[str]:
 def _shorten(reason: str) -> str:
     """Return the sentence of a refusal that says why, without the numbers and names of the case."""
     lines = [line.strip() for line in reason.removeprefix("one process: ").splitlines() if line.strip()]
-    text = lines[1] if lines[0].endswith(("yet.", ":")) and len(lines) > 1 else lines[0]
+    is_heading = lines[0].endswith(("yet.", ":")) or re.fullmatch(r"[\w.]+ = [^.]+", lines[0])
+    text = lines[1] if is_heading and len(lines) > 1 else lines[0]
     text = re.split(r"(?<=[.:]) (?=[A-Z])", text)[0]
-    return re.sub(r"\d[\d.,]*", "n", text).replace("|", "/")[:160]
+    text = re.sub(r"(?<![A-Za-z])\d+([.,]\d+)*", "n", text).replace("|", "/")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0]} …"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +21,17 @@ class Result:
 
 def read_results(path: Path) -> dict[str, Result]:
     """Return the results of a file by the names of the cases; none if there is no such file."""
-    found: dict[str, Result] = {}
-    if not path.exists():
-        return found
-    for line in path.read_text(encoding="utf-8").splitlines():
+    return {str(one.case["name"]): one for one in _read_lines(path)}
+
+
+def count_mended(path: Path) -> int:
+    """Return how many cases of a file failed at first, and no longer when they were run again."""
+    failed = {one.case["name"] for one in _read_lines(path) if one.verdict.is_failure}
+    return sum(not one.verdict.is_failure for name, one in read_results(path).items() if name in failed)
+
+
+def _read_lines(path: Path) -> Iterator[Result]:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         data = json.loads(line)
         verdict = Verdict(**{**data["verdict"], "details": tuple(data["verdict"]["details"])})
-        found[data["case"]["name"]] = Result(data["case"], verdict)
-    return found
+        yield Result(data["case"], verdict)
