@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import soundfile
 import torch
 import transformers
 from PIL import Image
@@ -176,6 +175,8 @@ def with_files(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if part["type"] != "audio":
             return part
         file = io.BytesIO()
+        import soundfile  # where sounds are given as files alone
+
         soundfile.write(file, part["audio"], 16_000, format="WAV", subtype="FLOAT")
         return {"type": "audio", "base64": base64.b64encode(file.getvalue()).decode()}
 
