@@ -50,9 +50,8 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of the module's own forward, in order."""
     inner = unwrap(module)
     forward = inspect.unwrap(inner.__dict__.get("forward", type(inner).forward))
-    return _parameters_of(getattr(forward, "__func__", forward))[
-        0
-    ]  # not the bound method: the cache would keep `inner`
+    # Not the bound method: the cache would keep `inner`.
+    return _parameters_of(getattr(forward, "__func__", forward))[0]
 
 
 def accepts(module: nn.Module, name: str) -> bool:
