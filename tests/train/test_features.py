@@ -19,9 +19,11 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProcessor
 from cornstarch.train.config import RunConfig
 from cornstarch.train.data.collate import ChatCollator, CollatedBatch
+from cornstarch.train.data.loader import StepBatch
 from cornstarch.train.data.sample import Media, Message, Sample
 from cornstarch.train.features.keeping import kept_features
 from cornstarch.train.precision import Placement
+from cornstarch.train.results import StepResult
 from cornstarch.train.tasks.conversation import ConversationTask
 from tests.models.local_processors import image, processor_of, sound, tokenizer
 from tests.parity.pool import pool
@@ -422,6 +424,15 @@ def train_lines(folder: Path) -> list[dict[str, Any]]:
 def test_the_second_epoch_of_a_run_does_not_run_the_encoder(tmp_path: Path, workers: int) -> None:
     trainer_of(tiny_config(tmp_path, f"output={tmp_path / 'plain'}", "features.cache=false", **TWO_EPOCHS)).fit()
     first = trainer_of(tiny_config(tmp_path, f"data.workers={workers}", **TWO_EPOCHS))
+    take_step = first.step
+
+    def step_and_wait(batch: StepBatch) -> StepResult:
+        result = take_step(batch)
+        assert first.features is not None
+        first.features.wait()  # features are written in the background, sooner or later than the next step
+        return result
+
+    first.step = step_and_wait  # type: ignore[method-assign]
     first.fit()
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-6)
     told = train_lines(tmp_path / "run")
