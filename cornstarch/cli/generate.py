@@ -62,7 +62,7 @@ def generate(
         prompt = ""  # an image asks for its label without a word
     if prompt is not None:
         answer = say(_question(prompt, files), [])
-        print(_shown(answer), file=sys.stdout if answer.strip() else sys.stderr)
+        print(_format_answer(answer), file=sys.stdout if answer.strip() else sys.stderr)
         return
     _chat(say, files)
 
@@ -99,12 +99,12 @@ def _chat(say: Callable[[Sample, list[Message]], str], files: list[tuple[str, Pa
                     print("Give the files of the next question anew.")
                 files = []
                 continue
-            print(_shown(answer))
+            print(_format_answer(answer))
             said = [*said, *question.messages, Message("assistant", (answer,))]
             files = []
 
 
-def _shown(answer: str) -> str:
+def _format_answer(answer: str) -> str:
     """Return an answer as it is printed: an empty one must not look like nothing at all."""
     return answer if answer.strip() else _EMPTY
 

@@ -348,8 +348,8 @@ def _result(run: Run) -> str:
 
 _ZEROS = (
     "fsdp1: a trained parameter that the loss does not depend on has a gradient of zeros, where one process has none "
-    "(here CLIP's last norm, which only its pooled output goes through). With weight decay such a parameter shrinks, "
-    "unless it is a bias or belongs to a norm."
+    "(here CLIP's last norm, which only its pooled output goes through). It is dropped before the optimizer's step, so "
+    "that weight decay does not shrink the parameter."
 )
 
 _TEXT = """\

@@ -91,7 +91,7 @@ class TokenTemplate:
         soundfile.write(file, np.asarray(item, dtype=np.float32), self._rates[kind], format="WAV", subtype="FLOAT")
         return {"type": kind, "base64": base64.b64encode(file.getvalue()).decode()}
 
-    def _given(self, messages: Messages) -> list[dict[str, Any]]:
+    def _convert_messages(self, messages: Messages) -> list[dict[str, Any]]:
         def part(one: Mapping[str, Any]) -> Part:
             kind = one["type"]
             return self._forms[kind](kind, one[kind]) if kind in self._forms else dict(one)
@@ -112,11 +112,11 @@ class TokenTemplate:
             prompt: Whether the model's answer is to follow.
         """
         worker = self._asked if prompt else self._answered
-        return self._apply(worker, [self._given(messages) for messages in conversations], prompt)
+        return self._apply(worker, [self._convert_messages(messages) for messages in conversations], prompt)
 
     def tokens(self, messages: Messages, *, prompt: bool = False) -> list[int]:
         """Return the tokens of a conversation alone, which takes no item to be processed."""
-        return self._tokens(self._given(messages), prompt)
+        return self._tokens(self._convert_messages(messages), prompt)
 
     def _tokens(self, given: Messages, prompt: bool) -> list[int]:
         tokenizer: Any = (self._asked if prompt else self._answered).tokenizer
@@ -130,7 +130,7 @@ class TokenTemplate:
             messages: The conversation, with its items.
             input_ids: What the processor made of it.
         """
-        given = self._given(messages)
+        given = self._convert_messages(messages)
         spans = []
         for number, message in enumerate(given):
             if message["role"] != "assistant":
