@@ -1,24 +1,23 @@
-"""How much of the time replicas wait for one another, as samples come and balanced, on a heavy-tailed trace.
+"""Measure the efficiency of replicas on a heavy-tailed trace, with samples in order and balanced.
 
-The generator, sample by sample, all from one seed (lognormal(median, spread): e to a normal of that spread, times the
-median):
+All samples come from one seed (lognormal(median, sigma): e to a normal with that sigma, times the median):
 
-- the kind: 25 % text alone, 45 % one image, 15 % several images, 5 % a video, 10 % a sound;
+- the kind: 25 % text only, 45 % one image, 15 % several images, 5 % a video, 10 % an audio clip;
 - text: lognormal(180 tokens, 1.0), at most 8,192;
 - an image: lognormal(1,000 patches, 0.7), 64 to 16,384; four patches are one token of the language model;
 - several images: their number is 2 × Pareto(1.5), at most 16;
 - a video: lognormal(16 frames, 0.7), at most 64, of 256 patches each;
-- a sound: lognormal(12 s, 0.8), at most 60 s; 50 frames a second for its encoder, 12.5 tokens.
+- an audio clip: lognormal(12 s, 0.8), at most 60 s; 50 frames per second for its encoder, 12.5 tokens.
 
-A sample is 8,192 tokens at most; what is longer is left out, as a run does. What a sample costs follows from the sizes
-of three modules, two operations for each parameter and token, and four for each layer, channel and pair that attention
-sees (twice as many where it sees in both directions): a vision encoder of 0.4 B parameters and a sound encoder of
-0.6 B, both frozen (forward alone), and a language model of 8 B that is trained (forward and twice that backward). So
-there are three phases; processes wait for one another in each.
+A sample has at most 8,192 tokens; longer samples are skipped, as in a run. The cost of a sample follows from the sizes
+of three modules: two operations per parameter and token, and four per layer, channel and pair of tokens in attention
+(twice as many pairs in bidirectional attention). The modules are a vision encoder of 0.4 B parameters and an audio
+encoder of 0.6 B, both frozen (forward only), and a language model of 8 B that is trained (forward, and twice that
+backward). This gives three phases; processes wait for each other in each of them.
 
-Efficiency is the mean work of a replica over that of the slowest, phase by phase and added up: 1 if nobody waits. A
-sample *dominates* a step if in some phase it is more than an even share of a replica: then no assignment of whole
-samples is even. Those steps are told apart.
+Efficiency is the mean work of a replica over that of the slowest, summed over the phases: 1 if no replica waits. A
+sample *dominates* a step if its cost in some phase exceeds the mean work of a replica: then no assignment of whole
+samples is balanced. These steps are reported separately.
 
     python benchmarks/balancing.py --output benchmarks/results/balancing.md
 """
@@ -40,7 +39,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cornstarch.plan.balancing import Dealt, balance, deal, dominated, efficiency, loads
+from cornstarch.plan.load_balancing import (
+    SampleAssignment,
+    assign_in_order,
+    balance,
+    compute_efficiency,
+    compute_loads,
+    find_dominated_phases,
+)
 
 PHASES = ("vision", "audio", "language model")
 REPLICAS = 32
@@ -53,16 +59,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Module:
-    """What a module's work follows from."""
+    """The size of a module, which determines its work."""
 
     parameters: float
     layers: int
     width: int
     passes: int
-    """1: forward alone; 3: backward, too."""
+    """1: forward only; 3: forward and backward."""
 
     def work(self, tokens: Floats, pairs: Floats) -> Floats:
-        """Return the operations for so many tokens, and pairs of tokens that see each other."""
+        """Return the operations for a number of tokens and visible pairs of tokens."""
         return self.passes * (2 * self.parameters * tokens + 4 * self.layers * self.width * pairs)
 
 
@@ -77,7 +83,7 @@ def lognormal(random: np.random.Generator, median: float, spread: float) -> floa
 
 
 def sample(random: np.random.Generator) -> tuple[float, list[float], float]:
-    """Return the tokens of a text, the patches of its images, and the seconds of its sound."""
+    """Return the text tokens, image patches and audio seconds of a sample."""
     kind = random.choice(5, p=[0.25, 0.45, 0.15, 0.05, 0.10])
     text = min(lognormal(random, 180, 1.0), LONGEST)
     images, frames = [0, 1, min(int(2 * (1 + random.pareto(1.5))), 16), 0, 0][kind], 0
@@ -90,7 +96,7 @@ def sample(random: np.random.Generator) -> tuple[float, list[float], float]:
 
 
 def trace(count: int, seed: int) -> Floats:
-    """Return what samples cost in each phase, [3, count]."""
+    """Return the costs of samples in each phase, [3, count]."""
     random = np.random.default_rng(seed)
     costs = np.zeros((3, count))
     done = 0
@@ -109,77 +115,77 @@ def trace(count: int, seed: int) -> Floats:
 
 @dataclass
 class Found:
-    """What was found for one size of a step; an entry for each step."""
+    """The results for one step size, with an entry for each step."""
 
     before: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)
     phases: list[list[float | None]] = field(default_factory=list)
-    """Of each phase alone, balanced; None where one sample dominates it."""
+    """Efficiency of each phase alone, balanced; None if one sample dominates it."""
     padded: list[tuple[float, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     @property
     def free(self) -> list[float]:
-        """Balanced, in steps that no sample dominates in any phase."""
+        """Balanced efficiency in steps without a dominating sample in any phase."""
         return [after for after, phases in zip(self.after, self.phases, strict=True) if None not in phases]
 
     def phase(self, number: int) -> list[float]:
-        """Return what a phase alone has in the steps in which no sample dominates it."""
+        """Return the efficiency of a phase alone in the steps without a dominating sample."""
         return [one for phases in self.phases if (one := phases[number]) is not None]
 
 
 def measure(replicas: int, samples: int, portions: int, steps: int, seed: int) -> Found:
-    """Balance some steps of so many samples for each replica."""
+    """Balance some steps with this number of samples per replica."""
     found = Found()
     for costs in np.split(trace(steps * replicas * samples, seed), steps, axis=1):
-        came = deal(costs.shape[1], replicas, portions)
+        came = assign_in_order(costs.shape[1], replicas, portions)
         began = time.perf_counter()
         dealt = balance(costs, replicas, portions)
         found.seconds.append(time.perf_counter() - began)
         check(dealt, costs.shape[1])
-        work = loads(costs, dealt)
-        found.before.append(efficiency(loads(costs, came)))
-        found.after.append(efficiency(work))
+        work = compute_loads(costs, dealt)
+        found.before.append(compute_efficiency(compute_loads(costs, came)))
+        found.after.append(compute_efficiency(work))
         by_replica = work.sum(1)
         even = by_replica.mean(0) / by_replica.max(0)
-        heavy = dominated(costs, replicas)
+        heavy = find_dominated_phases(costs, replicas)
         found.phases.append([None if h else float(one) for one, h in zip(even, heavy, strict=True)])
         filled, needed = balance(costs, replicas, portions, padded=True), float(costs.sum())
-        padded = [efficiency(loads(costs, one, padded=True), needed) for one in (came, filled)]
+        padded = [compute_efficiency(compute_loads(costs, one, padded=True), needed) for one in (came, filled)]
         found.padded.append((padded[0], padded[1]))
     return found
 
 
-def check(dealt: Dealt, count: int) -> None:
-    """Fail unless every sample is somewhere once."""
+def check(dealt: SampleAssignment, count: int) -> None:
+    """Fail unless every sample is assigned exactly once."""
     places = np.sort(np.concatenate([one for portions in dealt for one in portions]))
     assert np.array_equal(places, np.arange(count)), "samples were lost"
 
 
 def report(steps: int, replicas: int) -> tuple[str, bool]:
-    """Return the page, and whether the limit is kept, in every phase, wherever no sample dominates it."""
+    """Return the page, and whether every phase without a dominating sample meets the limit."""
     lines = [
-        "# How much replicas wait for one another, with and without balancing",
+        "# Waiting time of replicas, with and without balancing",
         "",
         f"Command: `python {shlex.join(sys.argv)}`. {date.today()}, Python {platform.python_version()}, "
         f"NumPy {np.__version__}, {os.cpu_count()} CPU cores.",
         "",
-        f"{replicas} replicas, {steps} steps in each line, samples of a heavy-tailed trace whose generator stands at "
+        f"{replicas} replicas, {steps} steps per line, samples of a heavy-tailed trace that is described at "
         "the top of the script. *Simulated*: work is counted in operations, not measured.",
         "",
-        "Efficiency: mean work of a replica over the slowest's, phase by phase; mean over steps (worst step). A phase "
-        "alone: in the steps in which no sample dominates it, how many of them.",
+        "Efficiency: mean work of a replica over that of the slowest, by phase; mean over steps (worst step). A phase "
+        "alone: in the steps without a dominating sample, and the number of these steps.",
         "",
-        "| samples of a replica | portions | as they come | balanced | no sample dominates any phase | "
-        f"{' | '.join(f'{phase} alone' for phase in PHASES)} | time to find it |",
+        "| samples per replica | microbatches | in order | balanced | no sample dominates any phase | "
+        f"{' | '.join(f'{phase} alone' for phase in PHASES)} | search time |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     padding = [
-        "## Rows that are filled up instead of packed",
+        "## Padded instead of packed rows",
         "",
-        "The same, with what fills up rows to the longest of their portion counted as waste.",
+        "The same, with the padding to the longest row of a microbatch counted as waste.",
         "",
-        "| samples of a replica | portions | as they come | balanced |",
+        "| samples per replica | microbatches | in order | balanced |",
         "|---|---|---|---|",
     ]
     worst = 1.0
@@ -197,7 +203,7 @@ def report(steps: int, replicas: int) -> tuple[str, bool]:
             padding.append(f"| {samples} | {portions} | {_both(before)} | {_both(after)} |")
     lines += [
         "",
-        f"Where no sample dominates, a phase alone or all: at least {worst:.3f} (limit {LIMIT}).",
+        f"Without a dominating sample, in a phase alone or in all: at least {worst:.3f} (limit {LIMIT}).",
         "",
         *padding,
         "",
@@ -214,9 +220,9 @@ def _counted(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Print the page; fail if the limit is not kept."""
+    """Print the page; fail if the limit is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="in each line")
+    parser.add_argument("--steps", type=int, default=20, help="steps per line")
     parser.add_argument("--replicas", type=int, default=REPLICAS)
     parser.add_argument("--output", type=Path, help="also write the page to this file")
     options = parser.parse_args()
@@ -225,7 +231,7 @@ def main() -> None:
     if options.output:
         options.output.write_text(page, encoding="utf-8")
     if not good:
-        raise SystemExit("the limit is not kept: see the line below the first table")
+        raise SystemExit("the limit is not met: see the line below the first table")
 
 
 if __name__ == "__main__":

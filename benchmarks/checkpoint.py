@@ -1,12 +1,12 @@
-"""What checkpoints cost: how long a save keeps the training waiting, what checksums add, how long loading takes.
+"""Measure the cost of checkpoints: how long a save blocks training, the overhead of checksums, and the loading time.
 
-Each process holds its share of tensors of so many megabytes, as with FSDP. In each round, in a random order:
+Each process has a shard of tensors with the given number of megabytes, as with FSDP. Each round runs, in random order:
 
-    waiting     save and wait: write, sync, hash, read again and compare, rename
-    beside      save in the background: blocked until the tensors are copied, then until all is on the disk
-    unchecked   save without hashing and without reading again, to tell what checksums cost
-    verify      find the newest checkpoint that is whole: all processes together read and hash all of it
-    load        fill the tensors in place from files that were verified (and are in the page cache)
+    waiting     synchronous save: write, sync, hash, read back and compare, rename
+    beside      background save: blocks until the tensors are copied, then until everything is on disk
+    unchecked   save without hashing and reading back, to measure the cost of checksums
+    verify      find the newest complete checkpoint: all processes together read and hash all of it
+    load        fill the tensors in place from verified files (which are in the page cache)
 
 Reported: the median over rounds of the slowest process, and GB/s.
 
@@ -35,26 +35,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cornstarch.train.checkpoint import CheckpointStore, Sharded, files
-from cornstarch.train.checkpoint.pieces import Tensorlike
+from cornstarch.checkpoint import CheckpointStore, Sharded
+from cornstarch.checkpoint import shard_files as files
+from cornstarch.checkpoint.shards import Tensorlike
 
 TENSOR_MEGABYTES = 16
 
 
 class NoHash:
-    """Stands for SHA-256."""
+    """A stand-in for SHA-256 that does nothing."""
 
     def update(self, piece: Any) -> None:
-        """Take bytes in, and do nothing with them."""
+        """Ignore the bytes."""
 
     def hexdigest(self) -> str:
-        """Return what looks like a hash."""
+        """Return a string in the format of a hash."""
         return "0" * 64
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Run a block in which files are neither hashed nor read again."""
+    """Skip hashing and reading back inside the block."""
     check = files.check_written
     files.hashlib = SimpleNamespace(sha256=NoHash)  # type: ignore[assignment]
     files.check_written = lambda *_: None
@@ -65,7 +66,7 @@ def unchecked() -> Iterator[None]:
 
 
 def state(megabytes: int, rank: int, size: int, device: str) -> dict[str, Tensorlike]:
-    """Return this process's share of tensors."""
+    """Return the shard of this process."""
     rows = TENSOR_MEGABYTES * 1_000_000 // 4 // 1000
     begin, end = (rows * 1000 * number // size for number in (rank, rank + 1))
     shape = torch.Size([rows, 1000])
@@ -76,7 +77,7 @@ def state(megabytes: int, rank: int, size: int, device: str) -> dict[str, Tensor
 
 
 def measure(rank: int, size: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
-    """Be one of the processes."""
+    """Run as one of the processes."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "meeting"), size), rank=rank, world_size=size)
@@ -142,13 +143,13 @@ def run(size: int, options: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=512, help="of tensors, all processes together")
+    parser.add_argument("--megabytes", type=int, default=512, help="size of the tensors, over all processes")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--device", default="cpu", help="where the tensors are: cpu or cuda")
-    parser.add_argument("--folder", default=None, help="on the disk to measure; default: where temporary files go")
+    parser.add_argument("--device", default="cpu", help="device of the tensors: cpu or cuda")
+    parser.add_argument("--folder", default=None, help="a folder on the disk to measure; default: the temporary folder")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     gigabytes = max(1, options.megabytes // TENSOR_MEGABYTES) * TENSOR_MEGABYTES / 1000
@@ -173,7 +174,7 @@ def main() -> None:
         print(f"| {size} | " + " | ".join(f"{value:.3f} s, {gigabytes / value:.2f} GB/s" for value in cells) + " |")
         told.append(
             f"{size} process(es): a save in the background blocks {found['beside'] / found['waiting']:.1%} of the time "
-            f"of one that is waited for; checksums and reading again cost {found['waiting'] / found['unchecked']:.2f}x."
+            f"of a synchronous one; checksums and reading back cost {found['waiting'] / found['unchecked']:.2f}x."
         )
     print("\n" + "\n".join(told))
     if options.output is not None:

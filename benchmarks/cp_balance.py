@@ -1,14 +1,15 @@
-"""How evenly context parallelism deals out the tokens of multimodal rows, and what finding that out costs.
+"""Measure how evenly context parallelism distributes the tokens of multimodal rows, and the time it takes to compute.
 
-Rows are random: images of 256 to 4096 tokens that see themselves in both directions, between texts, up to the wanted
-share of image tokens; as one document, or packed from documents of 1024 to 16384 tokens. For every row and number of
-ranks each distribution is judged by the largest over the mean work of a rank (1 is even), and by the largest over the
-mean number of tokens (what memory follows).
+Rows are random: images of 256 to 4096 tokens with bidirectional attention, between texts, up to the requested fraction
+of image tokens; as one document, or packed from documents of 1024 to 16384 tokens. For every row and number of ranks,
+each distribution is measured by the largest over the mean work of a rank (1 is balanced), and by the largest over the
+mean number of tokens (which determines the memory).
 
-Work is counted pair by pair of query and key, as the mask has it, plus what linear layers do with each token: for a
-width of 4096, as much as attention to 24,576 tokens ("with linear layers"), or nothing ("attention alone": harder).
+Work is the number of query-key pairs that the mask allows, plus the linear layers: for a width of 4096, a token costs
+as much as attention to 24,576 tokens ("with linear layers"), or nothing ("attention alone", which is harder to
+balance).
 
-Time is that of `mask_work` and `distribute` together, the median over rounds.
+Time is that of `compute_mask_work` and `distribute` together, the median over rounds.
 
     python benchmarks/cp_balance.py --output benchmarks/results/cp_balance.md
 """
@@ -30,7 +31,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cornstarch.plan.tokens import block_size, distribute, mask_work
+from cornstarch.plan.token_distribution import choose_block_size, compute_mask_work, distribute
 
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
 SHARES = (0.2, 0.4, 0.6, 0.8)
@@ -52,7 +53,7 @@ class Row:
 
 
 def row(tokens: int, share: float, packed: bool, seed: int) -> Row:
-    """Make a row at random."""
+    """Create a random row."""
     random = np.random.default_rng(seed)
     documents, spans = np.ones(tokens, dtype=np.int64), np.full(tokens, -1, dtype=np.int64)
     if packed:
@@ -76,30 +77,30 @@ def rows(tokens: int, seeds: int) -> Iterator[Row]:
 
 
 def worst(tokens: int, ranks: int, linear: float, seeds: int) -> dict[str, tuple[float, float]]:
-    """Return for each way the worst imbalance over all rows, and the worst spread of tokens."""
+    """Return for each distribution the worst imbalance of work and of tokens over all rows."""
     found = {way: (1.0, 1.0) for way in WAYS}
     for one in rows(tokens, seeds):
-        work = mask_work(one.documents, one.spans, block=block_size(tokens, ranks), linear=linear)
+        work = compute_mask_work(one.documents, one.spans, block=choose_block_size(tokens, ranks), linear=linear)
         for way in WAYS:
             dealt = distribute(work, ranks, way)
-            found[way] = max(found[way][0], dealt.imbalance), max(found[way][1], dealt.token_spread)
+            found[way] = max(found[way][0], dealt.imbalance), max(found[way][1], dealt.token_imbalance)
     return found
 
 
 def milliseconds(tokens: int, ranks: int) -> float:
-    """Return how long it takes to find the most even distribution."""
+    """Return the time to compute the most balanced distribution."""
     times = []
     for number in range(ROUNDS):
         one = row(tokens, 0.5, True, number)
         begin = time.perf_counter()
-        work = mask_work(one.documents, one.spans, block=block_size(tokens, ranks), linear=1.0)
+        work = compute_mask_work(one.documents, one.spans, block=choose_block_size(tokens, ranks), linear=1.0)
         distribute(work, ranks, "makespan_min")
         times.append(time.perf_counter() - begin)
     return 1000 * statistics.median(times)
 
 
 def table(kind: str, linear: float, seeds: int) -> tuple[list[str], float]:
-    """Write one table; return it with the worst figure of makespan_min."""
+    """Return one table with the worst figure of makespan_min."""
     lines = [
         f"## {kind[0].upper()}{kind[1:]}",
         "",
@@ -117,15 +118,15 @@ def table(kind: str, linear: float, seeds: int) -> tuple[list[str], float]:
 
 
 def report(seeds: int) -> tuple[str, bool]:
-    """Measure everything; return the page, and whether it is within the limits."""
+    """Measure everything; return the page, and whether the limits are met."""
     lines = [
-        "# How evenly context parallelism deals out tokens",
+        "# Balance of context parallelism",
         "",
         f"Command: `python {' '.join(map(shlex.quote, sys.argv))}`. {date.today()}, "
         f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} CPU cores.",
         "",
         f"Worst of {len(SHARES) * 2 * seeds} rows in each line: {', '.join(f'{share:.0%}' for share in SHARES)} image "
-        f"tokens, one document and packed, {seeds} of each. Largest over mean work of a rank; 1 is even.",
+        f"tokens, one document and packed, {seeds} of each. Largest over mean work of a rank; 1 is balanced.",
         "",
     ]
     most = 1.0
@@ -133,7 +134,7 @@ def report(seeds: int) -> tuple[str, bool]:
         made, found = table(kind, linear, seeds)
         lines += made
         most = max(most, found)
-    lines += ["## Time to find it", "", "| tokens | 4 ranks | 8 ranks | 16 ranks |", "|---|---|---|---|"]
+    lines += ["## Search time", "", "| tokens | 4 ranks | 8 ranks | 16 ranks |", "|---|---|---|---|"]
     slowest = 0.0
     for tokens in LENGTHS:
         times = [milliseconds(tokens, ranks) for ranks in RANKS]
@@ -145,7 +146,7 @@ def report(seeds: int) -> tuple[str, bool]:
 
 
 def main() -> None:
-    """Print the page; fail if a limit is not kept."""
+    """Print the page; fail if a limit is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="rows of each kind")
     parser.add_argument("--output", type=Path, help="also write the page to this file")
@@ -155,7 +156,7 @@ def main() -> None:
     if options.output:
         options.output.write_text(page, encoding="utf-8")
     if not good:
-        raise SystemExit("a limit is not kept: see the last line")
+        raise SystemExit("a limit is not met: see the last line")
 
 
 if __name__ == "__main__":

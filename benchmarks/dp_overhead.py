@@ -1,24 +1,24 @@
-"""What data parallelism costs with Cornstarch: a step of its Trainer in two processes against torch's own DDP and FSDP2
-by hand, Accelerate and Lightning Fabric.
+"""Measure the overhead of data parallelism: a step of Cornstarch's Trainer in two processes against torch's own DDP and
+FSDP2 in a hand-written loop, Accelerate and Lightning Fabric.
 
 All train the same Llama from the same weights on the same rows with the same fused AdamW, schedule and clipping, over
-the same process group (gloo). That all losses are equal, step by step, is checked. Each brings its own loader, which
-hands a process its share of a batch.
+the same process group (gloo). The benchmark checks that all losses are equal, step by step. Each contender uses its own
+loader, which gives a process its part of a batch.
 
-All contenders live in the same two processes and take turns of so many steps, in a random order that is the same in
-both; before each turn the processes wait for one another. A turn takes as long as it does in the slower process. All
-contenders are made anew several times. Reported: the median over these repetitions of the ratio to the loop by hand
-(the median over rounds), with its smallest and largest value, in wall time and in the mean CPU time of both processes.
-The loop by hand runs twice, to show how far two equal things differ here. Below the table stand the quartiles of the
-ratios of all rounds. No new repetition begins that would probably end after --seconds.
+All contenders run in the same two processes and take turns of several steps, in a random order that is the same in
+both. The processes synchronize before each turn. The time of a turn is that of the slower process. All contenders are
+created anew several times. Reported: the median over these repetitions of the ratio to the hand-written loop (the
+median over rounds), with its smallest and largest value, in wall time and in the mean CPU time of both processes. The
+hand-written loop runs twice, to show the noise between two identical contenders. The quartiles of the ratios of all
+rounds follow the table. No new repetition starts that would probably end after --seconds.
 
-Cornstarch runs three times under DDP: with its defaults, which look for parameters that a step did not use; with
-find_unused: false, which is torch's default; and in the loop by hand with nothing of it but what wraps the model and
-keeps replicas together (compression: none), which must add nothing to torch's DDP.
+Cornstarch runs three times with DDP: with its defaults, which detect unused parameters; with find_unused: false, which
+is torch's default; and in the hand-written loop with only its wrapper and its synchronization of replicas (compression:
+none), which must add nothing to torch's DDP.
 
 For weak scaling, rank 0 trains its own half of each batch alone while the other process waits ("1 process"), and both
-train their own halves at the same time without a word to each other ("2 processes, apart"): the first to the second is
-what sharing the machine costs, the second to the others what the exchange of gradients costs.
+train their own halves at the same time without communication ("2 processes, apart"): the ratio of the first to the
+second is the cost of sharing the machine, the ratio of the second to the others is the cost of reducing gradients.
 
     python benchmarks/dp_overhead.py              # prints tables; with --output FILE.json also writes them
 """
@@ -68,8 +68,8 @@ from trainer_overhead import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cornstarch.launch import current_world, launch, start_process_group
-from cornstarch.parallel import apply_data_parallel, data_mesh, processes
-from cornstarch.parallel.exchange import exchange_of
+from cornstarch.parallel import apply_data_parallel, data_mesh, distributed
+from cornstarch.parallel.low_bandwidth import build_replica_sync
 from cornstarch.plan import DataPlan
 from cornstarch.train import Trainer
 
@@ -79,22 +79,22 @@ WRAPPED = "Cornstarch's DDP by hand"
 ACCELERATE, FABRIC = "Accelerate", "Lightning Fabric"
 ALONE, APART = "1 process", "2 processes, apart"
 LIMIT, LIMIT_WRAPPED = 1.02, 1.01  # of torch by hand
-STEPS = {"tiny": 10, "small": 5, "larger": 1}  # of a turn, if none are given: short turns are disturbed alike
+STEPS = {"tiny": 10, "small": 5, "larger": 1}  # steps per turn by default: short turns see similar machine load
 Steps = Iterator[Tensor]
-"""Does a step each time it is asked, and hands out this process's loss; their mean over processes is the step's."""
+"""Runs one step per iteration and yields the loss of this process; the step's loss is their mean."""
 
 
 # ---------------------------------------------------------------------------------------------------- contenders
 
 
 def halves(job: Job) -> DataLoader[Any]:
-    """Return what hands out this process's rows of each batch, as one would write it down."""
+    """Return a loader of this process's rows of each batch, as in a hand-written loop."""
     rows: Any = job.rows
     return DataLoader(rows, job.batch, sampler=DistributedSampler(rows, shuffle=False))
 
 
 def loop(job: Job, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Steps:
-    """Train as one would write it down."""
+    """Train with a hand-written loop."""
     schedule = job.schedule(optimizer)
     parameters = list(wrapped.parameters())
     for batch in halves(job):
@@ -108,18 +108,18 @@ def loop(job: Job, wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Step
 
 
 def by_hand(job: Job, kind: str) -> Steps:
-    """Train with what torch has."""
+    """Train with torch's own wrappers."""
     if kind == "ddp":
         return loop(job, DistributedDataParallel(job.model, gradient_as_bucket_view=True), job.optimizer())
     return loop(job, sharded(job.model), job.optimizer())
 
 
 def wrapped_by_ours(job: Job, kind: str) -> Steps:
-    """Train by hand with our DDP, nothing compressed."""
+    """Train in the hand-written loop with our DDP, without compression."""
     mesh, plan, optimizer = data_mesh("cpu"), DataPlan(find_unused=False), job.optimizer()
     wrapped = apply_data_parallel(job.model, mesh, plan)
-    if exchange_of(job.model, wrapped, mesh, plan, optimizer) is not None:
-        raise RuntimeError("with nothing compressed a loop should have nothing to call")
+    if build_replica_sync(job.model, wrapped, mesh, plan, optimizer) is not None:
+        raise RuntimeError("without compression a loop should have nothing to call")
     return loop(job, wrapped, optimizer)
 
 
@@ -149,16 +149,16 @@ def ours(job: Job, kind: str, **options: Any) -> Steps:
         parallel={"data": {"kind": kind, **options}},
     )
     trainer.setup()
-    return (trainer.step(batch).loss * dist.get_world_size() for batch in trainer.batches())  # it says its share
+    return (trainer.step(batch).loss * dist.get_world_size() for batch in trainer.batches())  # the loss of this process
 
 
 def ours_like_torch(job: Job, kind: str) -> Steps:
-    """Train with our Trainer, with the options that torch has by default."""
+    """Train with our Trainer, with torch's default options."""
     return ours(job, kind, **({"find_unused": False} if kind == "ddp" else {}))
 
 
 def with_accelerate(job: Job, kind: str) -> Steps:
-    """Train with Accelerate, which cuts each batch in equal parts."""
+    """Train with Accelerate, which splits each batch into equal parts."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -195,7 +195,7 @@ def with_fabric(job: Job, kind: str) -> Steps:
         strategy = ModelParallelStrategy(
             lambda model, mesh: sharded(model), data_parallel_size=world, tensor_parallel_size=1
         )
-    # So it knows that the processes were started by somebody else.
+    # tells Fabric that another program launched the processes
     os.environ.update({"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0"})
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
     fabric.launch()
@@ -217,7 +217,7 @@ def with_fabric(job: Job, kind: str) -> Steps:
 
 
 def apart(job: Job, kind: str) -> Steps:
-    """Train on this process's rows alone, as if there were no other."""
+    """Train on this process's rows without communication."""
     return loop(job, job.model, job.optimizer())
 
 
@@ -235,7 +235,7 @@ CONTENDERS: dict[str, Callable[[Job, str], Steps]] = {
 
 
 def chosen(kind: str, found: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return who takes part, and why the others do not."""
+    """Return the contenders, and why others are left out."""
     names, absent = [OURS, BY_HAND, AGAIN, ALONE, APART], []
     if kind == "ddp":
         names += [DEFAULTS, WRAPPED]
@@ -257,7 +257,7 @@ def chosen(kind: str, found: dict[str, str]) -> tuple[list[str], list[str]]:
 
 @dataclass
 class Seat:
-    """A contender and what its steps were."""
+    """A contender and its measured steps."""
 
     steps: Steps
     seconds: list[list[float]]
@@ -268,7 +268,7 @@ class Seat:
 def take_turns(
     case: Case, kind: str, names: list[str], rounds: int, steps: int, folder: Path, chance: random.Random
 ) -> dict[str, list[Seconds]]:
-    """Return what the steps of each contender took, turn by turn; both processes must call it."""
+    """Return the step times of each contender by turn; both processes must call it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     count = (rounds + 1) * steps  # the first round warms up
     seats = {}
@@ -278,21 +278,21 @@ def take_turns(
         job = Job(case.model(), case.rows(count * world), case.batch, count, steps, own)
         seats[name] = Seat(CONTENDERS[name](job, kind), [], [])
     gc.collect()
-    gc.freeze()  # what all have made is not looked through in the step of one of them
+    gc.freeze()  # keep the garbage of all contenders out of the step of one of them
     order = list(names)
     for _ in range(rounds + 1):
         chance.shuffle(order)
         for name in order:
             take_turn(seats[name], steps, sits_out=name == ALONE and rank > 0)
     gc.unfreeze()
-    losses = {name: processes.gather_data(list(map(float, seats[name].losses))) for name in names}
+    losses = {name: distributed.all_gather_json(list(map(float, seats[name].losses))) for name in names}
     check_losses({name: losses[name] for name in names if name not in (ALONE, APART)}, count)
-    told = {name: processes.gather_data(seats[name].seconds) for name in names}
+    told = {name: distributed.all_gather_json(seats[name].seconds) for name in names}
     return {name: slower([one for one in told[name] if one])[1:] for name in names}
 
 
 def take_turn(seat: Seat, steps: int, sits_out: bool) -> None:
-    """Let a contender do some steps, when all processes are there."""
+    """Run some steps of a contender after a barrier."""
     dist.barrier()
     if sits_out:
         return
@@ -302,7 +302,7 @@ def take_turn(seat: Seat, steps: int, sits_out: bool) -> None:
 
 
 def slower(told: list[list[list[float]]]) -> list[Seconds]:
-    """Return, turn by turn, the wall time of the slower process and the mean of the CPU times."""
+    """Return by turn the wall time of the slower process and the mean CPU time."""
     return [
         Seconds(max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks) / len(ranks))
         for ranks in zip(*told, strict=True)
@@ -310,7 +310,7 @@ def slower(told: list[list[list[float]]]) -> list[Seconds]:
 
 
 def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
-    """Make sure that all have done the same."""
+    """Check that all contenders computed the same."""
     means = {name: torch.tensor(ranks).mean(0) for name, ranks in losses.items()}
     wanted = means[BY_HAND]
     if len(wanted) != count or not wanted[-1] < wanted[0]:
@@ -319,14 +319,14 @@ def check_losses(losses: dict[str, list[list[float]]], count: int) -> None:
         try:
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=0)
         except AssertionError as error:
-            raise RuntimeError(f"{name} does not do what torch does by hand. {error}") from None
+            raise RuntimeError(f"{name} does not match torch in the hand-written loop. {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------- what it says
 
 
 def repeated(given: argparse.Namespace, case: Case, kind: str, names: list[str]) -> dict[str, list[list[Seconds]]]:
-    """Return what the steps of each contender took, by repetition; both processes must call it."""
+    """Return the step times of each contender by repetition; both processes must call it."""
     chance, began = random.Random(0), time.monotonic()
     taken: dict[str, list[list[Seconds]]] = {name: [] for name in names}
     for number in range(given.repetitions):
@@ -334,7 +334,7 @@ def repeated(given: argparse.Namespace, case: Case, kind: str, names: list[str])
         steps = given.steps or STEPS[case.name]
         for name, seconds in take_turns(case, kind, names, given.rounds, steps, own, chance).items():
             taken[name].append(seconds)
-        passed = max(processes.gather_data(time.monotonic() - began))
+        passed = max(distributed.all_gather_json(time.monotonic() - began))
         if passed * (number + 2) / (number + 1) > given.seconds:
             break
     return taken
@@ -355,7 +355,7 @@ def measure(given: argparse.Namespace, case: Case, kind: str) -> dict[str, Any]:
     pairs = {name: paired(taken[name], taken[BY_HAND]) for name in names if name not in (BY_HAND, ALONE, APART)}
     results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
     others = {name: compared(taken[OURS], taken[name]) for name in names if name in (ACCELERATE, FABRIC)}
-    # The time of one process alone divided by that of two with as many rows each.
+    # The time of one process alone divided by that of two with the same number of rows each.
     weak = {name: compared(taken[ALONE], taken[name]) for name in (APART, BY_HAND, OURS) if ALONE in taken}
     parameters = sum(p.numel() for p in case.model().parameters())
     if dist.get_rank() == 0:
@@ -387,7 +387,7 @@ def measure(given: argparse.Namespace, case: Case, kind: str) -> dict[str, Any]:
 
 
 def work(given: argparse.Namespace) -> None:
-    """Be one of the two processes."""
+    """Run as one of the two processes."""
     be_quiet()
     torch.set_num_threads(given.threads)
     found = versions()
@@ -414,12 +414,12 @@ def work(given: argparse.Namespace) -> None:
 
 
 def only(given: argparse.Namespace) -> list[str]:
-    """Return the contenders that were asked for; none: all."""
+    """Return the requested contenders; default: all."""
     return [OURS, BY_HAND, *given.only] if given.only else []
 
 
 def arguments(given: argparse.Namespace) -> list[str]:
-    """Return what was given, so that it can be given again."""
+    """Return the options as command-line arguments."""
     numbers = [f"--repetitions={given.repetitions}", f"--rounds={given.rounds}"]
     numbers += [f"--seconds={given.seconds:g}", f"--threads={given.threads}"]
     numbers += [f"--steps={given.steps}"] if given.steps else []
@@ -429,16 +429,16 @@ def arguments(given: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew")
+    parser.add_argument("--repetitions", type=int, default=5, help="with newly created contenders")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="of a turn; default: 10 (tiny), 5 (small), 1 (larger)")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of one case under one kind, about")
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
+    parser.add_argument("--steps", type=int, help="steps per turn; default: 10 (tiny), 5 (small), 1 (larger)")
+    parser.add_argument("--seconds", type=float, default=150.0, help="approximate time of one case with one kind")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])
-    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="beside Cornstarch and torch by hand")
+    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), help="besides Cornstarch and torch by hand")
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to the two processes
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # passed to the two processes
     given = parser.parse_args()
     if given.folder is not None:
         work(given)

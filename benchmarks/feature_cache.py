@@ -1,12 +1,12 @@
-"""What the feature cache saves: an epoch that finds what the frozen encoder made, against one that runs it.
+"""Measure the gain of the feature cache: an epoch that reads cached encoder outputs, against one that runs the encoder.
 
-A vision tower (frozen) with a projector and a language model (both trained) sees samples of four photographs, JPEG
-files of 1280 × 960 pixels. Two runs of two epochs each are timed, from decoding to the optimizer, as a user's run does
-them: one without a cache; and one with, which is filled in the first epoch and read in the second. That the losses of
-both are equal is checked, and whether the second epoch is faster by the factor that is asked for is told.
+A frozen vision tower with a projector and a language model, both trained, processes samples of four photographs, JPEG
+files of 1280 × 960 pixels. Two runs of two epochs each are timed as a user runs them, from decoding to the optimizer:
+one without a cache, and one with a cache that is filled in the first epoch and read in the second. The benchmark checks
+that the losses of both are equal, and reports whether the second epoch reaches the requested speedup.
 
-The tower of Qwen2-VL makes one token of four patches, so the encoder is a large part of a step; that of SigLIP hands
-every patch to the language model, which then has the larger part.
+The tower of Qwen2-VL merges four patches into one token, so the encoder is a large part of a step. SigLIP passes every
+patch to the language model, which then takes the larger part.
 
     python benchmarks/feature_cache.py                              # on a GPU: the real sizes
     python benchmarks/feature_cache.py --sizes small                # on a CPU
@@ -38,27 +38,27 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM,
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from cornstarch.data.collate import ChatCollator
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
+from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.train import Trainer, load_config
-from cornstarch.train.data.collate import ChatCollator
-from cornstarch.train.tasks.conversation import ConversationTask
 
 IMAGES = 4  # of a sample
-WARM = 2  # steps of an epoch that are not counted
+WARM = 2  # warm-up steps of an epoch
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the loss of a step
-WANTED = 1.5  # times faster, the second epoch with a cache than without
+WANTED = 1.5  # wanted speedup of the second epoch with a cache
 WORDS = 512
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is."""
+    """All sizes."""
 
     samples: int
     batch: int
     photo: tuple[int, int]
     tokens: int
-    """The most that the Qwen2-VL tower makes of a photograph."""
+    """The maximum number of patches of a photograph in the Qwen2-VL tower."""
     language_model: dict[str, Any]
     qwen2_vl: dict[str, Any]
     siglip: dict[str, Any]
@@ -101,7 +101,7 @@ class Epoch:
     """One pass over the data."""
 
     seconds: float
-    """Of the steps that count."""
+    """The times of the counted steps."""
     steps: int
     losses: list[float]
     """Of all steps."""
@@ -110,7 +110,7 @@ class Epoch:
 
     @property
     def step(self) -> float:
-        """Milliseconds of a step."""
+        """Milliseconds per step."""
         return 1e3 * self.seconds / self.steps
 
     @property
@@ -119,7 +119,7 @@ class Epoch:
         return sum(self.losses) / len(self.losses)
 
     def apart(self, other: Epoch) -> float:
-        """Return how far losses of the same step are apart at most, as a share of them."""
+        """Return the largest relative difference of losses of the same step."""
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(one - another) / abs(one) for one, another in pairs)
 
@@ -131,7 +131,7 @@ class Measured:
     epochs: list[Epoch] = field(default_factory=list)
     precision: str = ""
     disk: int = 0
-    """Bytes of what is kept."""
+    """Bytes of the cached features."""
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -143,7 +143,7 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def photographs(folder: Path, sizes: Sizes) -> list[dict[str, Any]]:
-    """Write photographs, and return the samples that show them: smooth noise, which JPEG treats like the real ones."""
+    """Write photographs of smooth noise, which JPEG compresses like real ones, and return the samples."""
     random = np.random.default_rng(0)
     rows = []
     coarse = random.integers(0, 256, (sizes.samples, IMAGES, 24, 32, 3), dtype=np.uint8)
@@ -166,9 +166,9 @@ def photographs(folder: Path, sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def made_task(tower: str, sizes: Sizes, data: Any, dtype: torch.dtype) -> ConversationTask:
-    """Return the model with its processor, from sizes alone: speed does not depend on what weights are."""
+    """Return the model with its processor, with random weights: speed does not depend on them."""
     torch.manual_seed(0)
-    # Random numbers for two billion weights take a CPU half a minute.
+    # Drawing two billion random weights takes half a minute on a CPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         encoder, images = made_tower(tower, sizes)
         language_model = Qwen3ForCausalLM(Qwen3Config(**sizes.language_model))
@@ -179,7 +179,7 @@ def made_task(tower: str, sizes: Sizes, data: Any, dtype: torch.dtype) -> Conver
 
 
 def made_tower(tower: str, sizes: Sizes) -> tuple[Any, Any]:
-    """Return a vision tower and what prepares its images."""
+    """Return a vision tower and its image processor."""
     if tower == "qwen2_vl":
         options = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
         encoder: Any = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**options, **sizes.qwen2_vl))
@@ -227,15 +227,15 @@ def measured(
         if batch.index + 1 == trainer.steps_of_epoch(batch.epoch):
             seconds = _now(trainer) - began
             epoch = Epoch(seconds, len(losses) - WARM, torch.stack(losses).tolist())
-            if trainer.features is not None:
-                trainer.features.wait()
-                epoch.hits = trainer.features.hits - sum(one.hits for one in epochs)
-                epoch.misses = trainer.features.misses - sum(one.misses for one in epochs)
+            if trainer.run_model.features is not None:
+                trainer.run_model.features.wait()
+                epoch.hits = trainer.run_model.features.hits - sum(one.hits for one in epochs)
+                epoch.misses = trainer.run_model.features.misses - sum(one.misses for one in epochs)
             epochs.append(epoch)
-    if trainer.features is not None:
-        assert trainer.features.problem is None, trainer.features.problem
-        found.disk = trainer.features.used
-        trainer.features.close()
+    if trainer.run_model.features is not None:
+        assert trainer.run_model.features.problem is None, trainer.run_model.features.problem
+        found.disk = trainer.run_model.features.used
+        trainer.run_model.features.close()
     del trainer, task
     gc.collect()
     if on_gpu:
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", choices=["large", "small"], default="large" if torch.cuda.is_available() else "small"
     )
-    # Workers look items up some batches ahead, twice as many as they are: that must be far fewer than an epoch has.
+    # Workers prefetch twice as many batches as there are workers: far fewer than an epoch must have.
     parser.add_argument("--workers", type=int, default=4 if torch.cuda.is_available() else 0)
     parser.add_argument("--output", type=Path, help="a JSON file")
     given = parser.parse_args()
@@ -271,16 +271,16 @@ def main() -> None:
     disk, precision, items = cached.disk, cached.precision, sizes.samples * IMAGES
     faster, apart = plain.step / found.step, max(first.apart(filling), plain.apart(found))
     print(f"{machine}, {precision}, tower {given.tower} ({given.sizes})")
-    print(f"{IMAGES} images per sample, {sizes.batch} samples per step, {given.workers} workers that read data")
+    print(f"{IMAGES} images per sample, {sizes.batch} samples per step, {given.workers} data workers")
     lines = {"without, 1st": first, "without, 2nd": plain, "with, 1st": filling, "with, 2nd": found}
     for label, epoch in lines.items():
-        print(f"{label:14} {epoch.step:8.1f} ms a step {plain.step / epoch.step:6.2f}x", end="")
+        print(f"{label:14} {epoch.step:8.1f} ms per step {plain.step / epoch.step:6.2f}x", end="")
         print(f"   found {epoch.hits} of {items}, mean loss {epoch.loss:.5f}")
     print(f"disk: {disk / 1e6:,.1f} MB for {items} images, {disk / items / 1e6:.2f} MB each")
-    print(f"losses of a step are at most {apart:.1e} apart (allowed: {TOLERANCE[precision]:g})")
-    print(f"second epoch: {faster:.2f}x faster, {'as' if faster >= WANTED else 'LESS THAN'} asked for ({WANTED}x)")
-    print(f"{time.perf_counter() - began:.0f} s in all")
-    assert (found.hits, found.misses) == (items, 0), "the second epoch has encoded something"
+    print(f"losses of a step differ by at most {apart:.1e} (allowed: {TOLERANCE[precision]:g})")
+    print(f"second epoch: {faster:.2f}x faster, {'as' if faster >= WANTED else 'LESS THAN'} requested ({WANTED}x)")
+    print(f"{time.perf_counter() - began:.0f} s in total")
+    assert (found.hits, found.misses) == (items, 0), "the second epoch ran the encoder"
     assert apart <= TOLERANCE[precision], (without, cached)
     if given.output is not None:
         result = {

@@ -1,24 +1,24 @@
-"""Attention under multimodal masks on one GPU: forward and backward, per pair of tokens that see each other.
+"""Measure attention with multimodal masks on one GPU: forward and backward, per visible pair of tokens.
 
     python benchmarks/h200_attention.py [--tokens 4096 8192 ...] [--json results.json]
 
-As many rows as make a batch of 65,536 tokens, 16 heads of queries and 8 of keys and values, 128 wide, bf16. Masks:
+A batch has 65,536 tokens, 16 query heads and 8 key/value heads of width 128, in bf16. Masks:
 
-- causal: nothing but that, as data.
-- images N %: one document; N % of its tokens are in images, spread evenly, that see in both directions: of 729 tokens,
-  and what is left of 256 and of 64.
+- causal: a plain causal mask, as data.
+- images N %: one document; N % of its tokens are in images with bidirectional attention, at even intervals: of 729
+  tokens, and the rest of 256 and of 64.
 - documents: lengths from a log-normal distribution (median 1,500 tokens, sigma 0.8, at least 64, seed 0) until the row
   is full; no images.
 - documents, images N %: the same documents, with such images in each.
 
-Ways: Cornstarch's (`attention: auto`), the same with cuDNN's kernels (`attention: cudnn`), the kernel that rows take
-which are cut over ranks ("between"), FlexAttention with the same mask, scaled_dot_product_attention with a dense mask
-(up to 16,384 tokens). Against causal scaled_dot_product_attention without any mask on the same row, by the better of
-FlashAttention and cuDNN: the ratio of times per visible pair. A GPU's clock depends on what it did shortly before, so
-each is run for a quarter of a second and its median counts, and causal attention and Cornstarch's are timed in turn,
-three times, of which the middle one counts. Kernels are compiled and planned beforehand, and the GPU is busy while they
-are started, as in a training step; the CPU's time to start them is a column of its own. Masks are made once a step, and
-not timed here.
+Contenders: Cornstarch (`attention: auto`), the same with cuDNN's kernels (`attention: cudnn`), the kernel for rows that
+are sharded over ranks ("between"), FlexAttention with the same mask, and scaled_dot_product_attention with a dense mask
+(up to 16,384 tokens). The baseline is causal scaled_dot_product_attention without any mask on the same row, with the
+faster of FlashAttention and cuDNN: the ratio is that of times per visible pair. A GPU's clock depends on its recent
+load, so each contender runs for a quarter of a second and the median counts. Causal attention and Cornstarch are timed
+in turn, three times, and the middle ratio counts. Kernels are compiled and planned beforehand, and the GPU is busy
+while they are launched, as in a training step; the CPU's launch time is a separate column. Masks are built once per
+step and are not timed here.
 """
 
 from __future__ import annotations
@@ -43,12 +43,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import attend_with, attends_between, kernels_of_documents
-from cornstarch.attention.documents import attend_in_documents, documents_of
-from cornstarch.attention.pieces import pieces_of
-from cornstarch.attention.varlen import attend_in_pieces
-from cornstarch.compat import compiled
+from cornstarch.attention.backends import has_range_backend, select_backend, use_attention
+from cornstarch.attention.cudnn_attention import attend_pieces, build_piece_mask
+from cornstarch.attention.flash_attention import attend_documents, attend_range, build_document_mask
+from cornstarch.compat import compile_variants
 
 BATCH = 65536  # tokens
 HEADS, GROUPS, WIDTH = 16, 8, 128
@@ -59,11 +57,11 @@ LASTING = 0.25  # seconds
 TURNS = 3
 OTHERS = ("cudnn", "between", "flex")
 
-compiled_flex = compiled(flex_attention, dynamic=False)
+compiled_flex = compile_variants(flex_attention, dynamic=False)
 
 
 def lengths_of(tokens: int, row: int) -> list[int]:
-    """Return lengths of documents that fill a row."""
+    """Return document lengths that fill a row."""
     made, lengths = random.Random(row), []
     while sum(lengths) < tokens:
         length = max(64, round(math.exp(made.gauss(math.log(1500), 0.8))))
@@ -97,7 +95,7 @@ def _mask(lengths: list[list[int]], share: float) -> MaskSpec:
 
 
 def images_of(tokens: int) -> list[int]:
-    """Return how long images are that have so many tokens, or a few less."""
+    """Return image lengths that add up to at most this number of tokens."""
     found = []
     for size in IMAGES:
         found += [size] * (tokens // size)
@@ -106,7 +104,7 @@ def images_of(tokens: int) -> list[int]:
 
 
 def pairs_of(spec: MaskSpec) -> int:
-    """Return how many pairs see each other: documents' triangles, and the other triangles of spans."""
+    """Return the number of visible pairs: causal triangles of documents, and the other triangles of spans."""
     apart = spec.documents + 1_000_000 * torch.arange(len(spec.documents))[:, None]
     _, lengths = apart.unique(return_counts=True)
     pairs = int((lengths * (lengths + 1) // 2).sum())
@@ -115,7 +113,7 @@ def pairs_of(spec: MaskSpec) -> int:
 
 
 def timed(function: Callable[[], Any], lasting: float = LASTING) -> tuple[float, float]:
-    """Return milliseconds of the GPU for a call, the median of as many as last so long, and of the CPU to start it."""
+    """Return the median GPU milliseconds of a call over a given time, and the CPU milliseconds to launch it."""
     for _ in range(2):
         function()
     torch.cuda.synchronize()
@@ -124,7 +122,7 @@ def timed(function: Callable[[], Any], lasting: float = LASTING) -> tuple[float,
     torch.cuda.synchronize()
     rounds = max(ROUNDS, math.ceil(lasting / (time.perf_counter() - began)))
     busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for _ in range(10):  # 14 ms, in which the first are started
+    for _ in range(10):  # 14 ms, while the first calls are launched
         busy @ busy
     marks, began = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)], time.perf_counter()
     for mark in marks[:-1]:
@@ -137,7 +135,7 @@ def timed(function: Callable[[], Any], lasting: float = LASTING) -> tuple[float,
 
 
 def both_passes(attend: Callable[..., Tensor], tokens: int) -> tuple[Callable[[], None], list[Tensor]]:
-    """Return a function that runs forward and backward, and what it leaves: output and gradients."""
+    """Return a function that runs forward and backward, with its output and gradients."""
     torch.manual_seed(0)
     rows = BATCH // tokens
     states = [
@@ -171,7 +169,7 @@ def causal(backend: SDPBackend, tokens: int) -> Callable[[], None]:
 
 
 def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
-    """Return the ways to attend under a mask."""
+    """Return the contenders for a mask."""
     blocks = spec.block_mask()
     tokens = spec.documents.shape[1]
 
@@ -180,18 +178,18 @@ def ways(spec: MaskSpec) -> dict[str, Callable[..., Tensor]]:
 
     found: dict[str, Callable[..., Tensor]] = {}
     for way, name in (("auto", "ours"), ("cudnn", "cudnn")):
-        with attend_with(way):
-            maker = kernels_of_documents(spec.documents.device, WIDTH)
+        with use_attention(way):
+            maker = select_backend(spec.documents.device, WIDTH)
         if maker is None:
             continue
-        if maker == "flash":
-            documents = documents_of(spec, spec.counts, spec.block_mask)
-            found[name] = partial(attend_in_documents, documents=documents, scale=WIDTH**-0.5)
+        if maker.name == "flash":
+            documents = build_document_mask(spec)
+            found[name] = partial(attend_documents, documents=documents, scale=WIDTH**-0.5)
         else:
-            pieces = pieces_of(spec, spec.counts, spec.block_mask)
-            found[name] = partial(attend_in_pieces, pieces=pieces, scale=WIDTH**-0.5)
-    if attends_between(spec.documents.device):
-        found["between"] = partial(attend_between, mask=spec.between(), scale=WIDTH**-0.5)
+            pieces = build_piece_mask(spec)
+            found[name] = partial(attend_pieces, pieces=pieces, scale=WIDTH**-0.5)
+    if has_range_backend(spec.documents.device):
+        found["between"] = partial(attend_range, mask=spec.build_range_mask(), scale=WIDTH**-0.5)
     found.setdefault("ours", flex)
     found["flex"] = flex
     if tokens <= 16384:
@@ -245,13 +243,13 @@ def told(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure the requested cases."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
     arguments.add_argument("--json", type=Path)
     given = on_gpu.parse(arguments)
     print(f"torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {torch.cuda.get_device_name()}")
-    print(f"kernels: {kernels_of_documents(torch.device('cuda'), WIDTH)}\n")
+    print(f"kernels: {select_backend(torch.device('cuda'), WIDTH)}\n")
     others = " | ".join(f"{way}: ms, per pair" for way in OTHERS)
     print(f"| tokens | mask | causal ms | ours ms | ours, per pair / causal | {others} | dense | CPU ms | off |")
     print("|---" * (8 + len(OTHERS)) + "|")

@@ -1,11 +1,11 @@
-"""How evenly context parallelism deals out attention, on real kernels: the shares of 8 ranks, in turn, on one GPU.
+"""Measure the balance of context parallelism on real kernels: the work of 8 ranks, in turn, on one GPU.
 
     python benchmarks/h200_cp_balance.py [--tokens 32768 65536] [--flex] [--rounds 7] [--json results.json]
 
-Rows are those of cp_balance.py: images that see in both directions between texts, one document or packed. Each rank's
-queries attend to the keys of all ranks: forward and backward, with the kernels that context parallelism takes
-(FlashAttention-4's where they are installed, else FlexAttention), 16 heads of queries and 8 of keys and values, 128
-wide, bf16. The largest over the mean time of a rank; 1 is even. With `--flex` FlexAttention all the same.
+Rows are those of cp_balance.py: images with bidirectional attention between texts, as one document or packed. Each
+rank's queries attend to the keys of all ranks: forward and backward, with the kernels of context parallelism
+(FlashAttention-4 if installed, otherwise FlexAttention), 16 query heads and 8 key/value heads of width 128, in bf16.
+Reported: the largest over the mean time of a rank; 1 is balanced. `--flex` always uses FlexAttention.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from cp_balance import WAYS, row
 from h200_attention import timed
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import attends_between
-from cornstarch.attention.mask import Between
-from cornstarch.compat import compiled
-from cornstarch.plan.tokens import PARTIAL, block_size, distribute, mask_work
+from cornstarch.attention.backends import has_range_backend
+from cornstarch.attention.flash_attention import attend_range
+from cornstarch.attention.mask import RangeMask
+from cornstarch.compat import compile_variants
+from cornstarch.plan.token_distribution import PARTIAL, choose_block_size, compute_mask_work, distribute
 
 RANKS = 8
 HEADS, GROUPS, WIDTH = 16, 8, 128
 
-flex = compiled(flex_attention)
+flex = compile_variants(flex_attention)
 
 
-def share_time(mask: Between, queries: Tensor, states: tuple[Tensor, Tensor, Tensor], use_flex: bool) -> float:
+def share_time(mask: RangeMask, queries: Tensor, states: tuple[Tensor, Tensor, Tensor], use_flex: bool) -> float:
     """Return milliseconds of one rank's attention, forward and backward."""
     query = states[0][:, :, queries].contiguous().requires_grad_()
     key, value = (one.detach().requires_grad_() for one in states[1:])
@@ -50,27 +50,29 @@ def share_time(mask: Between, queries: Tensor, states: tuple[Tensor, Tensor, Ten
         if use_flex:
             output = flex(query, key, value, block_mask=mask.block_mask, enable_gqa=True)
         else:
-            output = attend_between(query, key, value, mask, WIDTH**-0.5).transpose(1, 2)
+            output = attend_range(query, key, value, mask, WIDTH**-0.5).transpose(1, 2)
         torch.autograd.grad(output, (query, key, value), given)
 
     return timed(run, lasting=0.05)[0]
 
 
 def measure(tokens: int, share: float, packed: bool, use_flex: bool, turns: int) -> dict[str, Any]:
-    """Time all ways to deal out one row."""
+    """Time all distributions of one row."""
     one = row(tokens, share, packed, seed=0)
     spec = MaskSpec(torch.from_numpy(one.documents)[None], torch.from_numpy(one.spans)[None]).to("cuda")
     torch.manual_seed(0)
     states = tuple(
         torch.randn(1, heads, tokens, WIDTH, device="cuda", dtype=torch.bfloat16) for heads in (HEADS, GROUPS, GROUPS)
     )
-    work = mask_work(one.documents, one.spans, block=block_size(tokens, RANKS), linear=0.0, partial=PARTIAL)
+    work = compute_mask_work(
+        one.documents, one.spans, block=choose_block_size(tokens, RANKS), linear=0.0, partial=PARTIAL
+    )
     found: dict[str, Any] = {"tokens": tokens, "images": share, "packed": packed}
     for way in WAYS:
         dealt = distribute(work, RANKS, way)
         shares = [torch.as_tensor(tokens_of, device="cuda") for tokens_of in map(dealt.tokens, range(RANKS))]
         everyone = torch.arange(tokens, device="cuda")
-        asked = [(spec.between(queries=queries, keys=everyone), queries) for queries in shares]
+        asked = [(spec.build_range_mask(queries=queries, keys=everyone), queries) for queries in shares]
         rounds = [[share_time(*one, states, use_flex) for one in asked] for _ in range(turns)]
         times = [statistics.median(each) for each in zip(*rounds, strict=True)]
         tiles = [(int(m.block_mask.full_kv_num_blocks.sum()), int(m.block_mask.kv_num_blocks.sum())) for m, _ in asked]
@@ -83,10 +85,10 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--tokens", type=int, nargs="+", default=[32768, 65536])
     arguments.add_argument("--flex", action="store_true")
-    arguments.add_argument("--rounds", type=int, default=7, help="of all ranks in turn; the median counts")
+    arguments.add_argument("--rounds", type=int, default=7, help="rounds over all ranks; the median counts")
     arguments.add_argument("--json", type=Path)
     given = on_gpu.parse(arguments)
-    use_flex = given.flex or not attends_between(torch.device("cuda"))
+    use_flex = given.flex or not has_range_backend(torch.device("cuda"))
     kernels = "FlexAttention" if use_flex else "FlashAttention-4"
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {RANKS} ranks, {kernels}\n")
     print(f"| tokens | images | row | {' | '.join(WAYS)} | makespan_min, ms: mean, each rank |")

@@ -1,14 +1,14 @@
-"""A training step in fp8 against bf16 on one GPU: time, memory, and the loss curves side by side.
+"""Compare a training step in fp8 with bf16 on one GPU: time, memory, and the loss curves.
 
     python benchmarks/h200_fp8.py [--ways bf16,rowwise,tensorwise] [--steps 100] [--json results.json]
 
 The reference case of `h200_step.py`: SigLIP-so400m frozen, an MLP projector, Qwen3-1.7B trained from random weights,
-fused AdamW, clipping at 1.0; 4 rows of 4,096 tokens with 2 images of 729 tokens each. Text is a random Markov chain, so
-that there is something to learn: of 64 words, each is followed by one of 4. Every way gets the same weights and the
-same batches, a new one in each step, and runs in a process of its own.
+fused AdamW, clipping at 1.0; 4 rows of 4,096 tokens with 2 images of 729 tokens each. The text is a random Markov chain
+over 64 words with 4 successors each, so that there is something to learn. Every contender gets the same weights and the
+same batches, a new one in each step, and runs in its own process.
 
-Other ways: `bf16_eager`, the same as bf16 but for rounding, which says how far apart two equal runs are;
-`torchao_rowwise` and `torchao_tensorwise`, the same layers by torchao, if it is installed.
+Other contenders: `bf16_eager` differs from bf16 only by rounding and shows the noise between two equal runs;
+`torchao_rowwise` and `torchao_tensorwise` are the same layers by torchao, if it is installed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
 from cornstarch import ModalEncoderModule, MultimodalModel
-from cornstarch.attention.choice import attend_with
+from cornstarch.attention.backends import use_attention
 from cornstarch.compat import step_dividing
-from cornstarch.compute.fp8 import LEAST, Fp8Linear, multiply_in_fp8
-from cornstarch.compute.head import trained_rows_at_most
+from cornstarch.engine.acceleration import accelerate_model
+from cornstarch.kernels.fp8 import MIN_DIM, Fp8Linear, multiply_in_fp8
+from cornstarch.kernels.fused_loss import limit_trained_rows
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
-from cornstarch.parallel.clipping import clipping_divisor
+from cornstarch.parallel.gradients import compute_clip_divisor
 from cornstarch.parallel.units import wrapping_units
-from cornstarch.train.speed import speed_up
 
 WAYS = ("bf16", "rowwise", "tensorwise")
 OTHERS = ("bf16_eager", "torchao_rowwise", "torchao_tensorwise")
 WORDS, FOLLOWERS = 64, (0.5, 0.25, 0.15, 0.1)
-RATE, RISING, BETAS = 1e-4, 20, (0.9, 0.95)  # with 3e-4 and torch's betas the loss of bf16 itself leaps in step 28
-WARM = 10  # steps that are not timed
+RATE, RISING, BETAS = 1e-4, 20, (0.9, 0.95)  # with 3e-4 and torch's betas, even the bf16 loss spikes in step 28
+WARM = 10  # untimed steps
 TINY = Case("tiny", rows=2, tokens=32, images=1)
 
 
@@ -51,7 +51,7 @@ TINY = Case("tiny", rows=2, tokens=32, images=1)
 
 
 def tiny_parts() -> tuple[Any, Any, nn.Module]:
-    """Return parts of the same kinds that a CPU trains in no time."""
+    """Return tiny parts of the same kinds for a CPU."""
     torch.manual_seed(0)
     language = Qwen3ForCausalLM(
         Qwen3Config(
@@ -104,7 +104,7 @@ def batches(case: Case, steps: int, token: int, image_size: int, image_tokens: i
 
 
 def convert(language: Any, way: str, least: int) -> int:
-    """Let the language model's linear layers multiply as a way says; return how many."""
+    """Convert the language model's linear layers for a contender; return their number."""
     layers = wrapping_units(language)
     if way.startswith("torchao_"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -127,7 +127,7 @@ def convert(language: Any, way: str, least: int) -> int:
 
 
 def measure(way: str, steps: int, least: int, tiny: bool) -> dict[str, Any]:
-    """Return time, memory and losses of one way."""
+    """Return the time, memory and losses of one contender."""
     device = torch.device("cpu" if tiny else "cuda")
     case = TINY if tiny else CASES["reference"]
     language, vision, projector = tiny_parts() if tiny else parts(case, device)
@@ -137,21 +137,21 @@ def measure(way: str, steps: int, least: int, tiny: bool) -> dict[str, Any]:
     model = MultimodalModel(encoders={"vision": ModalEncoderModule(vision, projector)}, language_model=language)
     model.set_modality_token_ids({"vision": token})
     layers = convert(language, way, least)
-    speed_up(model, device, "off" if way == "bf16_eager" or tiny else "layers")
+    accelerate_model(model, device, "off" if way == "bf16_eager" or tiny else "layers")
     optimizer = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, fused=True)
 
     def step(number: int) -> Tensor:
         optimizer.param_groups[0]["lr"] = RATE * min(1.0, (number + 1) / RISING)
         given = prepared[number]
         batch = {key: value.to(device, non_blocking=True) for key, value in given.items() if not isinstance(value, int)}
-        with trained_rows_at_most(given["trained"]), attend_with("auto"):
+        with limit_trained_rows(given["trained"]), use_attention("auto"):
             loss = model(**batch).loss
         loss.backward()
         if tiny:
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
         else:
-            step_dividing(optimizer, clipping_divisor(trained, 1.0)[1])
+            step_dividing(optimizer, compute_clip_divisor(trained, 1.0)[1])
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -177,7 +177,7 @@ def measure(way: str, steps: int, least: int, tiny: bool) -> dict[str, Any]:
 
 
 def in_process(way: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Measure one way in a process of its own."""
+    """Measure one contender in its own process."""
     command = [sys.executable, __file__, "--way", way, "--steps", str(given.steps), "--least", str(given.least)]
     done = subprocess.run(
         command + (["--tiny"] if given.tiny else []), capture_output=True, text=True, timeout=given.timeout
@@ -194,7 +194,7 @@ def in_process(way: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def apart(losses: list[float], right: list[float]) -> tuple[float, int, float]:
-    """Return the largest difference of two curves as a share of the loss, its step, and that of their last tenths."""
+    """Return the largest relative difference of two curves, its step, and that of their last tenths."""
     shares = [abs(a - b) / b for a, b in zip(losses, right, strict=True)]
     largest = max(range(len(shares)), key=shares.__getitem__)
     last = max(len(losses) // 10, 1)
@@ -202,7 +202,7 @@ def apart(losses: list[float], right: list[float]) -> tuple[float, int, float]:
 
 
 def told(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
-    """Return tables in Markdown: ways, then points of their curves."""
+    """Return Markdown tables: the contenders, then points of their curves."""
     good = [one for one in results if "error" not in one]
     right = next((one for one in good if one["way"] == "bf16"), None)
     lines = [
@@ -225,7 +225,7 @@ def told(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
         )
     if good:
         entropy = -sum(share * math.log(share) for share in FOLLOWERS)
-        lines += ["", f"Losses; the least that text can have is {entropy:.2f}.", ""]
+        lines += ["", f"Losses; the entropy of the text is {entropy:.2f}.", ""]
         lines += [f"| step | {' | '.join(one['way'] for one in good)} |", "|---|" + "---|" * len(good)]
         steps = len(good[0]["losses"])
         shown = sorted({1, *range(10, steps + 1, 10), steps} & set(range(1, steps + 1)))
@@ -236,18 +236,18 @@ def told(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure the requested contenders."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--ways", default=",".join(WAYS))
     arguments.add_argument("--steps", type=int, default=100)
-    arguments.add_argument("--least", type=int, help=f"the least that a layer's dimensions must be; default: {LEAST}")
-    arguments.add_argument("--timeout", type=int, default=560, help="seconds for each way")
-    arguments.add_argument("--tiny", action="store_true", help="small parts on a CPU: to try this script")
+    arguments.add_argument("--least", type=int, help=f"minimum dimensions of a layer; default: {MIN_DIM}")
+    arguments.add_argument("--timeout", type=int, default=560, help="seconds for each contender")
+    arguments.add_argument("--tiny", action="store_true", help="use small parts on a CPU, to test this script")
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--way", help=argparse.SUPPRESS)
     given = on_gpu.parse(arguments)
     if given.least is None:
-        given.least = 32 if given.tiny else LEAST
+        given.least = 32 if given.tiny else MIN_DIM
     if given.way:
         print(json.dumps(measure(given.way, given.steps, given.least, given.tiny)))
         return

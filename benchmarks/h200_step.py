@@ -1,14 +1,14 @@
-"""A training step of a vision language model on one GPU: plain transformers, compiled transformers, and Cornstarch.
+"""Measure a training step of a vision-language model on one GPU: transformers, compiled transformers, and Cornstarch.
 
     python benchmarks/h200_step.py [--cases reference,images,packed,large_lora,large_full] [--json results.json]
 
 The reference: SigLIP-so400m frozen, an MLP projector, Qwen3-1.7B trained, bf16, fused AdamW, clipping at 1.0; 4 rows
-of 4,096 tokens with 2 images of 729 tokens each, random weights. Every way gets the same weights and the same batches,
-runs in a process of its own, and all run in turn. Losses of 50 steps are compared.
+of 4,096 tokens with 2 images of 729 tokens each, random weights. Every contender gets the same weights and the same
+batches and runs in its own process, in turn. The losses of 50 steps are compared.
 
-What counts as work, the same for every way, is what `cornstarch.compute.flops` counts: frozen parts forward only,
-attention by the pairs that see each other, recomputed layers once; and the head on every token, although Cornstarch
-computes it only where there is a label: a second column says what share of the peak it does if that is left out.
+The work is the same for every contender and is counted by `cornstarch.cost.flops`: frozen parts forward only, attention
+by visible pairs, recomputed layers once, and the head on every token, although Cornstarch computes it only where there
+is a label. A second column shows the fraction of the peak rate without the skipped tokens.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ RATE = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, on what."""
+    """The model, what is trained, and the data."""
 
     name: str
     rows: int = 4
     tokens: int = 4096
     images: int = 2
-    """In each row."""
+    """Per row."""
     documents: int = 1
-    """In each row, equally long; each has its share of the images."""
+    """Per row, of equal length; images are divided evenly."""
     size: str = "1.7B"
     trained: str = "full"
     """Or "lora"."""
     checkpointing: bool = False
     budget: float = 1.0
-    """The share of activations that Cornstarch keeps."""
+    """The fraction of activations that Cornstarch keeps."""
     steps: int = STEPS
 
 
@@ -121,7 +121,7 @@ def batches(case: Case) -> Iterator[dict[str, Tensor]]:
 
 
 def image_places(case: Case) -> list[int]:
-    """Return where images begin in a row."""
+    """Return the start positions of images in a row."""
     step = case.tokens // case.images
     return [number * step + (step - IMAGE_TOKENS) // 2 for number in range(case.images)]
 
@@ -135,7 +135,7 @@ def work(case: Case) -> tuple[float, float]:
     Cornstarch's own counter, on a model without weights.
     """
     from cornstarch import ModalEncoderModule, MultimodalModel
-    from cornstarch.compute.flops import FlopCounter
+    from cornstarch.cost.flops import FlopCounter
 
     language, vision, projector = parts(replace(case, checkpointing=False), torch.device("meta"))
     model = MultimodalModel(encoders={"vision": ModalEncoderModule(vision, projector)}, language_model=language)
@@ -148,7 +148,7 @@ def work(case: Case) -> tuple[float, float]:
 
 
 def plain_loss(language: Any, vision: Any, projector: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
-    """Return the step's loss as written by hand with transformers."""
+    """Return the loss of a hand-written step with transformers."""
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
@@ -158,7 +158,7 @@ def plain_loss(language: Any, vision: Any, projector: nn.Module) -> Callable[[di
         embeds = language.get_input_embeddings()(batch["input_ids"])
         embeds = embeds.masked_scatter(is_image.unsqueeze(-1), tokens)
         given: dict[str, Any] = {}
-        if "documents" in batch:  # transformers finds documents in the positions
+        if "documents" in batch:  # transformers detects documents from the positions
             length = int((batch["documents"][0] == 1).sum())
             positions = torch.arange(batch["input_ids"].shape[1], device=embeds.device) % length
             given["position_ids"] = positions.expand(batch["input_ids"].shape[0], -1)
@@ -168,7 +168,7 @@ def plain_loss(language: Any, vision: Any, projector: nn.Module) -> Callable[[di
 
 
 def compiled_loss(language: Any, vision: Any, projector: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
-    """Return the same with every layer compiled, as one does by hand."""
+    """Return the same with every layer compiled by hand."""
     base = language.get_base_model() if hasattr(language, "get_base_model") else language
     for layer in (*base.model.layers, *vision.encoder.layers):
         layer.compile(dynamic=False)
@@ -180,39 +180,39 @@ def our_loss(
 ) -> tuple[nn.Module, Callable[[dict[str, Tensor]], Tensor]]:
     """Return the model composed by Cornstarch, and its loss."""
     from cornstarch import ModalEncoderModule, MultimodalModel
-    from cornstarch.attention.choice import attend_with
-    from cornstarch.compute.head import trained_rows_at_most
-    from cornstarch.train.recompute import recompute_activations
-    from cornstarch.train.speed import speed_up
+    from cornstarch.attention.backends import use_attention
+    from cornstarch.engine.acceleration import accelerate_model
+    from cornstarch.engine.recompute import recompute_activations
+    from cornstarch.kernels.fused_loss import limit_trained_rows
 
     model = MultimodalModel(encoders={"vision": ModalEncoderModule(vision, projector)}, language_model=language)
     model.set_modality_token_ids({"vision": IMAGE_TOKEN})
     if case.checkpointing:
         recompute_activations(model)
-    print(speed_up(model, torch.device("cuda"), activation_budget=case.budget), file=sys.stderr)
+    print(accelerate_model(model, torch.device("cuda"), activation_budget=case.budget), file=sys.stderr)
 
     def loss(batch: dict[str, Tensor]) -> Tensor:
-        with trained_rows_at_most(batch["trained"]), attend_with("auto"):  # type: ignore[arg-type]
+        with limit_trained_rows(batch["trained"]), use_attention("auto"):  # type: ignore[arg-type]
             return model(**{key: value for key, value in batch.items() if key != "trained"}).loss
 
     return model, loss
 
 
 def measure(case: Case, way: str, profile: bool = False) -> dict[str, Any]:
-    """Return times, memory and losses of one way."""
+    """Return times, memory and losses of one contender."""
     device = torch.device("cuda")
     language, vision, projector = parts(case, device)
     trained = [p for p in (*language.parameters(), *projector.parameters()) if p.requires_grad]
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW
     if way == "ours":
-        from cornstarch.compute.adamw import quick
+        from cornstarch.kernels.adamw import select_optimizer_class
 
-        kind = quick(kind)
+        kind = select_optimizer_class(kind)
     optimizer = kind(trained, lr=RATE, fused=True)  # type: ignore[call-arg]
     if way == "ours":
         from cornstarch.compat import step_dividing
         from cornstarch.models.multimodal_language_model.facts import BatchFacts
-        from cornstarch.parallel.clipping import clipping_divisor
+        from cornstarch.parallel.gradients import compute_clip_divisor
 
         model, loss_of = our_loss(language, vision, projector, case)
     else:
@@ -233,7 +233,7 @@ def measure(case: Case, way: str, profile: bool = False) -> dict[str, Any]:
         loss = loss_of(batch)
         loss.backward()
         if way == "ours":
-            step_dividing(optimizer, clipping_divisor(trained, 1.0)[1])
+            step_dividing(optimizer, compute_clip_divisor(trained, 1.0)[1])
         else:
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
@@ -286,7 +286,7 @@ def profiled(step: Callable[[int], Tensor]) -> list[tuple[str, float, int]]:
 
 
 def in_process(case: Case, way: str, profile: bool) -> dict[str, Any]:
-    """Measure one way in a process of its own."""
+    """Measure one contender in its own process."""
     command = [sys.executable, __file__, "--case", case.name, "--way", way, "--budget", str(case.budget)]
     command += ["--profile"] if profile else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=560)
@@ -303,11 +303,11 @@ def told(case: Case, results: list[dict[str, Any]]) -> str:
     good = {one["way"]: one for one in results if "error" not in one}
     full, needed = work(case)
     lines = [
-        f"### {case.name}: {case.rows} x {case.tokens} tokens, {case.images} images a row, {case.size}, {case.trained}"
+        f"### {case.name}: {case.rows} x {case.tokens} tokens, {case.images} images/row, {case.size}, {case.trained}"
         + (", recomputed layers" if case.checkpointing else "")
-        + (f", {case.documents} documents a row" if case.documents > 1 else ""),
+        + (f", {case.documents} documents per row" if case.documents > 1 else ""),
         "",
-        f"{full / 1e12:.1f} TFLOP a step, {needed / 1e12:.1f} with the head where there are labels.",
+        f"{full / 1e12:.1f} TFLOP per step, {needed / 1e12:.1f} with the head where there are labels.",
         "",
         "| way | ms | MFU | MFU, head on labels | peak GiB | eager / it | compiled / it | loss off eager | warm s |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -332,19 +332,19 @@ def told(case: Case, results: list[dict[str, Any]]) -> str:
     for one in results:
         if one.get("profile"):
             total = sum(row[1] for row in one["profile"])
-            lines += ["", f"Where {one['way']}'s time goes ({total:.1f} ms of kernels a step):", ""]
+            lines += ["", f"Kernel times of {one['way']} ({total:.1f} ms of kernels per step):", ""]
             lines += ["| ms | times | kernel |", "|---|---|---|"]
             lines += [f"| {ms:.2f} | {count} | `{name[:100]}` |" for name, ms, count in one["profile"][:40]]
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure the requested cases."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cases", default="reference")
     arguments.add_argument("--ways", default=",".join(WAYS))
-    arguments.add_argument("--profile", action="store_true", help="say where the time of `ours` goes")
-    arguments.add_argument("--budget", type=float, help="the share of activations that Cornstarch keeps")
+    arguments.add_argument("--profile", action="store_true", help="profile `ours`")
+    arguments.add_argument("--budget", type=float, help="fraction of activations that Cornstarch keeps")
     arguments.add_argument("--json", type=Path)
     arguments.add_argument("--case", help=argparse.SUPPRESS)
     arguments.add_argument("--way", help=argparse.SUPPRESS)

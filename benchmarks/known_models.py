@@ -61,7 +61,7 @@ _ENCODERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def language_model(name: str, **changed: Any) -> Any:
-    """Return a language model; `changed`: options of its config."""
+    """Return a language model; `changed` overrides options of its config."""
     model, config, options = _LANGUAGE_MODELS[name]
     return model(config(**{**options, **changed}))
 

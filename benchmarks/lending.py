@@ -1,8 +1,8 @@
-"""Two processes, of which one has all images: a step as it is, and with images lent (`data.split_images`).
+"""Measure encoder load balancing (`data.balance_encoders`) with two processes, one of which has all images.
 
-Both compute the passes of the same small model on a CPU, one thread each: a tower of Qwen2-VL, which makes one token of
-four patches, before a Llama. The first has a row with many images, the second a row of text alone, as long. Steps with
-and without lending take turns, so that both meet the same machine.
+Both processes run the forward and backward pass of the same small model on a CPU, one thread each: a tower of Qwen2-VL,
+which merges four patches into one token, before a Llama. The first has a row with many images, the second a row of text
+of the same length. Steps with and without load balancing alternate, so that both see the same machine load.
 
     python benchmarks/lending.py --output benchmarks/results/lending.md
 """
@@ -33,16 +33,17 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from cornstarch import ModalEncoderModule, MultimodalModel
-from cornstarch.parallel import apply_data_parallel, lend_items, lending
+from cornstarch.parallel import apply_data_parallel, attach_encoder_balancing
+from cornstarch.parallel import encoder_balancing as lending
 from cornstarch.plan import DataPlan
 
-IMAGE_TOKEN, SIDE, TEXT = 5, 16, 64  # SIDE² patches of an image, which become a quarter as many tokens
+IMAGE_TOKEN, SIDE, TEXT = 5, 16, 64  # an image has SIDE² patches, which become a quarter as many tokens
 CASES = ((4, False, "ddp"), (16, False, "ddp"), (16, True, "ddp"), (16, True, "zero3"))
-"""Images, whether their encoder is trained, too, and the kind of data parallelism."""
+"""The number of images, whether the encoder is trained, and the kind of data parallelism."""
 
 
 def made(images: int, trained: bool, rank: int) -> tuple[MultimodalModel, dict[str, Any]]:
-    """Return a model, and what a process trains it on."""
+    """Return a model and the batch of a process."""
     torch.manual_seed(0)
     sizes = {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "embed_dim": 384, "hidden_size": 384}
     vision = Qwen2VisionTransformerPretrainedModel(Qwen2VLVisionConfig(**sizes, depth=8, num_heads=6, mlp_ratio=4))
@@ -55,7 +56,7 @@ def made(images: int, trained: bool, rank: int) -> tuple[MultimodalModel, dict[s
     pixels, grid = torch.randn(images * SIDE**2, 1176), torch.tensor([[1, SIDE, SIDE]] * images)
     model.keep_encoders_running({"vision": {"hidden_states": pixels[: SIDE**2], "grid_thw": grid[:1]}})
     ids = torch.randint(10, 8000, (1, images * SIDE**2 // 4 + TEXT))
-    if rank:  # text alone, as long
+    if rank:  # text only, of the same length
         return model, {"input_ids": ids, "labels": ids}
     ids[:, : images * SIDE**2 // 4] = IMAGE_TOKEN
     labels = ids.masked_fill(ids == IMAGE_TOKEN, -100)
@@ -63,7 +64,7 @@ def made(images: int, trained: bool, rank: int) -> tuple[MultimodalModel, dict[s
 
 
 def measure(case: tuple[int, bool, Any], rounds: int) -> tuple[float, float, float]:
-    """Return the milliseconds of a step as it is, lent, and the largest difference of losses."""
+    """Return the milliseconds of a step without and with balancing, and the largest difference of losses."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     port = free_port()
@@ -84,7 +85,7 @@ def _work(rank: int, port: int, case: tuple[int, bool, Any], rounds: int, told: 
     dist.init_process_group("gloo", rank=rank, world_size=2)
     images, trained, kind = case
     model, batch = made(images, trained, rank)
-    lend_items(model.encoders["vision"], init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    attach_encoder_balancing(model.encoders["vision"], init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     wrapped = apply_data_parallel(model, init_device_mesh("cpu", (2,)), DataPlan(kind))
     times: dict[bool, list[float]] = {False: [], True: []}
     losses: dict[bool, float] = {}
@@ -113,13 +114,13 @@ def main() -> None:
     asked = given.parse_args()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     lines = [
-        "# Images that are lent",
+        "# Encoder load balancing",
         "",
         f"`python {shlex.join(sys.argv)}`, {versions}, {os.cpu_count()} cores, {date.today().isoformat()}",
         "",
-        f"Two processes, a row each; the first has all the images, of {SIDE**2} patches. Forward and backward passes.",
+        f"Two processes with one row each; the first has all images of {SIDE**2} patches. Forward and backward passes.",
         "",
-        "| images | encoder | kind | ms as it is | ms lent | quicker | loss differs by |",
+        "| images | encoder | kind | ms unbalanced | ms balanced | speedup | loss differs by |",
         "|---:|---|---|---:|---:|---:|---:|",
     ]
     for case in CASES:

@@ -1,30 +1,31 @@
-"""What modality-parallel, frozen-aware pipelines save: nine multimodal models on 24 virtual devices.
+"""Measure the gain of modality-parallel, frozen-aware pipelines: nine multimodal models on 24 virtual devices.
 
-The real runtime carries out real schedules of 24 microbatches, in processes in which the compute of a layer is a sleep
-of its cost (virtual_devices.py, nine_models.py). Of several steps the fastest counts: what other jobs on the machine
-take away is not the plan's. The devices of a stage, tp 2 for encoders and tp 2 × cp 2 for language models, are one
-process: what they do is the same, and they wait for the same. Encoders and language models are frozen, projectors are
-trained, layers are recomputed in the backward pass. No plan uses more than 24 devices. Whether a stage fits into memory
-is not looked at. Six plans of each model (modality_plans.py):
+The real runtime executes real schedules of 24 microbatches, in processes in which the computation of a layer is a sleep
+of its cost (virtual_devices.py, nine_models.py). The fastest of several steps counts, because other load on the machine
+is not part of the plan. The devices of a stage, tp 2 for encoders and tp 2 × cp 2 for language models, are one process:
+they all do and wait for the same. Encoders and language models are frozen, projectors are trained, layers are
+recomputed in the backward pass. No plan uses more than 24 devices. Memory limits are ignored. Six plans of each model
+(modality_plans.py):
 
-apart       modality-parallel: each encoder on stages of its own. How many, where layers are cut by what they really
-            cost, in how many parts a language model stands on its places, and the schedule: what the product's search
-            finds (`cornstarch.plan.search`)
-searched    what it finds if encoders may stand on shared stages, too, or in the first stage of the language model: our
-            plan
+apart       modality-parallel: each encoder has its own stages. The product's search (`cornstarch.plan.search`) chooses
+            the number of stages, the layers of each stage by their real costs, the number of model chunks of the
+            language model, and the schedule
+searched    the result of the search if encoders may also share stages, or run in the first stage of the language model:
+            our plan
 
-colocated   a chain: all encoders, one after the other, on the same stages, then the language model. Layers are cut
-            evenly; how many stages there are is what would take least if everything were trained
+colocated   a chain: all encoders, one after the other, on the same stages, then the language model. Layers are divided
+            evenly; the number of stages is the one that would be fastest if everything were trained
 published   the same, with the numbers of stages of the published evaluation
-replicated  the language model cut evenly into six stages, each of which runs all encoders, whose work its devices share
-whole       the same, but every device runs all of each encoder, as in the published evaluation
+replicated  the language model in six even stages, each of which runs all encoders, divided over its devices
+whole       the same, but every device runs each encoder completely, as in the published evaluation
 
-These four work in 1F1B, as published. Our plans in 1F1B, and a step in which no device ever waits, are simulated
-beside them.
+These four use 1F1B, as published. Our plans with 1F1B, and a step in which no device ever waits, are simulated for
+comparison.
 
-There are two workloads. `published` is that of the published evaluation's script: the language model gets few tokens of
-images that are cut into tiles, and those of 70 and 72 billion parameters have 40 of their 80 layers. With `patches`, it
-gets a token for each patch, as in use, and has all of its layers: encoders are then a smaller part of the work.
+There are two workloads. `published` is that of the published evaluation's script: the language model gets few tokens
+from images that are split into tiles, and the models of 70 and 72 billion parameters have 40 of their 80 layers. With
+`patches`, it gets a token for each patch, as in practice, and has all of its layers: encoders are then a smaller part
+of the work.
 
     python benchmarks/modality.py                              # prints a page; with --output FILE.md also writes it
     python benchmarks/modality.py --models VLM-M --steps 1     # one model
@@ -57,33 +58,33 @@ from cornstarch.schedule.actions import Schedule
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
 
-BEST, MEAN, DEVIATION = 1.57, 1.2, 0.05  # targets: the largest ratio, the mean of all, and of measured to simulated
-COST = (0.01, 0.01, 0.0)  # of a stage, where the runtime itself is measured
+BEST, MEAN, DEVIATION = 1.57, 1.2, 0.05  # targets: largest ratio, mean ratio, deviation from the simulation
+COST = (0.01, 0.01, 0.0)  # cost of a stage when the runtime itself is measured
 OURS, OTHERS = ("apart", "searched"), ("colocated", "published", "replicated", "whole")
 
 
 class Runtime(NamedTuple):
-    """Seconds that are not compute."""
+    """Seconds outside of computation."""
 
     action: float = 0.0
-    """Around each action."""
+    """Per action."""
     transfer: float = 0.0
-    """From the end of an action to the start of one elsewhere that waits for it."""
+    """From the end of an action to the start of a dependent one on another place."""
 
     @classmethod
     def measured(cls) -> Runtime:
-        """Measure one stage alone, and two that do one microbatch at a time: nothing is hidden behind compute."""
+        """Measure one stage alone, and two with one microbatch at a time, so that nothing overlaps."""
         alone, two = (
             Job(StageGraph.chain(stages, costs=COST), ((COST,),) * stages, MICROBATCHES, "naive", 5)
             for stages in (1, 2)
         )
-        # Sleeps that end too late shorten the next ones, so that a busy machine may seem to take less than nothing.
+        # Late sleeps shorten the next ones, so a busy machine may appear to take negative time.
         action = max(0.0, (min(run(alone)) - alone.compute) / (2 * MICROBATCHES))
         there_and_back = (min(run(two)) - two.compute) / MICROBATCHES - 4 * action
         return cls(action, max(0.0, there_and_back / 2))
 
     def step(self, schedule: Schedule) -> float:
-        """Return what a step takes in simulation."""
+        """Return the simulated step time."""
         nodes = (
             replace(one, forward=one.forward + self.action, backward_input=one.backward_input + self.action)
             for one in schedule.graph.nodes
@@ -94,22 +95,22 @@ class Runtime(NamedTuple):
 
 @dataclass
 class Case:
-    """A model, its plans, and what they take."""
+    """A model, its plans, and their step times."""
 
     model: Model
     plans: dict[str, Plan]
     usual: dict[str, float]
-    """What our plans take in simulation if they must work in 1F1B."""
+    """Simulated step times of our plans with 1F1B."""
     scale: float
-    """Seconds of 10^12 operations."""
+    """Seconds per 10^12 operations."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """By plan; of each step that was measured."""
+    """By plan: the seconds of each measured step."""
     runtime: Runtime = Runtime()
-    """What its runtime takes."""
+    """The overhead of the runtime."""
 
     @classmethod
     def of(cls, model: Model, seconds: float) -> Case:
-        """Search the plans of a model; seconds: of a step of our own."""
+        """Search the plans of a model; `seconds` is the step time of our own plan."""
         plans = {
             "apart": found(model, APART),
             "searched": found(model),
@@ -126,25 +127,25 @@ class Case:
         return cls(model, plans, usual, seconds / plans["searched"].simulated)
 
     def simulated(self, name: str) -> float:
-        """The seconds of a step of a plan, in simulation."""
+        """The simulated seconds of a step of a plan."""
         job = self.plans[name].job(self.scale, 1)
         return self.runtime.step(make_schedule(job.graph, job.microbatches, job.policy))
 
     def took(self, name: str) -> float:
-        """The seconds of the fastest step of a plan, or of a simulated one if nothing was measured."""
+        """The seconds of the fastest measured step of a plan, or of the simulated one."""
         return min(self.seconds[name]) if self.seconds else self.simulated(name)
 
     def ratio(self, own: str, other: str) -> float:
-        """How many times as long another plan takes as our own."""
+        """The step time of another plan relative to our own."""
         return self.took(other) / self.took(own)
 
     def deviation(self, name: str) -> float:
-        """How far what was measured is from what was simulated."""
+        """The relative deviation of the measured from the simulated time."""
         return self.took(name) / self.simulated(name) - 1
 
 
 def measure(cases: Sequence[Case], steps: int, together: int) -> None:
-    """Run the plans of all models, several at a time; plans of the same stages once."""
+    """Run the plans of all models, several at a time; plans with the same stages run once."""
     runtime = Runtime.measured()
     wanted = {(case.scale, plan): plan.job(case.scale, steps) for case in cases for plan in case.plans.values()}
     longest_first = sorted(wanted, key=lambda key: -key[0] * key[1].simulated)
@@ -165,7 +166,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def ratios(cases: Sequence[Case]) -> list[str]:
-    """Return how many times as long the others take."""
+    """Return the relative step times of the others."""
     head = ["", "tokens", *(f"{other} / {own}" for own, other in product(OURS, OTHERS))]
     rows = [
         [case.model.name, f"{case.model.tokens:,}", *(f"{case.ratio(*two):.2f}" for two in product(OURS, OTHERS))]
@@ -177,7 +178,7 @@ def ratios(cases: Sequence[Case]) -> list[str]:
 
 
 def times(cases: Sequence[Case]) -> list[str]:
-    """Return every plan, what it takes, and how far that is from the simulation."""
+    """Return every plan, its step time, and its deviation from the simulation."""
     head = ["", "plan", "stages of encoders → language model", "schedule", "devices", "seconds", "simulated"]
     rows = []
     for case in cases:
@@ -193,7 +194,7 @@ def times(cases: Sequence[Case]) -> list[str]:
 
 
 def shares(cases: Sequence[Case]) -> list[str]:
-    """Return, in simulation, what colocated encoders take against our plans, in 1F1B and not, and against the ideal."""
+    """Return simulated ratios of colocated encoders to our plans, with and without 1F1B, and to the ideal."""
     rows = []
     for case in cases:
         other = case.plans["colocated"].simulated
@@ -205,7 +206,7 @@ def shares(cases: Sequence[Case]) -> list[str]:
 
 
 def verdict(cases: Sequence[Case]) -> list[str]:
-    """Return how the ratios stand to the targets."""
+    """Compare the ratios with the targets."""
     lines = []
     for own, other in product(OURS, OTHERS):
         found = [case.ratio(own, other) for case in cases]
@@ -220,24 +221,24 @@ def verdict(cases: Sequence[Case]) -> list[str]:
         action, transfer = (1000 * one for one in cases[0].runtime)
         lines.append(
             f"- measured to simulated: {100 * max(off):.1f} % at most, {100 * statistics.mean(off):.1f} % on average; "
-            f"{held} {100 * DEVIATION:.0f} %. In the simulation an action takes {action:.2f} ms beside its compute, "
+            f"{held} {100 * DEVIATION:.0f} %. In the simulation, an action takes {action:.2f} ms beyond computation, "
             f"and a transfer {transfer:.2f} ms, as measured with one stage and with two"
         )
     return lines
 
 
 def page(found: Mapping[str, Sequence[Case]], about: str) -> str:
-    """Return all that was found."""
-    lines = ["# What modality-parallel, frozen-aware pipelines save", "", about]
+    """Return the page."""
+    lines = ["# The gain of modality-parallel, frozen-aware pipelines", "", about]
     for workload, cases in found.items():
-        lines += ["", f"## Workload: {workload}", "", "How many times as long others take as our plans:", ""]
-        lines += [*ratios(cases), "", *verdict(cases), "", "In simulation, and what is due to what:", ""]
-        lines += [*shares(cases), "", "Every plan, and its seconds per step:", "", *times(cases)]
+        lines += ["", f"## Workload: {workload}", "", "Step times relative to our plans:", ""]
+        lines += [*ratios(cases), "", *verdict(cases), "", "Simulated contributions:", ""]
+        lines += [*shares(cases), "", "All plans, in seconds per step:", "", *times(cases)]
     return "\n".join(lines) + "\n"
 
 
 def load() -> str:
-    """Return how busy the machine is."""
+    """Return the load of the machine."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
@@ -246,11 +247,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument(
-        "--seconds", type=float, default=4.0, help="of a step of `searched`; others take what they take"
-    )
-    parser.add_argument("--steps", type=int, default=2, help="of each plan; the fastest counts")
-    parser.add_argument("--together", type=int, default=4, help="plans that run at the same time: they only sleep")
+    parser.add_argument("--seconds", type=float, default=4.0, help="step time of `searched`; the others follow from it")
+    parser.add_argument("--steps", type=int, default=2, help="steps per plan; the fastest counts")
+    parser.add_argument("--together", type=int, default=4, help="plans that run at the same time; they only sleep")
     parser.add_argument("--simulate", action="store_true", help="run nothing")
     parser.add_argument("--output", type=Path, help="a Markdown file")
     given = parser.parse_args()
@@ -266,8 +265,8 @@ def main() -> None:
         f"Command: `python benchmarks/modality.py {' '.join(sys.argv[1:])}`. {date.today().isoformat()}, Python "
         f"{platform.python_version()}, torch {version('torch')}, {os.cpu_count()} CPU cores, load {before} before and "
         f"{load()} at the end. {MICROBATCHES} microbatches, {given.steps} measured steps of each plan, "
-        f"{given.together} plans at a time. Searching took {searched:.0f} s, everything {spent:.0f} s. What the plans "
-        "are is said at the top of the script."
+        f"{given.together} plans at a time. Searching took {searched:.0f} s, everything {spent:.0f} s. The plans are "
+        "described at the top of the script."
     )
     text = page(found, about)
     print(text)

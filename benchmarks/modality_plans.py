@@ -1,8 +1,8 @@
-"""Plans of the nine models: how many stages, which layers each has, where it stands, and in which order it works.
+"""Plans of the nine models: the number of stages, their layers, their placement and their schedule.
 
-Ours are those that the product's own search finds (`cornstarch.plan.search`), on devices whose links cost nothing and
-whose memory is never full: how many stages each module has, where its layers are cut, where encoders stand, in how many
-parts the language model stands on its places, and the schedule. tp and cp are those of the published evaluation.
+Our plans are those that the product's own search finds (`cornstarch.plan.search`), on devices with free links and
+unlimited memory: the number of stages of each module, the layers of each stage, the placement of encoders, the number
+of model chunks of the language model, and the schedule. tp and cp are those of the published evaluation.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from itertools import pairwise
 from nine_models import DEVICES, ENCODER_DEVICES, FIXED, LANGUAGE, LANGUAGE_DEVICES, MICROBATCHES, Cost, Model, run_cost
 from virtual_devices import Job
 
+from cornstarch.plan.candidates import SearchSpace
 from cornstarch.plan.cluster import Cluster, Device, Link
-from cornstarch.plan.plan import Ranks
+from cornstarch.plan.plan import RankPlacement
 from cornstarch.plan.predict import Prediction
 from cornstarch.plan.search import search
 from cornstarch.plan.simulate import Timeline, simulate
-from cornstarch.plan.space import Space
 from cornstarch.schedule.graph import StageGraph, StageNode
 from cornstarch.schedule.policies import make_schedule
 
 USUAL = "1f1b"
-VIRTUAL = (2, 3, 4)  # parts of the language model at each of its places, with interleaving
+VIRTUAL = (2, 3, 4)  # model chunks of the language model per place, with interleaving
 FREE_LINK = Link(1e30, 0.0)
 DEVICES_ALONE = Cluster(1, DEVICES, Device("device", 2**60), FREE_LINK, FREE_LINK, name=f"{DEVICES} devices")
-APART: tuple[Ranks, ...] = ("own",)
-ANYWHERE: tuple[Ranks, ...] = ("own", "colocated", "first_stage")
-# Stages of the language model in the published evaluation of colocated encoders, without regard to what is frozen.
+APART: tuple[RankPlacement, ...] = ("own",)
+ANYWHERE: tuple[RankPlacement, ...] = ("own", "colocated", "first_stage")
+# Stages of the language model in the published evaluation of colocated encoders, ignoring frozen parts.
 PUBLISHED = {
     "VLM-S": 5,
     "VLM-M": 4,
@@ -59,16 +59,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages of a model, and the order in which they work."""
+    """The stages of a model and their schedule."""
 
     words: str
     parts: tuple[Part, ...]
-    """Encoders, then the language model, if it is not all one chain."""
+    """Encoders, then the language model, unless all are one chain."""
     devices: int
     policy: str = USUAL
 
     def graph(self, scale: float = 1.0) -> StageGraph:
-        """Return the stages; scale: seconds of 10^12 operations."""
+        """Return the stages; `scale` is seconds per 10^12 operations."""
         nodes: list[StageNode] = []
         edges: list[tuple[int, int]] = []
         ends: list[int] = []
@@ -85,7 +85,7 @@ class Plan:
         return StageGraph(tuple(nodes), tuple(edges))
 
     def job(self, scale: float, steps: int) -> Job:
-        """Return what virtual devices do."""
+        """Return the work of the virtual devices."""
         layers = tuple(
             tuple((scale * a, scale * b, scale * c) for a, b, c in run) for part in self.parts for run in part.runs
         )
@@ -93,12 +93,12 @@ class Plan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """A step, in 10^12 operations of a device."""
+        """The step time, in 10^12 operations of a device."""
         return simulate(make_schedule(self.graph(), MICROBATCHES, self.policy))
 
     @property
     def simulated(self) -> float:
-        """What a step takes."""
+        """The step time."""
         return self.timeline.step
 
 
@@ -106,10 +106,10 @@ class Plan:
 
 
 def found(
-    model: Model, ranks: tuple[Ranks, ...] = ANYWHERE, schedules: tuple[str, ...] = (USUAL, "interleaved")
+    model: Model, ranks: tuple[RankPlacement, ...] = ANYWHERE, schedules: tuple[str, ...] = (USUAL, "interleaved")
 ) -> Plan:
-    """Return the plan that the product's search finds, with encoders where they may stand."""
-    space = Space(ranks, ("ddp",), schedules, VIRTUAL, checkpointing=(True,), microbatches=(MICROBATCHES,))
+    """Return the plan that the product's search finds, for the allowed placements of encoders."""
+    space = SearchSpace(ranks, ("ddp",), schedules, VIRTUAL, checkpointing=(True,), microbatches=(MICROBATCHES,))
     best = search(run_cost(model, 1e12, FIXED), DEVICES_ALONE, space, runners_up=0).best
     assert best is not None, model.name
     plan = carried_out(model, best)
@@ -118,11 +118,11 @@ def found(
 
 
 def carried_out(model: Model, best: Prediction) -> Plan:
-    """Return a predicted plan with the layers of its stages, as virtual devices carry it out."""
-    choice, parts, words = best.choice, [], []
+    """Return a predicted plan with the layers of its stages, for execution on virtual devices."""
+    choice, parts, words = best.candidate, [], []
     *encoders, (_, last) = choice.modules
     place = 0
-    for name, plan in () if choice.inside else encoders:
+    for name, plan in () if choice.has_encoders_inside else encoders:
         runs = _cut(_spread(model, name, plan.cp), best.starts[name])
         parts.append(own(name, runs, place))
         words.append(f"{name} {plan.stages}")
@@ -130,12 +130,14 @@ def carried_out(model: Model, best: Prediction) -> Plan:
     place += encoders[0][1].stages if choice.ranks == "colocated" else 0
     runs = _cut(model.pieces(LANGUAGE), best.starts[LANGUAGE])
     many = named(runs, last.stages)
-    if choice.inside:
+    if choice.has_encoders_inside:
         runs = ((encoders_inside(model), *runs[0]), *runs[1:])
         text = f"inside the first of {many}"
     else:
         text = f"{f'together {encoders[0][1].stages}' if choice.ranks == 'colocated' else ' + '.join(words)} → {many}"
-    return Plan(text, (*parts, language(runs, place, last.stages, choice.inside)), choice.replica, choice.schedule)
+    return Plan(
+        text, (*parts, language(runs, place, last.stages, choice.has_encoders_inside)), choice.replica, choice.schedule
+    )
 
 
 def _cut(layers: Sequence[Cost], starts: Sequence[int]) -> Runs:
@@ -143,21 +145,21 @@ def _cut(layers: Sequence[Cost], starts: Sequence[int]) -> Runs:
 
 
 def _spread(model: Model, name: str, cp: int) -> list[Cost]:
-    """Return the layers of an encoder on the devices of a stage, whose cp shares the tiles."""
+    """Return the layers of an encoder on the devices of a stage; cp distributes the tiles."""
     tiles = model.encoders[name].tiles
     share = -(-tiles // cp) / tiles
     return [(share * a, share * b, share * c) for a, b, c in model.pieces(name)]
 
 
 def encoders_inside(model: Model) -> Cost:
-    """Return what all encoders cost on the devices of a stage of the language model."""
+    """Return the cost of all encoders on the devices of a language model stage."""
     layers = [one for name in model.encoders for one in _spread(model, name, LANGUAGE_DEVICES // ENCODER_DEVICES)]
     forward, inputs, weights = (sum(one) for one in zip(*layers, strict=True))
     return forward, inputs, weights
 
 
 def own(module: str, runs: Runs, place: int) -> Part:
-    """Return an encoder whose projector, at its end, is trained, on places of its own."""
+    """Return an encoder with a trained projector at its end, on its own places."""
     stages = len(runs)
     return Part(
         module, runs, tuple(index == stages - 1 for index in range(stages)), tuple(range(place, place + stages))
@@ -165,16 +167,16 @@ def own(module: str, runs: Runs, place: int) -> Part:
 
 
 def language(runs: Runs, place: int, count: int, inside: bool = False) -> Part:
-    """Return a frozen language model on so many places, each of which has several runs if there are more.
+    """Return a frozen language model on a number of places, with several chunks per place if there are more.
 
-    inside: its first stage has the projectors.
+    inside: Whether its first stage includes the projectors.
     """
     trains = tuple(inside and index == 0 for index in range(len(runs)))
     return Part(LANGUAGE, runs, trains, tuple(place + index % count for index in range(len(runs))))
 
 
 def named(runs: Runs, count: int) -> str:
-    """Return how many places a language model has, and how many of its parts are at each, if several."""
+    """Describe the number of places of a language model and of its chunks per place."""
     return str(count) if len(runs) == count else f"{count} × {len(runs) // count}"
 
 
@@ -182,26 +184,26 @@ def named(runs: Runs, count: int) -> str:
 
 
 def sizes() -> Iterator[tuple[int, int]]:
-    """Yield stages of the language model and of encoders that use all devices."""
+    """Yield stage counts of the language model and of encoders that use all devices."""
     for count in range(1, DEVICES // LANGUAGE_DEVICES):
         yield count, (DEVICES - count * LANGUAGE_DEVICES) // ENCODER_DEVICES
 
 
 def even_starts(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the first layer of stages of as many layers each, the first ones one more."""
+    """Return the first layers of even stages; the first stages get one layer more."""
     each, more = divmod(layers, stages)
     return tuple(each * index + min(index, more) for index in range(stages))
 
 
 def even(layers: Sequence[Cost], stages: int) -> Runs:
-    """Return layers in runs of as many; what follows the layers goes with the last."""
+    """Return layers in even runs; modules after the layers belong to the last run."""
     return _cut(layers, even_starts(len(layers), stages))
 
 
 def colocated(model: Model, size: int, count: int, frozen_aware: bool = True) -> Plan:
-    """Return a chain of stages: all encoders, one after the other, then the language model, each cut evenly.
+    """Return a chain of stages: all encoders, one after the other, then the language model, each divided evenly.
 
-    frozen_aware: whether costs are what they are, or what they would be if everything were trained.
+    frozen_aware: Whether costs account for frozen parts, or assume that everything is trained.
     """
     pieces = [even(model.pieces(name, frozen_aware), size) for name in model.encoders]
     encoders = tuple(tuple(layer for run in runs for layer in run) for runs in zip(*pieces, strict=True))
@@ -213,21 +215,21 @@ def colocated(model: Model, size: int, count: int, frozen_aware: bool = True) ->
 
 
 def blind(model: Model) -> Plan:
-    """Return the chain that would be the fastest if everything were trained."""
+    """Return the chain that would be fastest if everything were trained."""
     count, size = min(sizes(), key=lambda two: colocated(model, two[1], two[0], frozen_aware=False).simulated)
     return colocated(model, size, count)
 
 
 def published(model: Model) -> Plan:
-    """Return the chain whose language model has as many stages as in the published evaluation."""
+    """Return the chain with the published number of language model stages."""
     count = PUBLISHED[model.name]
     return colocated(model, (DEVICES - count * LANGUAGE_DEVICES) // ENCODER_DEVICES, count)
 
 
 def replicated(model: Model, whole: bool = False) -> Plan:
-    """Return a plan with all encoders in every stage of a language model that is cut evenly.
+    """Return a plan with all encoders in every stage of an evenly divided language model.
 
-    whole: every device runs all of each encoder, as in the published evaluation. Else those of a stage share the work.
+    whole: Every device runs each encoder completely, as in the published evaluation, instead of dividing the work.
     """
     count = DEVICES // LANGUAGE_DEVICES
     if whole:
@@ -235,7 +237,7 @@ def replicated(model: Model, whole: bool = False) -> Plan:
         forward, inputs, weights = (sum(one) for one in zip(*pieces, strict=True))
     else:
         forward, inputs, weights = encoders_inside(model)
-    # What the later stages make of the encoders' tokens is the same, and nothing is trained there.
+    # Later stages compute the same encoder tokens, and train nothing there.
     encoders = [(forward, inputs, weights), *[(forward, 0.0, 0.0)] * (count - 1)]
     runs = even(model.pieces(LANGUAGE), count)
     with_encoders = tuple((first, *run) for first, run in zip(encoders, runs, strict=True))
@@ -243,7 +245,7 @@ def replicated(model: Model, whole: bool = False) -> Plan:
 
 
 def ideal(model: Model) -> float:
-    """Return the time of a step if all devices were always busy, and nothing were computed twice."""
+    """Return the step time if all devices were always busy and nothing were computed twice."""
     work = LANGUAGE_DEVICES * sum(map(sum, model.pieces(LANGUAGE)))
     work += sum(ENCODER_DEVICES * sum(map(sum, model.pieces(name))) for name in model.encoders)
     return MICROBATCHES * work / DEVICES

@@ -1,12 +1,12 @@
-"""A slow network on one machine: processes in network namespaces of their own, joined by rate-limited links.
+"""Emulate a slow network on one machine: processes in their own network namespaces, connected by rate-limited links.
 
 Every rank has a namespace with one interface, `wire`. Its other end is a port of a bridge in one more namespace. Both
 ends send through a token bucket (`tc … tbf`): one limits what a rank sends, the other what it receives, as a cable
-would. Counters and buckets see what the kernel hands to a card: up to 64 KB with one header, which a card would cut
-into frames of 1,500 bytes with 4.6 % of headers. (Cutting here would take the CPU more time than 1 Gbit/s leaves it.)
+would. Counters and buckets see what the kernel hands to a network card: up to 64 KB with one header, which a card would
+split into frames of 1,500 bytes with 4.6 % of headers. (Splitting here would take more CPU time than 1 Gbit/s allows.)
 
-Linux and root are needed, with `ip` and `tc` (iproute2). Namespaces are removed when the block ends, however it ends;
-those of a program that was killed are removed by the next one.
+Requires Linux and root, with `ip` and `tc` (iproute2). Namespaces are removed when the block ends, also after an error.
+The next program removes those of a program that was killed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from types import FrameType
 INTERFACE = "wire"
 """The one interface of a rank's namespace, besides its loopback."""
 _PREFIX = "cornstarch"
-_BURST = "128kb"  # what may pass at once: two of the largest pieces that the kernel makes
-_QUEUE = "50ms"  # what waits longer than this is dropped, and TCP sends more slowly
+_BURST = "128kb"  # burst size: two of the largest segments that the kernel sends
+_QUEUE = "50ms"  # packets that wait longer are dropped, and TCP slows down
 _PORT = 29500  # free: the namespaces are new
 
 
 class Unable(Exception):
-    """This machine cannot do it, and why."""
+    """This machine does not support network namespaces; the message says why."""
 
 
 class Network:
-    """Namespaces of so many ranks that see one another and nothing else."""
+    """Namespaces of several ranks that reach only each other."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
     def run(self, command: Sequence[str], logs: Path, seconds: float) -> None:
-        """Run a command in every namespace as torchrun would; a failure of one ends all and raises its last words."""
+        """Run a command in every namespace as torchrun does; one failure ends all and raises its last output."""
         logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             ranks = []
@@ -78,7 +78,7 @@ def _environment(rank: int, size: int) -> Mapping[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> int | None:
-    """Return the first rank that failed, or that did not end in time; None if all ended well."""
+    """Return the first rank that failed or timed out; None if all succeeded."""
     until = time.monotonic() + seconds
     while True:
         codes = [one.poll() for one in ranks]
@@ -101,7 +101,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def network(ranks: int, rate: str) -> Iterator[Network]:
-    """Make a network while a block runs; rate: of every link and direction, as `tc` writes it: 100mbit."""
+    """Create a network for a block; `rate` applies to every link and direction, in `tc` format: 100mbit."""
     _check()
     _remove_forgotten()
     hub, *names = (f"{_PREFIX}-{os.getpid()}-{part}" for part in ("hub", *range(ranks)))
@@ -132,7 +132,7 @@ def _address(rank: int) -> str:
 
 
 def sent_bytes() -> int:
-    """Return what this process's namespace has sent, headers included."""
+    """Return the bytes that this process's namespace has sent, including headers."""
     return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
@@ -144,7 +144,7 @@ def _check() -> None:
 
 
 def _remove_forgotten() -> None:
-    """Remove the namespaces of programs that were killed and could not."""
+    """Remove the namespaces of killed programs."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     for name, owner in re.findall(rf"^({_PREFIX}-(\d+)-\w+)", listed, re.MULTILINE):
         if not Path(f"/proc/{owner}").exists():
@@ -159,7 +159,7 @@ def _call(*command: str) -> None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM leave a block as an exception does, so that everything is removed."""
+    """Raise an exception on SIGTERM, so that everything is removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

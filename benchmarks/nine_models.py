@@ -1,12 +1,12 @@
-"""The nine multimodal models of the published evaluation of modality parallelism, and what their layers cost.
+"""The nine multimodal models of the published evaluation of modality parallelism, and the costs of their layers.
 
-A layer costs its floating-point operations for one microbatch of one sample: 1,024 tokens of text, an image of
-1280 × 720 and 30 seconds of audio where the model takes them. The image is cut as the encoder does it: into as many
-whole tiles as fit into it, or, where the encoder takes any size, into patches.
+The cost of a layer is its number of floating-point operations for one microbatch of one sample: 1,024 tokens of text,
+and an image of 1280 × 720 and 30 seconds of audio if the model takes them. The image is split as the encoder does it:
+into as many whole tiles as fit or, if the encoder takes any size, into patches.
 
-`Model.pieces` are such operations, spread over the devices of a stage; layers are recomputed in the backward pass.
-`run_cost` is the same as the planner takes it, with parameters and activations: what it then does about tp, cp, bytes
-and links is its own.
+`Model.pieces` are these operations, divided over the devices of a stage; layers are recomputed in the backward pass.
+`run_cost` is the same in the planner's format, with parameters and activations; the planner itself accounts for tp, cp,
+bytes and links.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ Cost = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers that are all alike."""
+    """A stack of identical layers."""
 
     name: str
     layers: int
     hidden: int
     inner: int
-    """Of the feed-forward part; that of all experts that read a token, where there are several."""
+    """The width of the feed-forward layer, summed over the active experts of a token."""
     heads: int
     kv_heads: int
     head: int
-    """The size of a head."""
+    """The head size."""
     gated: bool
-    """Whether the feed-forward part has three matrices, or two."""
+    """Whether the feed-forward layer has three matrices instead of two."""
     vocabulary: int = 0
     tiles: int = 1
     tokens: int = 0
-    """Of a tile; only those of the same tile see one another."""
+    """Tokens per tile; attention is limited to a tile."""
     handed: int = 0
-    """Tokens that the language model gets of all of it."""
+    """Tokens that the language model receives."""
     experts: int = 1
-    """How many times as many feed-forward parameters there are as a token is multiplied with."""
+    """The ratio of all feed-forward parameters to the active ones."""
 
     @property
     def parameters(self) -> int:
-        """Those of a layer."""
+        """Parameters of a layer."""
         feed_forward = (3 if self.gated else 2) * self.hidden * self.inner
         return round(self.matrices) + (self.experts - 1) * feed_forward
 
     @property
     def matrices(self) -> float:
-        """Parameters of a layer that a token is multiplied with."""
+        """Active parameters of a layer."""
         attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.inner
 
     def layer(self, tokens: int, tiles: int, causal: bool) -> tuple[float, float]:
-        """Return the operations of a layer's forward: with its matrices, and of tokens among themselves."""
+        """Return the operations of a layer's forward pass: of its matrices, and of attention."""
         pairs = tiles * tokens**2 * (0.5 if causal else 1.0)
         return 2.0 * tiles * tokens * self.matrices, 4.0 * pairs * self.heads * self.head
 
@@ -91,7 +91,7 @@ GEMMA2_27B = _language("gemma2_27b", 46, 4608, 36864, 32, 16, 256000)
 QWEN2_72B = _language("qwen2_72b", 80, 8192, 29568, 64, 8, 152064)
 PHI3_SMALL = _language("phi3_small", 32, 4096, 14336, 32, 8, 100352)
 INTERNLM2_20B = _language("internlm2_20b", 48, 6144, 16384, 48, 8, 92544)
-MIXTRAL_8X7B = replace(_language("mixtral_8x7b", 32, 4096, 2 * 14336, 32, 8, 32000), experts=4)  # two of eight read one
+MIXTRAL_8X7B = replace(_language("mixtral_8x7b", 32, 4096, 2 * 14336, 32, 8, 32000), experts=4)  # 2 of 8 active
 MISTRAL_7B = _language("mistral_7b", 32, 4096, 14336, 32, 8, 32768)
 QWEN2_14B = _language("qwen2_14b", 48, 5120, 13824, 40, 8, 152064)
 LLAMA_70B = _language("llama_70b", 80, 8192, 28672, 64, 8, 128256)
@@ -110,26 +110,26 @@ QWEN2_AUDIO = _encoder("qwen2_audio", 32, 1280, 5120, 20, 1, 1500, 750)
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A language model and its encoders. In the nine, projectors are trained, all else is frozen."""
+    """A language model and its encoders. In the nine models, only projectors are trained."""
 
     name: str
     language: Stack
     encoders: Mapping[str, Stack]
     text: int = TEXT
-    """Tokens that are not an encoder's."""
+    """Text tokens."""
 
     @property
     def tokens(self) -> int:
-        """Those of the language model."""
+        """Tokens of the language model."""
         return self.text + sum(encoder.handed for encoder in self.encoders.values())
 
     def pieces(self, module: str, frozen_aware: bool = True, devices: int | None = None) -> list[Cost]:
-        """Return what the layers of a module cost, in 10^12 operations of one device; the last ends with its head.
+        """Return the costs of a module's layers, in 10^12 operations of one device; the last includes its head.
 
         Args:
-            module: An encoder's, or "language_model".
-            frozen_aware: Without it, as if everything were trained.
-            devices: That share the work of a layer.
+            module: The name of an encoder, or "language_model".
+            frozen_aware: If false, assume that everything is trained.
+            devices: The number of devices that divide the work of a layer.
         """
         if module == LANGUAGE:
             return self._language_pieces(frozen_aware, devices or LANGUAGE_DEVICES)
@@ -151,7 +151,7 @@ class Model:
 
 
 def _cost(operations: tuple[float, float], passes_gradients: bool, trains: bool, unit: float) -> Cost:
-    """Return the cost of a layer that is recomputed if it has a backward."""
+    """Return the cost of a layer, with recomputation if it has a backward pass."""
     matrices, pairs = operations[0] / unit, operations[1] / unit
     forward = matrices + pairs
     backward = forward + matrices + 2 * pairs if passes_gradients else 0.0
@@ -167,9 +167,9 @@ def _sum(one: Cost, other: Cost) -> Cost:
 
 Sizes = tuple[int, ...]
 FIXED: dict[str, tuple[Sizes, Sizes]] = {"encoder": ((2,), (1, 2)), LANGUAGE: ((2,), (2,))}
-"""tp and cp as in the published evaluation; an encoder has cp 2 only inside the language model's first stage."""
+"""tp and cp of the published evaluation; an encoder has cp 2 only inside the language model's first stage."""
 FREE: dict[str, tuple[Sizes, Sizes]] = {"encoder": ((1, 2, 4), (1, 2, 4)), LANGUAGE: ((1, 2, 4, 8), (1, 2, 4))}
-BYTES = 2  # of a number: bf16
+BYTES = 2  # bytes per number: bf16
 
 
 def run_cost(
@@ -179,14 +179,14 @@ def run_cost(
     trained: bool = False,
     batch: int = MICROBATCHES,
 ) -> RunCost:
-    """Return what a model costs, for the planner.
+    """Return the cost of a model for the planner.
 
     Args:
         model: One of the nine.
-        rate: Operations that a device does in a second.
-        sizes: tp and cp that there are to choose from, of encoders and of the language model.
-        trained: Whether everything is, and not the projectors alone.
-        batch: Samples of a step.
+        rate: Operations per second of a device.
+        sizes: The available tp and cp of encoders and of the language model.
+        trained: Whether everything is trained, not only the projectors.
+        batch: Samples per step.
     """
     modules = [
         ModuleCost(
@@ -196,11 +196,13 @@ def run_cost(
     ]
     last = ModuleCost(LANGUAGE, _language_layers(model, rate, trained), (), *_dividing(model.language, sizes[LANGUAGE]))
     cost = RunCost((*modules, last), batch=batch, tokens=model.tokens, state_bytes=12)
-    return replace(cost, flops=sum(_needed(module, cost.trained_before(module.name)) for module in cost.modules) * rate)
+    return replace(
+        cost, flops=sum(_needed(module, cost.has_trained_input(module.name)) for module in cost.modules) * rate
+    )
 
 
 def _needed(module: ModuleCost, upstream: bool) -> float:
-    """Return the seconds of what a sample needs of a module, nothing twice."""
+    """Return the seconds of a sample in a module, without recomputation."""
     total = 0.0
     for layer in module.layers:
         total += layer.forward + (layer.input_gradient if upstream else 0.0) + layer.weight_gradient * layer.trained
@@ -215,7 +217,7 @@ def _dividing(stack: Stack, sizes: tuple[Sizes, Sizes]) -> tuple[Sizes, Sizes]:
 
 
 def _layer(stack: Stack, tokens: int, tiles: int, causal: bool, rate: float, trained: bool) -> LayerCost:
-    """Return a layer; what is kept of it are the inputs and outputs of its matrices."""
+    """Return a layer that keeps the inputs and outputs of its matrices."""
     matrices, pairs = (operations / rate for operations in stack.layer(tokens, tiles, causal))
     every, across = tiles * tokens, stack.head * (2 * stack.heads + 2 * stack.kv_heads)
     kept = BYTES * every * (4 * stack.hidden + across + (3 if stack.gated else 2) * stack.inner)
@@ -237,7 +239,7 @@ def _layer(stack: Stack, tokens: int, tiles: int, causal: bool, rate: float, tra
 
 
 def _language_layers(model: Model, rate: float, trained: bool) -> tuple[LayerCost, ...]:
-    """Return the layers; the first has the table of words, which costs no operations, and the last the head."""
+    """Return the layers; the first has the embedding table, which costs no operations, and the last the head."""
     stack = model.language
     one = _layer(stack, model.tokens, 1, True, rate, trained)
     words = stack.hidden * stack.vocabulary
@@ -255,7 +257,7 @@ def _language_layers(model: Model, rate: float, trained: bool) -> tuple[LayerCos
 
 
 def _encoder_layers(model: Model, name: str, rate: float, trained: bool) -> tuple[LayerCost, ...]:
-    """Return the layers, the last with the projector, which is trained in any case."""
+    """Return the layers; the last includes the projector, which is always trained."""
     stack = model.encoders[name]
     one = _layer(stack, stack.tokens, stack.tiles, False, rate, trained)
     matrix = stack.hidden * model.language.hidden
@@ -289,9 +291,9 @@ MODELS = [
 
 
 def _published(model: Model) -> Model:
-    """Return a model as the published evaluation's script has it: few tokens of tiles, no more than 48 layers.
+    """Return a model as in the published evaluation's script: few tokens per tile, at most 48 layers.
 
-    In every sample there is a token for each tile of all samples of a step. A model that is left as it is is itself.
+    Every sample has a token for each tile of all samples of a step. An unchanged model is returned as it is.
     """
     language = replace(model.language, layers=40) if model.language.layers > 48 else model.language
     encoders = {

@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU have in common."""
+"""Common functions of the GPU benchmarks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
-    """Return what is asked for; refuse in words where there is no GPU."""
+    """Parse the arguments; exit with a message if there is no GPU."""
     given = arguments.parse_args()
     if not torch.cuda.is_available() and not getattr(given, "tiny", False):
-        arguments.error("this measures a CUDA GPU, and torch finds none here")
+        arguments.error("this benchmark needs a CUDA GPU, and torch finds none")
     return given
 
 
 def listed(arguments: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> list[str]:
-    """Return names that are separated by commas; one that is not known ends the command."""
+    """Return comma-separated names; exit on an unknown one."""
     names = asked.split(",")
     unknown = sorted(set(names) - set(known))
     if unknown:
-        arguments.error(f"there is no {', '.join(unknown)}; there are {', '.join(known)}")
+        arguments.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
     return names

@@ -1,22 +1,23 @@
-"""What the pipeline runtime costs: 1F1B in two processes against `torch.distributed.pipelining` and DeepSpeed.
+"""Measure the pipeline runtime: 1F1B in two processes against `torch.distributed.pipelining` and DeepSpeed.
 
-All train the same blocks from the same weights on the same microbatches, cut into the same two stages, with the same
-SGD, over gloo. That all losses are equal, step by step, and all gradients of the first step, is checked. Cornstarch
-takes part twice: its runtime, with the loss on the last stage, as torch has it; and its `train_batch`, which returns
-the loss in both processes, as DeepSpeed's does. torch runs twice, to show how far two equal things differ here.
+All train the same blocks from the same weights on the same microbatches, split into the same two stages, with the same
+SGD, over gloo. The benchmark checks that all losses, step by step, and all gradients of the first step are equal.
+Cornstarch takes part twice: its runtime, with the loss on the last stage, as in torch; and its `train_batch`, which
+returns the loss in both processes, as in DeepSpeed. torch runs twice, to show the noise between identical contenders.
 
-All contenders live in the same two processes and take turns of so many steps, in a random order that is the same in
-both; before each turn the processes wait for one another. A turn takes as long as it does in the slower process. All
-contenders are made anew several times. Reported: the median over these repetitions of the ratio (the median over
-rounds), with its smallest and largest value. The case that counts is `larger`. Beside the time that passes stands the
-time that the processors work, of both processes and all of their threads: others on the same machine disturb it less.
+All contenders run in the same two processes and take turns of several steps, in a random order that is the same in
+both. The processes synchronize before each turn. The time of a turn is that of the slower process. All contenders are
+created anew several times. Reported: the median over these repetitions of the ratio (the median over rounds), with its
+smallest and largest value. The main case is `larger`. The tables show wall time and CPU time, the latter for both
+processes and all of their threads: other load on the machine affects it less.
 
-Overhead of an action: with stages that compute next to nothing, the time of a step by its actions (a forward or a
-backward of a microbatch), less that of the same messages in the same order, sent and received by hand; and less that of
-the same messages with the same computations between them, by hand. Those take turns with the contenders.
+Overhead of an action: with stages that compute next to nothing, the time of a step divided by its number of actions (a
+forward or a backward of a microbatch), minus that of the same messages in the same order, sent and received by hand;
+and minus that of the same messages with the same computations between them, by hand. These take turns with the
+contenders.
 
-Bubble: in stages that sleep (virtual_devices.py), the share of a step in which places do not compute, against
-(K - 1) / (M + K - 1). Whatever is not sleep counts as bubble.
+Bubble: with stages that sleep (virtual_devices.py), the fraction of a step in which places do not compute, against
+(K - 1) / (M + K - 1). All time that is not sleep counts as bubble.
 
     python benchmarks/pipeline_runtime.py         # prints tables; with --output FILE.json also writes them
 
@@ -55,10 +56,10 @@ from torch.nn.functional import mse_loss
 from virtual_devices import Job, run
 
 from cornstarch.launch import current_world, launch, start_process_group
-from cornstarch.parallel import processes
+from cornstarch.parallel import distributed
 from cornstarch.pipeline import PipelineModule, initialize
+from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge
 from cornstarch.pipeline.runtime import Runtime
-from cornstarch.pipeline.transfer import Edge, Post, Route
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
 
@@ -66,8 +67,8 @@ STAGES, MICROBATCHES, RATE = 2, 8, 0.01
 OURS, BATCH, TORCH, AGAIN, DEEPSPEED = "Cornstarch", "Cornstarch, train_batch", "torch", "torch, again", "DeepSpeed"
 MESSAGES, BY_HAND = "messages alone", "messages and computing by hand"
 AGAINST = {OURS: TORCH, BATCH: DEEPSPEED, AGAIN: TORCH}
-LIMIT, OVERHEAD, BUBBLE = 1.0, 200.0, 0.05  # of the others; µs of an action; of the formula
-COUNTS = "larger"  # the case that the limit is for; the others show what does not grow with the model
+LIMIT, OVERHEAD, BUBBLE = 1.0, 200.0, 0.05  # ratio to the others; µs per action; relative to the formula
+COUNTS = "larger"  # the case that the limit applies to; the others show constant overhead
 CPU = torch.device("cpu")
 
 
@@ -79,7 +80,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Add what it computes."""
+        """Add the output of the block."""
         return hidden + self.down(nn.functional.gelu(self.up(hidden)))
 
 
@@ -97,13 +98,13 @@ class Scale(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """How much there is to compute in a step."""
+    """The amount of work in a step."""
 
     name: str
     width: int
     blocks: int
     rows: int
-    """Of a microbatch."""
+    """Rows per microbatch."""
 
     def layers(self) -> list[nn.Module]:
         """Return all blocks, always with the same weights."""
@@ -111,7 +112,7 @@ class Case:
         return [Block(self.width) if self.name != NOTHING.name else Scale(self.width) for _ in range(self.blocks)]
 
     def own(self) -> nn.Sequential:
-        """Return those of this process's stage."""
+        """Return the blocks of this process's stage."""
         half = self.blocks // STAGES
         return nn.Sequential(*self.layers()[dist.get_rank() * half :][:half])
 
@@ -131,14 +132,14 @@ NOTHING = Case("nothing", width=64, blocks=2, rows=8)
 
 
 class Sgd(torch.optim.SGD):
-    """SGD that keeps the gradients of its first step."""
+    """SGD that stores the gradients of its first step."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=RATE)
         self.first: list[Tensor] = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Change the weights."""
+        """Update the weights."""
         if not self.first:
             self.first = [p.grad.clone() for group in self.param_groups for p in group["params"]]
         super().step(closure)
@@ -149,15 +150,15 @@ class Sgd(torch.optim.SGD):
 
 @dataclass
 class Seat:
-    """A contender, and what its steps were."""
+    """A contender and its measured steps."""
 
     step: Callable[[], Tensor | None]
-    """Does a step, and returns its mean loss where that is known."""
+    """Runs a step and returns its mean loss where it is known."""
     optimizer: Sgd | None
     """None: nothing is trained."""
     close: Callable[[], None] = lambda: None
     seconds: list[tuple[float, float]] = field(default_factory=list)
-    """Of a step, turn by turn: that pass, and that the processor works in this process."""
+    """Wall and CPU seconds per step, by turn, in this process."""
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -169,7 +170,7 @@ class Stage(nn.Module):
         self.layers = layers
 
     def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
-        """Run them on what is received, or given."""
+        """Run the blocks on the received or given input."""
         return self.layers(next(iter(received.values()), None) if received else inputs["input"])
 
 
@@ -177,9 +178,9 @@ def ours(case: Case) -> Seat:
     """Train with our runtime."""
     rank, layers = dist.get_rank(), case.own()
     optimizer = Sgd(layers.parameters())
-    post = Post(dist.new_group(backend="gloo"), CPU)
+    post = P2PChannel(dist.new_group(backend="gloo"), CPU)
     route = Route.between(np.array([[0]]), np.array([[1]]), is_same_module=True)
-    edges = {(0, 1): Edge.at(rank, route, post, 0, "model 0")}
+    edges = {(0, 1): StageEdge.for_rank(rank, route, post, 0, "model 0")}
     schedule = make_schedule(StageGraph.chain(STAGES), MICROBATCHES, "1f1b")
     runtime = Runtime(schedule, rank, {rank: Stage(layers)}, edges, post)
     inputs, targets = case.data()
@@ -264,15 +265,15 @@ CONTENDERS: dict[str, Callable[[Case], Seat]] = {
 
 @dataclass
 class Times:
-    """Seconds of a step, by repetition and turn."""
+    """Seconds per step, by repetition and turn."""
 
     passing: list[list[float]] = field(default_factory=list)
     """In the slower process."""
     working: list[list[float]] = field(default_factory=list)
-    """Of the processors, for both processes together."""
+    """CPU time of both processes together."""
 
     def add(self, turns: list[list[list[float]]]) -> None:
-        """Add a repetition: by process and turn, what passed and what was worked."""
+        """Add a repetition: wall and CPU time by process and turn."""
         together = list(zip(*turns, strict=True))[1:]  # the first turn warms up
         self.passing.append([max(passing for passing, _ in ranks) for ranks in together])
         self.working.append([sum(working for _, working in ranks) for ranks in together])
@@ -285,7 +286,7 @@ def take_turns(
     known = {**CONTENDERS, MESSAGES: messages, BY_HAND: by_hand}
     seats = {name: known[name](case) for name in chance.sample(names, len(names))}
     gc.collect()
-    gc.freeze()  # what all have made is not looked through in the step of one of them
+    gc.freeze()  # keep the garbage of all contenders out of the step of one of them
     order = list(names)
     for _ in range(rounds + 1):
         chance.shuffle(order)
@@ -293,7 +294,7 @@ def take_turns(
             take_turn(seats[name], steps)
     gc.unfreeze()
     check(seats)
-    told = {name: processes.gather_data(seats[name].seconds) for name in names}
+    told = {name: distributed.all_gather_json(seats[name].seconds) for name in names}
     dist.barrier()
     for seat in seats.values():
         seat.close()
@@ -301,7 +302,7 @@ def take_turns(
 
 
 def take_turn(seat: Seat, steps: int) -> None:
-    """Let a contender do some steps, when all processes are there."""
+    """Run some steps of a contender after a barrier."""
     dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
     losses = [seat.step() for _ in range(steps)]
@@ -310,7 +311,7 @@ def take_turn(seat: Seat, steps: int) -> None:
 
 
 def check(seats: Mapping[str, Seat]) -> None:
-    """Make sure that all have done the same."""
+    """Check that all contenders computed the same."""
     wanted = seats[TORCH]
     assert wanted.optimizer is not None
     for name, seat in seats.items():
@@ -322,7 +323,7 @@ def check(seats: Mapping[str, Seat]) -> None:
             for found, gradient in zip(seat.optimizer.first, wanted.optimizer.first, strict=True):
                 torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
         except (AssertionError, ValueError) as error:
-            raise RuntimeError(f"{name} does not do what torch does. {error}") from None
+            raise RuntimeError(f"{name} does not match torch. {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------- what it says
@@ -330,7 +331,7 @@ def check(seats: Mapping[str, Seat]) -> None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One contender to another: the median over repetitions of the medians over rounds."""
+    """The ratio of two contenders: the median over repetitions of the medians over rounds."""
 
     to: str
     ratio: float
@@ -351,7 +352,7 @@ def compared(name: str, found: list[list[float]], base: list[list[float]]) -> Ra
 
 
 def measure(case: Case, names: list[str], given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Times]]:
-    """Measure one case, print its table, and return its numbers, and the seconds of all turns."""
+    """Measure one case, print its table, and return its numbers and the seconds of all turns."""
     chance = random.Random(0)
     taken = {name: Times() for name in names}
     for _ in range(given.repetitions):
@@ -365,7 +366,7 @@ def measure(case: Case, names: list[str], given: argparse.Namespace) -> tuple[di
     if dist.get_rank() == 0:
         parameters = sum(p.numel() for layer in case.layers() for p in layer.parameters())
         print(f"\n{case.name}: {parameters / 1e6:.1f} M parameters, {MICROBATCHES} microbatches of {case.rows} rows")
-        print("| | ms per step | ratio (range) | ms of the processors | ratio (range) |\n|---|---|---|---|---|")
+        print("| | ms per step | ratio (range) | CPU ms | ratio (range) |\n|---|---|---|---|---|")
         for name in names:
             cells = [f"{passing[name]:.2f}", ratios.get(name, ""), f"{working[name]:.2f}", work_ratios.get(name, "")]
             print(f"| {' | '.join(map(str, [name, *cells]))} |")
@@ -387,22 +388,22 @@ def milliseconds(seconds: list[list[float]]) -> float:
 
 
 def verdict(case: Case, ratios: Mapping[str, Ratio]) -> str:
-    """Return how ours stands to the limit."""
+    """Compare our ratio with the limit."""
     said = []
     for name in (OURS, BATCH):
         if (one := ratios.get(name)) is not None:
             words = "within" if one.ratio <= LIMIT else "within the spread of" if one.range[0] <= LIMIT else "above"
             said.append(f"{name} is {words} {LIMIT:.2f} of {one.to}")
-    return "; ".join(said) + ("" if case.name == COUNTS else f" (the limit is for {COUNTS})")
+    return "; ".join(said) + ("" if case.name == COUNTS else f" (the limit applies to {COUNTS})")
 
 
 # ---------------------------------------------------------------------------------------------------- overhead
 
 
 def exchange(case: Case, compute: Callable[[bool], None]) -> Seat:
-    """Send and receive what a step of two stages does, in the same order; receives are begun before they are due.
+    """Send and receive the messages of a step of two stages, in the same order; receives are posted early.
 
-    compute: called before each send, with whether it is forward, and after each receive of a gradient.
+    compute: Called before each send, with whether it is forward, and after each receive of a gradient.
     """
     rank, group = dist.get_rank(), dist.new_group(backend="gloo")
     own, others = ([torch.zeros(case.rows, case.width) for _ in range(MICROBATCHES)] for _ in range(2))
@@ -426,16 +427,16 @@ def exchange(case: Case, compute: Callable[[bool], None]) -> Seat:
         for one in sent:
             one.wait()
 
-    return Seat(step, None, lambda: None)  # the group stays: torch names groups by how many there are
+    return Seat(step, None, lambda: None)  # keep the group: torch names groups by their number
 
 
 def messages(case: Case) -> Seat:
-    """Send and receive alone."""
+    """Send and receive only."""
     return exchange(case, lambda forward: None)
 
 
 def by_hand(case: Case) -> Seat:
-    """Send and receive, and compute what the stages do in between."""
+    """Send and receive, with the computations of the stages in between."""
     layers, (inputs, targets) = case.own(), case.data()
     gradient, rank = torch.ones_like(inputs[0]), dist.get_rank()
     made: list[Tensor] = []
@@ -451,14 +452,14 @@ def by_hand(case: Case) -> Seat:
 
 
 def measure_overhead(names: list[str], given: argparse.Namespace) -> dict[str, Any]:
-    """Measure what an action costs beyond the transfer, print it, and return it."""
+    """Measure, print and return the cost of an action beyond the transfer."""
     found, taken = measure(NOTHING, [*names, MESSAGES, BY_HAND], given)
     actions = {name: 1e3 * one / (2 * MICROBATCHES) for name, one in found["milliseconds"].items()}
     overhead, own = (
         {name: beyond(taken[name].passing, taken[base].passing) for name in names} for base in (MESSAGES, BY_HAND)
     )
     if dist.get_rank() == 0:
-        print("| | µs an action | beyond the messages (range) | beyond messages and computing |\n|---|---|---|---|")
+        print("| | µs per action | beyond the messages (range) | beyond messages and computing |\n|---|---|---|---|")
         for name in names:
             cells = [f"{middle:.0f} ({low:.0f} – {high:.0f})" for middle, low, high in (overhead[name], own[name])]
             print(f"| {name} | {actions[name]:.0f} | {' | '.join(cells)} |")
@@ -467,7 +468,7 @@ def measure_overhead(names: list[str], given: argparse.Namespace) -> dict[str, A
 
 
 def beyond(found: list[list[float]], bare: list[list[float]]) -> tuple[float, float, float]:
-    """Return the microseconds of an action beyond others: the median over repetitions, and their range."""
+    """Return the microseconds of an action beyond those of others: the median over repetitions, and the range."""
     each = [
         1e6 * statistics.median(a - b for a, b in zip(one, other, strict=True)) / (2 * MICROBATCHES)
         for one, other in zip(found, bare, strict=True)
@@ -476,11 +477,9 @@ def beyond(found: list[list[float]], bare: list[list[float]]) -> tuple[float, fl
 
 
 def overhead_words(middle: float, low: float, high: float) -> str:
-    """Return how an overhead stands to its limit; that it is less than nothing only shows how busy the machine is."""
+    """Compare an overhead with its limit; a negative overhead only shows that the machine is busy."""
     if low < 0:
-        return (
-            f"cannot be told ({low:.0f} – {high:.0f} µs): messages alone took longer than a step. Is the machine busy?"
-        )
+        return f"unknown ({low:.0f} – {high:.0f} µs): messages alone took longer than a step. Is the machine busy?"
     return f"{'within' if middle <= OVERHEAD else 'above'} {OVERHEAD:.0f} µs"
 
 
@@ -488,7 +487,7 @@ def overhead_words(middle: float, low: float, high: float) -> str:
 
 
 def measure_bubbles(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure bubbles of stages that sleep, print them, and return them."""
+    """Measure, print and return the bubbles of stages that sleep."""
     forward, backward = given.sleep, 2 * given.sleep
     print(f"\nbubble: stages that sleep {1e3 * forward:.0f} ms forward and {1e3 * backward:.0f} ms backward")
     print("| | K | M | measured (range) | (K - 1) / (M + K - 1) | apart, % of it | step, % longer |")
@@ -515,7 +514,7 @@ def measure_bubbles(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bubble(policy: str, places: int, count: int, cost: tuple[float, float, float], steps: int) -> dict[str, Any]:
-    """Return the bubble of so many equal stages."""
+    """Return the bubble of a number of equal stages."""
     job = Job(StageGraph.chain(places, costs=cost), ((cost,),) * places, count, policy, steps)
     found = sorted(1 - job.compute / (places * seconds) for seconds in run(job))
     formula = (places - 1) / (count + places - 1)
@@ -536,7 +535,7 @@ def bubble(policy: str, places: int, count: int, cost: tuple[float, float, float
 
 
 def versions() -> dict[str, str]:
-    """Return what is installed of what is compared."""
+    """Return the versions of the compared packages."""
     found = {"python": platform.python_version()}
     for name in ("torch", "deepspeed"):
         try:
@@ -547,13 +546,13 @@ def versions() -> dict[str, str]:
 
 
 def be_quiet() -> None:
-    """Leave out what the others say beside their work."""
+    """Silence the output of the other packages."""
     warnings.filterwarnings("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 def compare(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure all but the bubble; both processes must call it."""
+    """Measure everything except the bubble; both processes must call it."""
     names = [name for name in CONTENDERS if name != DEEPSPEED or given.deepspeed]
     overhead = measure_overhead(names, given)
     return {
@@ -563,7 +562,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def work(given: argparse.Namespace) -> None:
-    """Be one of the two processes."""
+    """Run as one of the two processes."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     be_quiet()
     torch.set_num_threads(1)
@@ -580,26 +579,24 @@ def work(given: argparse.Namespace) -> None:
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return what is asked for; default: on the command line."""
+    """Parse the arguments; default: those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=5, help="with contenders made anew; 0: bubbles only")
+    parser.add_argument("--repetitions", type=int, default=5, help="with newly created contenders; 0: bubbles only")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="of a round")
+    parser.add_argument("--steps", type=int, default=3, help="steps per round")
     parser.add_argument("--cases", nargs="*", choices=[c.name for c in CASES], default=[c.name for c in CASES])
     parser.add_argument("--sleep", type=float, default=0.1, help="seconds of a forward, for the bubble")
-    parser.add_argument(
-        "--places", nargs="*", type=int, default=[2, 4], help="stages, for the bubble; none: leave it out"
-    )
+    parser.add_argument("--places", nargs="*", type=int, default=[2, 4], help="stages, for the bubble; none: skip it")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16], help="for the bubble")
-    parser.add_argument("--steps-asleep", type=int, default=3, help="of each bubble; the median counts")
+    parser.add_argument("--steps-asleep", type=int, default=3, help="steps per bubble; the median counts")
     parser.add_argument("--deepspeed", action=argparse.BooleanOptionalAction, help="default: if it is installed")
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to the two processes
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # passed to the two processes
     return parser.parse_args(arguments)
 
 
 def in_two_processes() -> dict[str, Any] | None:
-    """Run this script in two processes, and return what they measure; None: they failed."""
+    """Run this script in two processes and return their results; None if they failed."""
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
@@ -622,7 +619,7 @@ def main() -> int:
         f"{platform.machine()} CPU, 2 processes of 1 thread, {given.repetitions} × {given.rounds} × {given.steps} steps"
     )
     if not given.deepspeed:
-        print("DeepSpeed is left out: it is not installed, or not wanted.")
+        print("DeepSpeed is left out: it is not installed, or not requested.")
     sys.stdout.flush()
     measured = in_two_processes() if given.repetitions else {}
     if measured is None:

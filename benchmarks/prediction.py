@@ -1,11 +1,11 @@
-"""Predicted against measured: the time of a step, and the most memory that it takes.
+"""Compare predictions with measurements: the step time and the peak memory.
 
-Each configuration is predicted twice by the planner (`cornstarch.plan.predict`): from costs that are reckoned from
-shapes and the device's data sheet alone (`run_cost`: *analytic*; of a CPU, how quickly it multiplies and copies is
-measured), and from costs that were measured on this device, one layer of each kind by itself (`cornstarch profile`:
-*measured layers*). Then its steps are done. Errors are those of the prediction, in per cent of what was measured. On a
-CPU, one process has one thread, and the processor's time counts; two processes count the clock's. Its pace changes from
-minute to minute: half of the steps are done before layers are measured, half after.
+The planner (`cornstarch.plan.predict`) predicts each configuration twice: from costs that are estimated from shapes and
+the device's data sheet (`run_cost`: *analytic*; for a CPU, its speed for products and copies is measured), and from
+costs that were measured on this device, one layer of each kind (`cornstarch profile`: *measured layers*). Then the
+steps are run. Errors are relative to the measurement, in percent. On a CPU, one process has one thread and its CPU time
+counts; for two processes, wall time counts. The speed of the machine changes from minute to minute: half of the steps
+run before the layers are measured, half after.
 
     python benchmarks/prediction.py --device cuda --output FILE.md      # one GPU, about 5 minutes
     python benchmarks/prediction.py --output FILE.md                    # this CPU: one process, two, virtual devices
@@ -41,7 +41,7 @@ HEADER = (
 
 
 def rows_of(device: str, chosen: Sequence[int], steps: int, limit: float) -> Iterator[dict[str, Any]]:
-    """Yield the result of each case as it comes; the cases of one model share a process."""
+    """Yield the result of each case when it is done; the cases of one model share a process."""
     from prediction_steps import ON_CPU, ON_GPU
 
     cases = ON_GPU if device == "cuda" else ON_CPU
@@ -53,7 +53,7 @@ def rows_of(device: str, chosen: Sequence[int], steps: int, limit: float) -> Ite
             for found in _lines([*command, "--only", ",".join(map(str, left))]):
                 yield found
                 left.remove(found["number"])
-            if left and time.monotonic() < ends:  # its process ended before its time
+            if left and time.monotonic() < ends:  # its process ended early
                 yield {"number": left[0], "case": cases[left[0]].name, "error": "its process failed; see above"}
                 left.pop(0)
             elif left:
@@ -62,7 +62,7 @@ def rows_of(device: str, chosen: Sequence[int], steps: int, limit: float) -> Ite
 
 
 def _lines(command: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield what a process tells, line by line."""
+    """Yield the output of a process, line by line."""
     from prediction_steps import GIVEN_BACK
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **GIVEN_BACK}) as process:
@@ -73,20 +73,20 @@ def _lines(command: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def work(device: str, chosen: Sequence[int], steps: int, ends: float) -> None:
-    """Do some cases in this process, and tell each on a line."""
+    """Run some cases in this process, and print each result on a line."""
     from prediction_steps import ON_CPU, ON_GPU, WARMING, measure
 
     torch.set_num_threads(1)
     known: dict[str, Any] = {}
     cases = ON_GPU if device == "cuda" else ON_CPU
-    if device == "cpu":  # what libraries load at their first use is no part of a step
+    if device == "cpu":  # libraries load code at their first use, which is not part of a step
         measure(WARMING, torch.device(device), known, 1)
     for number in chosen:
         if time.monotonic() > ends:
             return
         try:
             found = measure(cases[number], torch.device(device), known, steps)
-        except Exception as error:  # the others are to be told all the same
+        except Exception as error:  # still print the other results
             traceback.print_exc()
             found = {"case": cases[number].name, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
         print(json.dumps({"number": number, **found}), flush=True)
@@ -96,7 +96,7 @@ def work(device: str, chosen: Sequence[int], steps: int, ends: float) -> None:
 
 
 def off(predicted: float, found: float) -> float:
-    """Return an error in per cent."""
+    """Return a relative error in percent."""
     return 100 * (predicted / found - 1)
 
 
@@ -129,31 +129,31 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         sizes = [abs(off(one[way][1], one["bytes"])) for one in good if way in one and "bytes" in one]
         parts = [(what, errors) for what, errors in (("time", times), ("memory", sizes)) if errors]
         said = [
-            f"{what} {sum(errors) / len(errors):.1f} % off in the mean, {max(errors):.1f} % at worst ({len(errors)})"
+            f"{what} {sum(errors) / len(errors):.1f} % off on average, {max(errors):.1f} % at worst ({len(errors)})"
             for what, errors in parts
         ]
         lines += [f"- {words}: {'; '.join(said)}"] if said else []
     limits = f"mean {LIMITS['mean']:.0f} %, worst {LIMITS['worst']:.0f} %, memory {LIMITS['memory']:.0f} %"
-    return [*lines, f"- wanted: {limits}"]
+    return [*lines, f"- targets: {limits}"]
 
 
 def heading(device: str) -> list[str]:
-    """Return where this was measured."""
+    """Describe the machine."""
     where = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores of a CPU"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     return [f"## {where}", "", f"{versions}, {date.today().isoformat()}", "", HEADER]
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure the requested configurations."""
     given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given.add_argument("--output", type=Path, help="a Markdown file")
-    given.add_argument("--cases", help="numbers of configurations of one process, from 0; default: all, and all others")
-    given.add_argument("--several", action="store_true", help="only what several processes do, on a CPU")
+    given.add_argument("--cases", help="indices of single-process configurations, from 0; default: all, and all others")
+    given.add_argument("--several", action="store_true", help="only the configurations of several processes, on a CPU")
     given.add_argument("--steps", type=int, default=8)
     given.add_argument(
-        "--seconds", type=float, help=f"no configuration of one process is begun after so many; default: {SECONDS}"
+        "--seconds", type=float, help=f"start no single-process configuration after this time; default: {SECONDS}"
     )
     given.add_argument("--only", help=argparse.SUPPRESS)
     given.add_argument("--limit", type=float, default=float("inf"), help=argparse.SUPPRESS)
@@ -186,7 +186,7 @@ def main() -> None:
 
 
 def told(device: str, rows: Iterator[dict[str, Any]], tell: Callable[[str], None]) -> None:
-    """Tell a table as it comes, and what the errors are."""
+    """Print a table row by row, and the errors."""
     for line in heading(device):
         tell(line)
     found = []
@@ -194,7 +194,7 @@ def told(device: str, rows: Iterator[dict[str, Any]], tell: Callable[[str], None
         found.append(one)
         tell(row(one))
         if "took" in one:
-            print(f"   ({one['took'][0]:.0f} s to predict, {one['took'][1]:.0f} s to do)", file=sys.stderr, flush=True)
+            print(f"   ({one['took'][0]:.0f} s to predict, {one['took'][1]:.0f} s to run)", file=sys.stderr, flush=True)
     for line in ["", *summary(found)]:
         tell(line)
 

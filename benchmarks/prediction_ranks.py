@@ -1,4 +1,4 @@
-"""Steps of several processes, predicted and done: two real ones with DDP, and pipelines of up to 24 virtual devices."""
+"""Predict and run steps of several processes: two real ones with DDP, and pipelines of up to 24 virtual devices."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from virtual_devices import Job, run
 
+from cornstarch.engine.budget import copy_to_meta
 from cornstarch.parallel.data import apply_data_parallel
+from cornstarch.parallel.device import DevicePlacement
 from cornstarch.plan import DataPlan, ModulePlan, Plan
-from cornstarch.plan.choice import Choice
+from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.cluster import Cluster, Device, Link, device
+from cornstarch.plan.communication import LINKS, Timing, fit_links
 from cornstarch.plan.cost import RunCost
-from cornstarch.plan.links import LINKS, Timing, fit_links
 from cornstarch.plan.predict import predict
-from cornstarch.train.budget import without_weights
-from cornstarch.train.costing import Portion, model_cost, profile_model
-from cornstarch.train.precision import Placement
+from cornstarch.planner import MicrobatchShape, model_cost, profile_model
 
-SIZES = (2**16, 2**20, 2**24)  # bytes that the two processes sum to find out what joins them
-TURNS, STEPS = 3, 4  # so many times, layers are measured and steps are done: a CPU's pace changes from minute to minute
+SIZES = (2**16, 2**20, 2**24)  # bytes that the two processes all-reduce to measure their link
+TURNS, STEPS = 3, 4  # rounds of measuring layers and running steps: a CPU's speed changes from minute to minute
 ON_TWO = (Case(SMALL, 4, 256, images=1), Case(TINY, 4, 128, images=1), Case(TINY, 2, 256, images=2))
 PLACES = ((1, 3), (2, 6), (4, 12), (4, 20))
 """Stages of the encoder, and of the language model."""
-SECONDS = 3.0  # that a step on virtual devices takes, about
+SECONDS = 3.0  # approximate step time on virtual devices
 
 
 # ---------------------------------------------------------------------------------------------------- two processes
 
 
 def on_two_ranks() -> Iterator[dict[str, Any]]:
-    """Yield what two processes take that train together, each on half of a batch."""
+    """Yield the results of two processes that train together, each on half of a batch."""
     for case in ON_TWO:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe(duplex=False)
@@ -62,29 +62,29 @@ def on_two_ranks() -> Iterator[dict[str, Any]]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 def _work(rank: int, port: int, case: Case, told: Connection) -> None:
-    """Be one of two processes."""
+    """Run as one of two processes."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     where = torch.device("cpu")
     model = build(case, where)
     batch = batch_of(case, model, where)
-    placement = Placement(where, "fp32")
-    portion = Portion(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
-    bare = without_weights(model)
+    placement = DevicePlacement(where, "fp32")
+    portion = MicrobatchShape(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
+    bare = copy_to_meta(model)
     steps = Steps(case, model, batch, placement)
     wrapped = apply_data_parallel(model, init_device_mesh("cpu", (2,)), DataPlan("ddp"))
     times = _timed(steps, wrapped)
     turns: list[dict[str, tuple[float, int]]] = []
     for _ in range(TURNS):
-        # Both measure at the same time, as they compute: what they share of the machine is shared then, too.
+        # Both measure at the same time, so that they share the machine as in a training step.
         profiled = profile_model(bare, portion, placement, batch=2 * case.rows)
         link = fit_links([Timing("all_reduce", size, 2, _summed(size)) for size in SIZES])
         machine = this_device(where)
@@ -100,7 +100,7 @@ def _work(rank: int, port: int, case: Case, told: Connection) -> None:
 
 
 def _timed(steps: Steps, wrapped: nn.Module) -> list[float]:
-    """Return the seconds of some steps of both processes; one more is done before them."""
+    """Return the seconds of some steps of both processes, after one warm-up step."""
     times = []
     for _ in range(1 + STEPS):
         dist.barrier()
@@ -112,7 +112,7 @@ def _timed(steps: Steps, wrapped: nn.Module) -> list[float]:
 
 
 def _summed(size: int) -> float:
-    """Return the seconds in which two processes sum so many bytes."""
+    """Return the seconds of an all-reduce of this number of bytes between two processes."""
     value, best = torch.zeros(size // 4), float("inf")
     for _ in range(5):
         dist.barrier()
@@ -126,7 +126,7 @@ def _predicted(case: Case, cost: RunCost, machine: Device, link: Link) -> tuple[
     modules = {"vision": ModulePlan(), "language_model": ModulePlan(activation_checkpointing=case.checkpointing)}
     cluster = Cluster(1, 2, machine, link, LINKS["loopback"])
     plan = Plan(modules, DataPlan("ddp"), ranks="shared")
-    found = predict(Choice.of(plan, dp=2, microbatches=1), cost, cluster)
+    found = predict(Candidate.of(plan, dp=2, microbatches=1), cost, cluster)
     return found.step, found.peak
 
 
@@ -134,17 +134,17 @@ def _predicted(case: Case, cost: RunCost, machine: Device, link: Link) -> tuple[
 
 
 def on_virtual_devices() -> Iterator[dict[str, Any]]:
-    """Yield what pipelines of virtual devices take; their layers cost what was reckoned for an H100, but slower."""
+    """Yield the results of pipelines on virtual devices; layer costs are those of an H100, slowed down."""
     machine = device("H100")
-    idle = Device("idle", machine.memory, flops=1e15)  # nothing but the layers takes time
+    idle = Device("idle", machine.memory, flops=1e15)  # only the layers take time
     cluster = Cluster(4, 8, idle, Link(1e15, 0.0), Link(1e15, 0.0))
     for name in (QWEN, LLAMA):
         case = Case(name, 1, 4096)
-        model = without_weights(build(case, torch.device("meta")))
-        cost = model_cost(model, Portion(1, 4096, {"vision": 2}), machine, "bf16", batch=16)
+        model = copy_to_meta(build(case, torch.device("meta")))
+        cost = model_cost(model, MicrobatchShape(1, 4096, {"vision": 2}), machine, "bf16", batch=16)
         for vision, language in PLACES:
             modules = {"vision": ModulePlan(stages=vision), "language_model": ModulePlan(stages=language)}
-            choice = Choice.of(Plan(modules, ranks="own"), dp=1, microbatches=16)
+            choice = Candidate.of(Plan(modules, ranks="own"), dp=1, microbatches=16)
             slow = _slower(cost, SECONDS / predict(choice, cost, cluster).step)
             found = predict(choice, slow, cluster)
             graph = found.timeline.schedule.graph

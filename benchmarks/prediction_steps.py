@@ -1,7 +1,7 @@
-"""Steps of multimodal models on one device: predicted, and done.
+"""Predict and run steps of multimodal models on one device.
 
-What is done is what `cornstarch train` does: layers compiled on a GPU, a loss without all logits, frozen encoders
-without gradients, gradients clipped, AdamW. Data is random and lies ready.
+The steps are those of `cornstarch train`: compiled layers on a GPU, a loss that never materializes all logits, frozen
+encoders without gradients, gradient clipping, AdamW. The data is random and prepared in advance.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from torch import Tensor, nn
 
 from cornstarch import ModalEncoderModule, MultimodalModel
 from cornstarch.compat import divides_gradients, step_dividing
-from cornstarch.compute.adamw import quick
-from cornstarch.compute.head import trained_rows_at_most
+from cornstarch.cost.analytic import CallCost
+from cornstarch.cost.profiled import measure_seconds
+from cornstarch.engine.acceleration import accelerate_model
+from cornstarch.engine.budget import copy_to_meta
+from cornstarch.engine.recompute import recompute_activations
+from cornstarch.kernels.adamw import select_optimizer_class
+from cornstarch.kernels.fused_loss import limit_trained_rows
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
-from cornstarch.parallel.clipping import clipping_divisor
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.parallel.gradients import compute_clip_divisor
 from cornstarch.plan import ModulePlan, Plan
-from cornstarch.plan.choice import Choice
+from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.cluster import Cluster, Device, device, this_cpu
+from cornstarch.plan.communication import LINKS
 from cornstarch.plan.cost import RunCost
-from cornstarch.plan.links import LINKS
 from cornstarch.plan.predict import predict
-from cornstarch.train.budget import without_weights
-from cornstarch.train.costing import Portion, model_cost
-from cornstarch.train.costing.calls import CallCost
-from cornstarch.train.costing.measured import time_of
-from cornstarch.train.costing.profile import profile_model
-from cornstarch.train.precision import Placement
-from cornstarch.train.recompute import recompute_activations
-from cornstarch.train.speed import speed_up
+from cornstarch.planner import MicrobatchShape, model_cost
+from cornstarch.planner.profile import profile_model
 
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""Environment in which memory that is freed on a CPU is given back: it is counted right, and a tensor costs the same in
-steps, which take much memory and free it, as where a layer is measured again and again (glibc)."""
+"""Environment in which glibc returns freed CPU memory to the system. Memory is then counted correctly, and a tensor
+costs the same in steps, which allocate and free much memory, as in repeated measurements of a layer."""
 IMAGE_TOKEN = 5
 WARM = 3
 
@@ -57,14 +57,14 @@ class Case:
     rows: int
     tokens: int
     images: int = 2
-    """Of each row."""
+    """Per row."""
     trained: str = "language model"
-    """Beside the projector, which always is: `nothing`, `language model`, or `everything`."""
+    """What is trained besides the projector: `nothing`, `language model`, or `everything`."""
     checkpointing: bool = False
 
     @property
     def name(self) -> str:
-        """What it is, on one line."""
+        """A one-line description."""
         words = f"{self.model}, {self.rows} × {self.tokens:,}, {self.rows * self.images} images"
         says = {"nothing": ", projector alone", "everything": ", encoder trained too"}
         return words + says.get(self.trained, "") + (", recomputed" if self.checkpointing else "")
@@ -101,7 +101,7 @@ WARMING = Case(TINY, 1, 128, images=1)
 
 
 def build(case: Case, device: torch.device) -> MultimodalModel:
-    """Return a model with random weights: on a GPU in bfloat16, else in float32."""
+    """Return a model with random weights: in bfloat16 on a GPU, in float32 otherwise."""
     torch.manual_seed(0)
     encoder, _, language_model = case.model.partition(" + ")
     torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -148,31 +148,31 @@ class Steps:
     """Steps of training.
 
     Args:
-        case: What is trained.
+        case: The configuration.
         model: Its model, on the device.
-        batch: What it is trained on, again and again.
-        placement: The device, and what is computed in.
+        batch: The batch of every step.
+        placement: The device and the compute dtype.
     """
 
-    def __init__(self, case: Case, model: MultimodalModel, batch: dict[str, Any], placement: Placement) -> None:
+    def __init__(self, case: Case, model: MultimodalModel, batch: dict[str, Any], placement: DevicePlacement) -> None:
         self.model, self.placement = model, placement
         self.batch = {name: value for name, value in batch.items() if name != "trained"}
         self.labels = batch["trained"]
         if case.checkpointing:
             recompute_activations(model.language_model)
-        speed_up(model, placement.device)
+        accelerate_model(model, placement.device)
         for encoder in model.encoders.values():
-            encoder.settle()
+            encoder.enable_inference_mode()
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        kind = quick(torch.optim.AdamW) if placement.device.type == "cuda" else torch.optim.AdamW
+        kind = select_optimizer_class(torch.optim.AdamW) if placement.device.type == "cuda" else torch.optim.AdamW
         self.optimizer = kind(self.trained, lr=1e-5, fused=True)  # type: ignore[call-arg]
 
     def __call__(self, run: nn.Module | None = None) -> Tensor:
-        """Do one; `run`: what stands for the model."""
-        with trained_rows_at_most(self.labels), self.placement.computing():
+        """Run one step; `run` is called in place of the model."""
+        with limit_trained_rows(self.labels), self.placement.forward_context():
             loss = (run or self.model)(**self.batch).loss
         loss.backward()
-        divisor = clipping_divisor(self.trained, 1.0)[1]
+        divisor = compute_clip_divisor(self.trained, 1.0)[1]
         if divides_gradients(self.optimizer):
             step_dividing(self.optimizer, divisor)
         else:
@@ -185,7 +185,7 @@ class Steps:
 
 
 def done(steps: Steps, count: int) -> tuple[list[float], int]:
-    """Return the seconds of steps, on a GPU their mean, and the most bytes that were there."""
+    """Return the seconds of steps (their mean on a GPU) and the peak memory in bytes."""
     device = steps.placement.device
     for _ in range(WARM if device.type == "cuda" else 1):
         steps()
@@ -202,7 +202,7 @@ def done(steps: Steps, count: int) -> tuple[list[float], int]:
     times = []
     with most_resident() as most:
         for _ in range(count):
-            start = time.process_time()  # one thread: what else the machine does is left out
+            start = time.process_time()  # one thread: CPU time excludes other load
             steps()
             times.append(time.process_time() - start)
     return times, most[0]
@@ -210,7 +210,7 @@ def done(steps: Steps, count: int) -> tuple[list[float], int]:
 
 @contextmanager
 def most_resident() -> Iterator[list[int]]:
-    """Find the most memory that this process has within this block (Linux)."""
+    """Measure the peak memory of this process within this block (Linux)."""
     found = [0]
     Path("/proc/self/clear_refs").write_text("5")
     yield found
@@ -219,7 +219,7 @@ def most_resident() -> Iterator[list[int]]:
 
 
 def resident() -> int:
-    """Return the memory that this process has."""
+    """Return the memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -230,30 +230,30 @@ def predicted(case: Case, cost: RunCost, machine: Device) -> tuple[float, int]:
     """Return the seconds and the bytes that the planner predicts on one device."""
     modules = {"vision": ModulePlan(), "language_model": ModulePlan(activation_checkpointing=case.checkpointing)}
     cluster = Cluster(1, 1, machine, LINKS["loopback"], LINKS["loopback"])
-    found = predict(Choice.of(Plan(modules, ranks="shared"), dp=1, microbatches=1), cost, cluster)
+    found = predict(Candidate.of(Plan(modules, ranks="shared"), dp=1, microbatches=1), cost, cluster)
     return found.step, found.peak
 
 
 def this_device(where: torch.device) -> Device:
-    """Return this machine's device as the catalogue has it; of a CPU, which has no data sheet, as it is measured."""
+    """Return this machine's device from the catalogue; for a CPU, which has no data sheet, measured."""
     if where.type == "cuda":
         return device(torch.cuda.get_device_name(where))
     left = torch.randn(1024, 1024)
-    rate = 2 * 1024**3 / time_of(lambda: left @ left, where)
+    rate = 2 * 1024**3 / measure_seconds(lambda: left @ left, where)
     return replace(this_cpu(os.cpu_count() or 1), rates=(("fp32", rate),), bandwidth=bandwidth(where))
 
 
 def bandwidth(where: torch.device) -> float:
-    """Return the bytes a second that the device reads and writes."""
+    """Return the bytes per second that the device reads and writes."""
     source = torch.ones(2**28 if where.type == "cuda" else 2**24, device=where)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / time_of(lambda: target.copy_(source), where)
+    return 2 * source.nbytes / measure_seconds(lambda: target.copy_(source), where)
 
 
 def foretold(
-    case: Case, bare: nn.Module, portion: Portion, placement: Placement, known: dict[str, CallCost]
+    case: Case, bare: nn.Module, portion: MicrobatchShape, placement: DevicePlacement, known: dict[str, CallCost]
 ) -> dict[str, Any]:
-    """Return what is predicted of a case, from shapes alone and from measured layers."""
+    """Return the predictions for a case, from shapes alone and from measured layers."""
     where, began = placement.device, time.perf_counter()
     machine = this_device(where)
     analytic = predicted(case, model_cost(bare, portion, machine, placement.precision), machine)
@@ -266,17 +266,17 @@ def foretold(
 
 
 def measure(case: Case, where: torch.device, known: dict[str, CallCost], count: int) -> dict[str, Any]:
-    """Predict and do the steps of a case.
+    """Predict and run the steps of a case.
 
-    The pace of a CPU changes from minute to minute. There, half of the steps are done before the layers are measured
-    and half of them after, and what was measured for another case is measured again.
+    The speed of a CPU changes from minute to minute. There, half of the steps run before the layers are measured
+    and half after, and layers that were measured for another case are measured again.
     """
-    placement = Placement(where, "bf16" if where.type == "cuda" else "fp32")
+    placement = DevicePlacement(where, "bf16" if where.type == "cuda" else "fp32")
     began, before = time.perf_counter(), resident()
     model = build(case, where)
     batch = batch_of(case, model, where)
-    bare = without_weights(model)
-    portion = Portion(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
+    bare = copy_to_meta(model)
+    portion = MicrobatchShape(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
     if where.type == "cuda":
         found = foretold(case, bare, portion, placement, known)
         gc.collect()

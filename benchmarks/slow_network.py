@@ -1,17 +1,16 @@
-"""What slow links cost, and what helps: real processes, each in a network of its own, joined by limited links.
+"""Measure the cost of slow links and the methods against it: real processes in network namespaces with limited links.
 
-Every way to keep replicas together (slow_ways.py) trains the same model from the same weights on the same batches
-(slow_task.py). Ranks stand in network namespaces that see one another through links of 100 Mbit/s or 1 Gbit/s
-(namespaces.py). For each way:
+Every method (slow_ways.py) trains the same model from the same weights on the same batches (slow_task.py). The ranks
+run in network namespaces that are connected by links of 100 Mbit/s or 1 Gbit/s (namespaces.py). For each method:
 
-- ms per step: of blocks of 16 steps, without the first, in the slowest rank: the quickest block, because what else the
-  machine does disturbs some, and the median; and the mean of all steps, those that a compression warms up in included;
-- CPU: the time that the CPU works for a rank in a step, also of the quickest block;
-- bytes: what a rank's interface has sent per step after the first block, beside what the formula says;
-- loss: on text that nobody trains on, with the mean of all ranks' weights, after all steps.
+- ms per step: over blocks of 16 steps, without the first, in the slowest rank: the fastest block, because other load on
+  the machine disturbs some blocks, and the median; and the mean of all steps, including the warm-up of compression;
+- CPU: the CPU time of a rank per step, also of the fastest block;
+- bytes: the bytes that a rank's interface sent per step after the first block, next to those of the formula;
+- loss: on held-out text, with the mean of all ranks' weights, after all steps.
 
-The straggler part has more ranks. Each pretends to compute for so many milliseconds, as if it had a device of its own,
-and the last rank for three times as many. Counted is how many steps the other ranks do in a second, against the same
+The straggler part has more ranks. Each rank sleeps for some milliseconds in place of a device's computation, and the
+last rank for three times as long. The result is the number of steps per second of the other ranks, against the same
 ranks without a straggler.
 
     python benchmarks/slow_network.py --rate 100mbit 1gbit --output slow_network.json       # needs root and iproute2
@@ -19,8 +18,8 @@ ranks without a straggler.
     python benchmarks/slow_network.py --straggler --output slow_network.json
     python benchmarks/slow_picture.py slow_network.json --page tables.md --picture loss.svg
 
-A file that is there already is added to: a way that was measured before is replaced. So all can be measured bit by bit.
-A way that takes long in a slow network can be given fewer steps; its loss is then not compared with that of the others.
+Results are added to an existing file, and replace earlier ones of the same method, so that the methods can be measured
+one at a time. A method that takes long in a slow network can run fewer steps; its loss is then not compared.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from typing import Any
 
 from namespaces import Unable, network, sent_bytes
 
-BLOCK = 16  # steps; a multiple of the steps between two exchanges of every way
-SLOWER = 3  # so many times longer than the others the straggler computes
+BLOCK = 16  # steps; a multiple of the synchronization interval of every method
+SLOWER = 3  # slowdown of the straggler
 
 
 # ------------------------------------------------------------------------------------------------ one rank
@@ -50,31 +49,31 @@ SLOWER = 3  # so many times longer than the others the straggler computes
 
 @dataclass
 class Diary:
-    """What a rank has seen, step by step."""
+    """Measurements of a rank, step by step."""
 
     losses: list[float] = field(default_factory=list)
     moments: list[float] = field(default_factory=list)
-    """When it began, and when each step ended."""
+    """Start time, and the end time of each step."""
     sent: list[int] = field(default_factory=list)
-    """Bytes until then."""
+    """Bytes sent until then."""
     worked: list[float] = field(default_factory=list)
-    """Seconds that the CPU has worked for this process until then."""
+    """CPU seconds of this process until then."""
 
     def note(self) -> None:
-        """Write down the time, and what has been sent."""
+        """Record the time and the bytes sent."""
         self.moments.append(time.perf_counter())
         self.sent.append(sent_bytes())
         self.worked.append(time.process_time())
 
 
 def train(name: str, steps: int, pretended: float) -> dict[str, Any]:
-    """Train one way, and return what all ranks have seen; every rank must call it."""
+    """Train with one method and return the measurements of all ranks; every rank must call it."""
     import torch
     import torch.distributed as dist
     from slow_task import Task
     from slow_ways import WAYS
 
-    from cornstarch.parallel import processes
+    from cornstarch.parallel import distributed
 
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -86,7 +85,7 @@ def train(name: str, steps: int, pretended: float) -> dict[str, Any]:
         if exchange is not None:
             exchange.before_step()
         loss = task.loss(wrapped, task.batch(rank, ranks))
-        if pretended:  # a device computes, and the CPU is free for others
+        if pretended:  # a device computes, and the CPU is free
             time.sleep(pretended)
         loss.backward()
         task.optimizer.step()
@@ -99,7 +98,7 @@ def train(name: str, steps: int, pretended: float) -> dict[str, Any]:
     with exchange.averaged() if exchange is not None else nullcontext():
         held_out = task.held_out_loss()
     figures = exchange.figures() if exchange is not None else {}
-    seen = processes.gather_data([held_out, diary.losses, diary.moments, diary.sent, diary.worked, figures])
+    seen = distributed.all_gather_json([held_out, diary.losses, diary.moments, diary.sent, diary.worked, figures])
     if exchange is not None:
         exchange.finish()
     held, losses, moments, sent, worked, told = zip(*seen, strict=True)
@@ -112,7 +111,7 @@ def train(name: str, steps: int, pretended: float) -> dict[str, Any]:
 
 
 def work(given: argparse.Namespace) -> None:
-    """Be one of the ranks."""
+    """Run as one of the ranks."""
     from cornstarch.launch import current_world, start_process_group
 
     world = current_world()
@@ -128,13 +127,13 @@ def work(given: argparse.Namespace) -> None:
 
 
 def blocks(values: list[float]) -> Iterator[float]:
-    """Yield the mean step of each block but the first, of sums over steps."""
+    """Yield the mean step of each block but the first, from cumulative sums."""
     for before, after in pairwise(values[BLOCK - 1 :: BLOCK]):
         yield (after - before) / BLOCK
 
 
 def figures_of(seen: dict[str, Any]) -> dict[str, float]:
-    """Return what a table says of a way."""
+    """Return the table entries of a method."""
     slowest = [max(times) for times in zip(*seen["moments"], strict=True)]
     last = seen["steps"] // BLOCK * BLOCK
     sent = max(own[last] - own[BLOCK] for own in seen["sent"]) / (last - BLOCK)
@@ -150,7 +149,7 @@ def figures_of(seen: dict[str, Any]) -> dict[str, float]:
 
 
 def fast_steps(seen: dict[str, Any]) -> float:
-    """Return the steps a second of the ranks that are no stragglers, without the first few."""
+    """Return the steps per second of the other ranks, without the first few."""
     begin = seen["steps"] // 5
     return min((seen["steps"] - begin) / (own[-1] - own[begin - 1]) for own in seen["moments"][:-1])
 
@@ -159,7 +158,7 @@ def fast_steps(seen: dict[str, Any]) -> float:
 
 
 def measured(given: argparse.Namespace, name: str, rate: str, ranks: int, slowed: bool) -> dict[str, Any]:
-    """Run a way on a network of its own."""
+    """Run a method on its own network."""
     before = os.getloadavg()[0]
     with TemporaryDirectory() as folder, network(ranks, rate) as joined:
         told = Path(folder) / "told.json"
@@ -172,7 +171,7 @@ def measured(given: argparse.Namespace, name: str, rate: str, ranks: int, slowed
 
 
 def compare(given: argparse.Namespace, name: str, rate: str) -> dict[str, Any]:
-    """Measure one way, and say so."""
+    """Measure one method and print the result."""
     seen = measured(given, name, rate, given.ranks, False)
     found = figures_of(seen)
     print(
@@ -185,7 +184,7 @@ def compare(given: argparse.Namespace, name: str, rate: str) -> dict[str, Any]:
 
 
 def with_straggler(given: argparse.Namespace, name: str, rate: str) -> dict[str, Any]:
-    """Measure one way with and without a straggler, and say so."""
+    """Measure one method with and without a straggler and print the result."""
     even, uneven = (measured(given, name, rate, given.ranks, slowed) for slowed in (False, True))
     found = {"even": fast_steps(even), "uneven": fast_steps(uneven), "pretended_ms": given.pretended}
     kept = found["uneven"] / found["even"]
@@ -195,7 +194,7 @@ def with_straggler(given: argparse.Namespace, name: str, rate: str) -> dict[str,
 
 
 def keep(path: Path, part: str, found: dict[str, Any]) -> None:
-    """Write a result into a file, in the place of an older one."""
+    """Write a result into a file, replacing an older one."""
     content = json.loads(path.read_text()) if path.exists() else {}
     place = content.setdefault(part, {})
     place[f"{found['rate']} {found['way']}"] = found
@@ -205,17 +204,17 @@ def keep(path: Path, part: str, found: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Measure what was asked for."""
+    """Measure the requested methods."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rate", nargs="+", default=["100mbit"], help="of every link, as tc writes it")
-    parser.add_argument("--ways", nargs="+", help="of slow_ways.py; default: all")
+    parser.add_argument("--rate", nargs="+", default=["100mbit"], help="rate of every link, in tc format")
+    parser.add_argument("--ways", nargs="+", help="methods of slow_ways.py; default: all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--straggler", action="store_true", help="the part with one rank that is slow")
-    parser.add_argument("--pretended", type=float, default=0.0, help="milliseconds that a rank pretends to compute")
-    parser.add_argument("--seconds", type=float, default=290.0, help="after which a way is given up")
+    parser.add_argument("--straggler", action="store_true", help="measure with one slow rank")
+    parser.add_argument("--pretended", type=float, default=0.0, help="milliseconds that a rank sleeps as computation")
+    parser.add_argument("--seconds", type=float, default=290.0, help="timeout of a method")
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)  # given to the ranks
+    parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)  # passed to the ranks
     parser.add_argument("--slowed", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.told is not None:
@@ -231,7 +230,7 @@ def main() -> int:
             try:
                 found = (with_straggler if given.straggler else compare)(given, name, rate)
             except Unable as error:
-                print(f"A slow network cannot be made here: {error}.", file=sys.stderr)
+                print(f"Cannot create a slow network here: {error}.", file=sys.stderr)
                 return 1
             except RuntimeError as error:
                 print(f"{rate:8} {name:16} failed: {error}", flush=True)

@@ -1,9 +1,9 @@
-"""Tables and a picture of what slow_network.py has measured, in one file or in several.
+"""Write tables and a figure of the results of slow_network.py, from one file or several.
 
 python benchmarks/slow_picture.py slow_network.json --page tables.md --picture docs/images/slow_networks.svg
 
-Of a way that is in several files, or in one of them twice, the last counts. Losses are compared with those of DDP only
-after as many steps. The load is the system's, before and after a way was measured, its own two ranks included.
+If a method occurs several times, the last result counts. Losses are compared with those of DDP only after the same
+number of steps. The load is the system's, before and after a method was measured, including its own two ranks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from slow_network import figures_of
 
-from cornstarch.report.curves import Axis, Point, linear_axis, log_axis, smooth
-from cornstarch.report.markup import Markup, element
+from cornstarch.report.charts import Axis, Point, build_linear_axis, build_log_axis, smooth_points
+from cornstarch.report.html import Markup, build_element
 
 DRAWN = (
     "ddp", "torch-powersgd", "int8", "int4", "sign", "topk", "randomk", "powersgd", "local", "diloco", "async",
@@ -30,12 +30,12 @@ _COLOURS = (
 )  # fmt: skip
 _WIDTH, _HEIGHT = 1040, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 310, 56, 52
-_SMOOTHED = 0.1  # the share of the steps that a point of a curve is the mean of
-_LEAST = 0.5  # seconds at which the picture begins
+_SMOOTHED = 0.1  # fraction of the steps that a point of a curve averages
+_LEAST = 0.5  # start of the time axis, in seconds
 
 
 def ways_table(ways: Sequence[dict[str, Any]]) -> str:
-    """Return what a network has shown, as Markdown."""
+    """Return the results of a network as Markdown."""
     ddp = next(one for one in ways if one["way"] == "ddp")
     plain = figures_of(ddp)
     lines = [
@@ -59,8 +59,8 @@ def ways_table(ways: Sequence[dict[str, Any]]) -> str:
 
 
 def straggler_table(found: Sequence[dict[str, Any]]) -> str:
-    """Return what a straggler has shown, as Markdown."""
-    lines = ["| | steps a second | beside a straggler | kept |", "|---|---|---|---|"]
+    """Return the straggler results as Markdown."""
+    lines = ["| | steps per second | with a straggler | kept |", "|---|---|---|---|"]
     for one in found:
         kept = one["uneven"] / one["even"]
         lines.append(f"| {one['words']} | {one['even']:.2f} | {one['uneven']:.2f} | {100 * kept:.0f} % |")
@@ -71,30 +71,30 @@ def straggler_table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def curve(way: dict[str, Any]) -> list[Point]:
-    """Return the loss of all ranks against the seconds that the slowest took so far."""
+    """Return the loss of all ranks against the elapsed seconds of the slowest."""
     seconds = [max(times) for times in zip(*way["moments"], strict=True)]
     losses = [sum(own) / len(own) for own in zip(*way["losses"], strict=True)]
-    smoothed = smooth(list(enumerate(losses)), _SMOOTHED)
+    smoothed = smooth_points(list(enumerate(losses)), _SMOOTHED)
     return [(seconds[int(step)], loss) for step, loss in smoothed if seconds[int(step)] >= _LEAST]
 
 
 def picture(ways: Sequence[dict[str, Any]], title: str) -> Markup:
-    """Return loss against wall time as an SVG of its own."""
+    """Return loss against wall time as an SVG."""
     curves = {one["words"]: curve(one) for one in ways}
     points = [point for one in curves.values() for point in one]
-    across = log_axis(_LEAST, max(seconds for seconds, _ in points))
-    up = linear_axis(min(loss for _, loss in points), max(loss for _, loss in points), whole=True)
+    across = build_log_axis(_LEAST, max(seconds for seconds, _ in points))
+    up = build_linear_axis(min(loss for _, loss in points), max(loss for _, loss in points), whole=True)
     named = zip(curves.items(), _COLOURS, strict=False)
     lines = [_line(points, across, up, colour) for (_, points), colour in named]
     described = f"{title}. " + " ".join(
         f"{name}: {points[-1][1]:.2f} after {points[-1][0]:.0f} s." for name, points in curves.items()
     )
-    return element(
+    return build_element(
         "svg",
-        element("title", described),
-        element("rect", width=_WIDTH, height=_HEIGHT, fill="#ffffff"),
-        element("text", title, x=_LEFT, y=28, class_="title"),
-        element("style", Markup("text{font:14px system-ui,sans-serif;fill:#1b2733}.title{font-weight:600}")),
+        build_element("title", described),
+        build_element("rect", width=_WIDTH, height=_HEIGHT, fill="#ffffff"),
+        build_element("text", title, x=_LEFT, y=28, class_="title"),
+        build_element("style", Markup("text{font:14px system-ui,sans-serif;fill:#1b2733}.title{font-weight:600}")),
         _grid(across, up),
         lines,
         _legend(curves),
@@ -116,37 +116,37 @@ def _line(points: Sequence[Point], across: Axis, up: Axis, colour: str) -> Marku
     places = "L".join(f"{_x(across, seconds)} {_y(up, loss)}" for seconds, loss in points)
     last = points[-1]
     return Markup(
-        element("path", d=f"M{places}", fill="none", stroke=colour, stroke_width="2.2", stroke_linejoin="round")
-        + element("circle", cx=_x(across, last[0]), cy=_y(up, last[1]), r=4, fill=colour)
+        build_element("path", d=f"M{places}", fill="none", stroke=colour, stroke_width="2.2", stroke_linejoin="round")
+        + build_element("circle", cx=_x(across, last[0]), cy=_y(up, last[1]), r=4, fill=colour)
     )
 
 
 def _grid(across: Axis, up: Axis) -> Iterator[Markup]:
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     for tick in up.ticks:
-        yield element("path", d=f"M{_LEFT} {_y(up, tick)}H{right}", stroke="#d9dfe5")
-        yield element("text", f"{tick:g}", x=_LEFT - 8, y=_y(up, tick) + 5, text_anchor="end")
+        yield build_element("path", d=f"M{_LEFT} {_y(up, tick)}H{right}", stroke="#d9dfe5")
+        yield build_element("text", f"{tick:g}", x=_LEFT - 8, y=_y(up, tick) + 5, text_anchor="end")
     for tick in across.ticks:
-        yield element("path", d=f"M{_x(across, tick)} {_TOP}V{bottom}", stroke="#eef1f4")
-        yield element("text", f"{tick:g}", x=_x(across, tick), y=bottom + 20, text_anchor="middle")
-    yield element("text", "seconds (logarithmic)", x=(_LEFT + right) / 2, y=_HEIGHT - 10, text_anchor="middle")
-    yield element("text", "training loss", x=_LEFT, y=_TOP - 10)
+        yield build_element("path", d=f"M{_x(across, tick)} {_TOP}V{bottom}", stroke="#eef1f4")
+        yield build_element("text", f"{tick:g}", x=_x(across, tick), y=bottom + 20, text_anchor="middle")
+    yield build_element("text", "seconds (logarithmic)", x=(_LEFT + right) / 2, y=_HEIGHT - 10, text_anchor="middle")
+    yield build_element("text", "training loss", x=_LEFT, y=_TOP - 10)
 
 
 def _legend(curves: dict[str, list[Point]]) -> Iterator[Markup]:
     left = _WIDTH - _RIGHT + 18
     for row, ((name, points), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
         middle = _TOP + 6 + 37 * row
-        yield element("path", d=f"M{left} {middle}h18", stroke=colour, stroke_width="3")
-        yield element("text", name, x=left + 26, y=middle + 5)
-        yield element("text", f"{points[-1][0]:.0f} s", x=left + 26, y=middle + 22, fill_opacity="0.6")
+        yield build_element("path", d=f"M{left} {middle}h18", stroke=colour, stroke_width="3")
+        yield build_element("text", name, x=left + 26, y=middle + 5)
+        yield build_element("text", f"{points[-1][0]:.0f} s", x=left + 26, y=middle + 22, fill_opacity="0.6")
 
 
 # ------------------------------------------------------------------------------------------------ all of it
 
 
 def merged(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Return what several files hold, by part and then by network and way."""
+    """Return the contents of several files, by part, network and method."""
     content: dict[str, dict[str, Any]] = {}
     for path in paths:
         for part, found in json.loads(path.read_text()).items():
@@ -155,7 +155,7 @@ def merged(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def by_network(ways: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return what was measured in each network, in the order of slow_ways.py."""
+    """Return the results of each network, in the order of slow_ways.py."""
     from slow_ways import WAYS
 
     order = list(WAYS)
@@ -178,10 +178,10 @@ def page(networks: dict[str, list[dict[str, Any]]], stragglers: Sequence[dict[st
 
 
 def main() -> int:
-    """Print tables, and draw."""
+    """Print the tables and draw the figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("measured", type=Path, nargs="+", help="what slow_network.py --output wrote")
-    parser.add_argument("--page", type=Path, help="a file for the tables, in Markdown; default: they are printed")
+    parser.add_argument("measured", type=Path, nargs="+", help="files written by slow_network.py --output")
+    parser.add_argument("--page", type=Path, help="a Markdown file for the tables; default: print them")
     parser.add_argument("--picture", type=Path, help="an SVG of the slowest network")
     given = parser.parse_args()
     if missing := [str(path) for path in given.measured if not path.is_file()]:

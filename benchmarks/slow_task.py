@@ -1,25 +1,25 @@
-"""What the ranks of slow_network.py train: a model of 4.5 M parameters that tells the next byte of Python's handbook.
+"""The task of slow_network.py: a model of 4.5 M parameters that predicts the next byte of Python's handbook.
 
-It has many parameters for what it computes, so that the exchange of gradients is most of a step on a slow network.
+It has many parameters relative to its computation, so that reducing gradients is most of a step on a slow network.
 """
 
 from __future__ import annotations
 
-from pydoc_data import topics  # the language reference, as `help()` shows it: text that every Python has
+from pydoc_data import topics  # the language reference, as in `help()`: text that every Python includes
 
 import torch
 from torch import Tensor, nn
 
-CONTEXT = 16  # bytes that the next one is told from
+CONTEXT = 16  # context length in bytes
 BATCH = 64  # of a rank
 RATE = 1e-3
 _SEED = 0
 _HELD_OUT = 0.1  # the last part of the text
-_EVERY = 7  # so many bytes apart lie the places at which the held-out text is asked for
+_EVERY = 7  # stride between evaluated positions of the held-out text, in bytes
 
 
 class Task:
-    """The model, its optimizer and its batches: the same for everybody who makes it."""
+    """The model, its optimizer and its batches, identical on every rank."""
 
     def __init__(self, steps: int) -> None:
         torch.manual_seed(_SEED)
@@ -35,21 +35,21 @@ class Task:
 
     @property
     def numbers(self) -> int:
-        """How many parameters the model has."""
+        """The number of parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def batch(self, rank: int, ranks: int) -> Tensor:
-        """Return this rank's part of the next batch of all."""
+        """Return this rank's part of the next global batch."""
         last = int(len(self._text) * (1 - _HELD_OUT)) - CONTEXT - 1
         starts = torch.randint(0, last, (ranks, BATCH), generator=self._chance)[rank]
         return self._windows(starts)
 
     def loss(self, module: nn.Module, windows: Tensor) -> Tensor:
-        """Return how far off the guesses are, in nats."""
+        """Return the cross-entropy in nats."""
         return nn.functional.cross_entropy(module(windows[:, :CONTEXT]), windows[:, CONTEXT])
 
     def held_out_loss(self) -> float:
-        """Return the loss over text that is not trained on."""
+        """Return the loss on the held-out text."""
         first = int(len(self._text) * (1 - _HELD_OUT))
         starts = torch.arange(first, len(self._text) - CONTEXT - 1, _EVERY)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The ways to keep replicas together that slow_network.py compares: torch's own, and ours by their plans."""
+"""The methods that slow_network.py compares: torch's own, and ours by their plans."""
 
 from __future__ import annotations
 
@@ -15,56 +15,56 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.parallel import apply_data_parallel
-from cornstarch.parallel.exchange import Exchange, exchange_of
-from cornstarch.plan.exchange import Asynchronous, Compression, Gossip, Local
-from cornstarch.plan.network import Exchanged, sent_per_step
+from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
+from cornstarch.plan.compression import Asynchronous, Compression, Gossip, Local
+from cornstarch.plan.low_bandwidth_cost import SyncedParameters, count_sent_per_step
 from cornstarch.plan.plan import DataPlan
 
-WARMUP = 10  # steps that powersgd sends everything
+WARMUP = 10  # warm-up steps of powersgd
 ONE_BUCKET = 1000.0  # megabytes: torch's PowerSGD hook hangs with several on gloo
 
-Made = tuple[nn.Module, Exchange | None]
+Made = tuple[nn.Module, ReplicaSync | None]
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep replicas together."""
+    """One method to synchronize replicas."""
 
     words: str
     plan: DataPlan
     """What it sends; and what it is, if it is ours."""
     by_torch: Callable[[nn.Module], nn.Module] | None = None
-    """Wraps a model with torch alone."""
+    """Wraps a model with torch only."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is ours."""
+        """Whether the method is ours."""
         return self.by_torch is None
 
     def made(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Made:
-        """Return what to call instead of the model, and what the loop tells of its steps."""
+        """Return the wrapped model, and the object that the loop notifies of its steps."""
         if self.by_torch is not None:
             return self.by_torch(model), None
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         wrapped = apply_data_parallel(model, mesh, self.plan)
-        return wrapped, exchange_of(model, wrapped, mesh, self.plan, optimizer)
+        return wrapped, build_replica_sync(model, wrapped, mesh, self.plan, optimizer)
 
     def sent(self, model: nn.Module, ranks: int) -> float:
-        """Return the bytes that a rank sends in a step by the formula, on average and after the warm-up."""
+        """Return the bytes per step of a rank by the formula, on average and after the warm-up."""
         shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
-        return sent_per_step(self.plan, Exchanged(shapes), ranks)
+        return count_sent_per_step(self.plan, SyncedParameters(shapes), ranks)
 
 
 # ------------------------------------------------------------------------------------------------ torch's own
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """Wrap a model as torch does by default."""
+    """Wrap a model with torch's defaults."""
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def ddp_bf16(model: nn.Module) -> nn.Module:
-    """Wrap a model with what torch's `bf16_compress_hook` does; the hook itself refuses to run without CUDA."""
+    """Wrap a model like torch's `bf16_compress_hook`, which itself requires CUDA."""
 
     def hook(state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         half = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())

@@ -1,9 +1,9 @@
-"""What composing costs: one training step of MultimodalModel against a hand-written loop over the same parts.
+"""Measure the overhead of composing: a step of MultimodalModel against a hand-written loop over the same parts.
 
-Both run in this process, on the same weights and batches, turn by turn, so that whatever else the machine does hits
-both. Reported: the median over rounds of (ours / by hand), forward + backward + optimizer step, in wall time and in
-CPU time of this process. Then packed rows against padded rows over the same samples, in real (not padding) tokens
-per second.
+Both run in this process, on the same weights and batches, in turn, so that other load on the machine affects both.
+Reported: the median over rounds of (ours / by hand), forward + backward + optimizer step, in wall time and in CPU time
+of this process. A second comparison is packed rows against padded rows over the same samples, in real (not padding)
+tokens per second.
 
     python benchmarks/step_overhead.py            # prints a table, writes benchmarks/results/step_overhead.json
 """
@@ -58,7 +58,7 @@ def make_batch(rows: int, length: int, seed: int) -> Batch:
 
 
 def loss_by_hand(model: MultimodalModel, batch: Batch) -> Tensor:
-    """What a user would write without us, over the very same modules."""
+    """The hand-written step over the same modules."""
     encoder, llm = model.vision_encoder, model.language_model
     features = encoder.projector.projection(encoder.module(pixel_values=batch["pixel_values"]).last_hidden_state)
     mask = batch["input_ids"] == IMAGE_TOKEN
@@ -69,10 +69,10 @@ def loss_by_hand(model: MultimodalModel, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one step took."""
+    """The time of one step."""
 
     wall: float
-    cpu: float  # of this process alone: what others do on the machine does not count
+    cpu: float  # of this process only: excludes other load on the machine
 
 
 def timed_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Seconds:
@@ -84,7 +84,7 @@ def timed_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> 
 
 
 def measure_overhead(model: MultimodalModel, rows: int, length: int, rounds: int) -> dict[str, float]:
-    """Time both ways turn by turn, the first of each round alternating."""
+    """Time both contenders in turn, with alternating order."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     ours: list[Seconds] = []
     by_hand: list[Seconds] = []
@@ -106,7 +106,7 @@ def measure_overhead(model: MultimodalModel, rows: int, length: int, rounds: int
 
 
 def ragged_samples(count: int, longest: int) -> list[Batch]:
-    """Samples of one row each without batch dimension, with two images, of very different lengths."""
+    """Samples of one row each without batch dimension, with two images and very different lengths."""
     generator = torch.Generator().manual_seed(7)
     samples = []
     for seed in range(count):
@@ -117,7 +117,7 @@ def ragged_samples(count: int, longest: int) -> list[Batch]:
 
 
 def padded(samples: list[Batch], longest: int) -> list[Batch]:
-    """Rows of one sample each, padded to the length limit, four rows a batch."""
+    """Rows of one sample each, padded to the length limit, four rows per batch."""
     return [padded_batch(samples[start : start + 4], longest) for start in range(0, len(samples), 4)]
 
 
@@ -131,12 +131,12 @@ def padded_batch(samples: list[Batch], longest: int) -> Batch:
 
 
 def packed(samples: list[Batch], longest: int) -> list[Batch]:
-    """The same samples, packed whole into rows of the same limit, four rows a batch."""
+    """The same samples, packed into rows of the same limit, four rows per batch."""
     return split_rows(pack(samples, max_length=longest), 4)
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
-    """Cut a batch into batches of so many rows, each with its images."""
+    """Split a batch into batches with a given number of rows, each with its images."""
     images = (batch["input_ids"] == IMAGE_TOKEN).sum(1) // PATCHES
     batches, first_image = [], 0
     for start in range(0, len(batch["input_ids"]), rows):
@@ -149,7 +149,7 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
 
 
 def measure_packing(model: MultimodalModel, longest: int, count: int) -> dict[str, float]:
-    """Real tokens per second over the same samples, padded and packed, turn by turn."""
+    """Real tokens per second over the same samples, padded and packed, in turn."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     samples = ragged_samples(count, longest)
     tokens = sum(len(s["input_ids"]) for s in samples)

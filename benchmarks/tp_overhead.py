@@ -1,10 +1,10 @@
-"""The price of tensor parallelism: a step here against torch's `parallelize_module` and transformers' own plan.
+"""Measure the overhead of tensor parallelism against torch's `parallelize_module` and transformers' own plan.
 
     python benchmarks/tp_overhead.py [--json results.json]
 
-Two processes on this machine (gloo, one thread each) train a Llama. All ways take turns in the same processes, step by
-step, and the median of a way's steps counts; the bytes that are exchanged are counted and compared with the formula.
-That all have the same loss, and the same gradient of the table of embeddings, is checked first.
+Two processes on this machine (gloo, one thread each) train a Llama. All contenders take turns in the same processes,
+step by step, and the median step time counts. The bytes sent are counted and compared with the formula. The benchmark
+first checks that all contenders have the same loss and the same gradient of the embedding table.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def build() -> Any:
 
 
 def ours(mesh: DeviceMesh) -> nn.Module:
-    """Cut by this package."""
+    """Shard with this package."""
     return shard_tensors(build(), mesh)
 
 
 def by_hand(mesh: DeviceMesh) -> nn.Module:
-    """Cut by torch, written by hand."""
+    """Shard with torch, by hand."""
     model = build()
     plan: dict[str, Any] = {}
     for number in range(LAYERS):
@@ -58,7 +58,7 @@ def by_hand(mesh: DeviceMesh) -> nn.Module:
 
 
 def by_transformers(mesh: DeviceMesh) -> nn.Module:
-    """Cut by transformers, by the model's own plan for its layers."""
+    """Shard with transformers, by the model's own plan."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     model = build()
@@ -75,7 +75,7 @@ WAYS: dict[str, Callable[[DeviceMesh], nn.Module]] = {
 
 
 def step(model: nn.Module, ids: torch.Tensor) -> float:
-    """Train one step and return the seconds it took."""
+    """Train one step and return its seconds."""
     dist.barrier()
     start = time.perf_counter()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -85,12 +85,12 @@ def step(model: nn.Module, ids: torch.Tensor) -> float:
 
 
 def check_equal(models: dict[str, nn.Module], ids: torch.Tensor) -> None:
-    """Raise unless all ways have the same loss, and the same gradient where it has come through all layers."""
+    """Raise unless all contenders have the same loss and the same gradient behind all layers."""
     found = {}
     for name, model in models.items():
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        first: Any = model.get_submodule("model.embed_tokens").weight.grad  # whole in every way
+        first: Any = model.get_submodule("model.embed_tokens").weight.grad  # unsharded in every contender
         found[name] = float(loss), first.full_tensor() if hasattr(first, "full_tensor") else first.clone()
         model.zero_grad()
     expected = found["cornstarch"]
@@ -99,7 +99,7 @@ def check_equal(models: dict[str, nn.Module], ids: torch.Tensor) -> None:
 
 
 def exchanged(model: nn.Module, ids: torch.Tensor) -> int:
-    """Return the bytes that a step adds up over ranks."""
+    """Return the bytes that a step all-reduces."""
     sent = 0
     original = dist.all_reduce
 
@@ -114,7 +114,7 @@ def exchanged(model: nn.Module, ids: torch.Tensor) -> int:
 
 
 def formula() -> int:
-    """Return the bytes that a step must add up: two regions per layer, forward and backward."""
+    """Return the expected all-reduced bytes: two regions per layer, forward and backward."""
     return 2 * 2 * LAYERS * BATCH * TOKENS * HIDDEN * 4
 
 
@@ -140,7 +140,7 @@ def work(rank: int, port: int, queue: Any) -> None:
 
 
 def main() -> None:
-    """Measure, print, and write down."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -159,7 +159,7 @@ def main() -> None:
     print(f"{'way':20} {'ms/step':>8}  against it")
     for name, seconds in result["median"].items():
         print(f"{name:20} {1000 * seconds:8.1f}  {base / seconds:.2f}x")
-    print(f"bytes added up: {result['bytes']} of {formula()} by the formula")
+    print(f"bytes all-reduced: {result['bytes']} of {formula()} by the formula")
     if options.json:
         options.json.write_text(json.dumps({**result, "formula": formula()}, indent=1))
 

@@ -1,16 +1,16 @@
-"""What the Trainer costs: a step of it against a loop written by hand, `transformers.Trainer` and Lightning.
+"""Measure the overhead of the Trainer: a step against a hand-written loop, `transformers.Trainer` and Lightning.
 
 All train the same Llama from the same weights on the same rows with the same fused AdamW, schedule and clipping, and
-say a loss every so many steps; that all losses are equal, step by step, is checked. Ours runs as it does for a user: it
-writes metrics.jsonl and a line of progress, while the others are set to say as little as they can.
+log a loss every few steps; the benchmark checks that all losses are equal, step by step. Ours runs as it does for a
+user: it writes metrics.jsonl and a progress line, while the others are configured to log as little as possible.
 
-Each contender has a thread of its own, but only one runs at a time: for a turn of so many steps, a line of metrics
-among them, from one forward pass of its model to another. Then the next has its turn, in a random order, so that
-whatever else the machine does hits all of them. A round is a turn of each. Where weights and batches happen to lie in
-memory makes two equal loops differ for as long as they live; so all contenders are made anew several times, in a random
-order. Reported: the median over these repetitions of the ratio to the loop by hand (the median over rounds), with its
-smallest and largest value, in wall time and in CPU time of this process, and the difference. The loop by hand runs
-twice, to show how far two equal things differ here.
+Each contender has its own thread, but only one runs at a time: for a turn of several steps, including a line of
+metrics, from one forward pass of its model to another. Then the next contender has its turn, in a random order, so that
+other load on the machine affects all of them. A round is a turn of each. The memory addresses of weights and batches
+make two identical loops differ for as long as they live, so all contenders are created anew several times, in a random
+order. Reported: the median over these repetitions of the ratio to the hand-written loop (the median over rounds), with
+its smallest and largest value, in wall time and in CPU time of this process, and the difference. The hand-written loop
+runs twice, to show the noise between two identical contenders.
 
     python benchmarks/trainer_overhead.py         # prints tables; with --output FILE.json also writes them
 """
@@ -52,13 +52,13 @@ from cornstarch.train import Trainer
 RATE, DECAY, CLIP, WARMUP = 1e-3, 0.01, 1.0, 5
 OURS, BY_HAND, AGAIN, HUGGING_FACE, LIGHTNING = "Cornstarch", "by hand", "by hand, again", "transformers", "Lightning"
 LIMIT = 1.02  # of the loop by hand
-COUNTS = "larger"  # the case that the limit is for; the others show what does not grow with the model
+COUNTS = "larger"  # the case that the limit applies to; the others show constant overhead
 Rows = list[dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """How much there is to compute in a step."""
+    """The amount of work in a step."""
 
     name: str
     hidden: int
@@ -82,17 +82,17 @@ class Case:
         return LlamaForCausalLM(config).train()
 
     def rows(self, steps: int) -> Rows:
-        """Return tokens for so many steps."""
+        """Return tokens for a number of steps."""
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, self.vocabulary, (steps * self.batch, self.length), generator=generator)
         tokens[:, 1::2] = (tokens[:, ::2] + 1) % self.vocabulary  # there is something to learn
         labels = tokens.clone()
-        labels[:, 0] = -100  # never predicted: said, so that nobody counts it
+        labels[:, 0] = -100  # never predicted: masked, so that no contender counts it
         return [{"input_ids": one, "labels": label} for one, label in zip(tokens, labels, strict=True)]
 
 
 CASES = [
-    Case("tiny", hidden=64, layers=2, vocabulary=256, length=32, batch=8),  # shows what does not grow with the model
+    Case("tiny", hidden=64, layers=2, vocabulary=256, length=32, batch=8),  # shows constant overhead
     Case("small", hidden=128, layers=4, vocabulary=2048, length=64, batch=8),
     Case("larger", hidden=256, layers=4, vocabulary=4096, length=128, batch=8),
 ]
@@ -100,7 +100,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Job:
-    """What a contender does."""
+    """The task of a contender."""
 
     model: LlamaForCausalLM
     rows: Rows
@@ -111,7 +111,7 @@ class Job:
     folder: Path
 
     def loader(self) -> DataLoader[Any]:
-        """Return what hands out batches, in order, for those who bring no loader of their own."""
+        """Return a loader of batches in order, for contenders without their own."""
         return DataLoader(self.rows, batch_size=self.batch)  # type: ignore[arg-type]
 
     def optimizer(self) -> torch.optim.AdamW:
@@ -138,7 +138,7 @@ class Job:
 
 
 def train_by_hand(job: Job) -> None:
-    """Train as one would write it down."""
+    """Train with a hand-written loop."""
     model, optimizer = job.model, job.optimizer()
     schedule = job.schedule(optimizer)
     parameters = list(model.parameters())
@@ -159,7 +159,7 @@ def train_by_hand(job: Job) -> None:
 
 
 def train_ours(job: Job) -> None:
-    """Train with our Trainer, as it is by default when it does not run in a terminal."""
+    """Train with our Trainer with its defaults outside of a terminal."""
     Trainer.from_objects(
         job.model,
         train_data=job.rows,
@@ -176,7 +176,7 @@ def train_ours(job: Job) -> None:
 
 
 def train_with_transformers(job: Job) -> None:
-    """Train with `transformers.Trainer`, without its bar and its printing."""
+    """Train with `transformers.Trainer`, without progress bar and printing."""
     optimizer = job.optimizer()
     arguments = transformers.TrainingArguments(
         output_dir=str(job.folder),
@@ -199,7 +199,7 @@ def train_with_transformers(job: Job) -> None:
 
 
 def train_with_lightning(job: Job) -> None:
-    """Train with Lightning, its metrics in a CSV file, without its bar and its checkpoints."""
+    """Train with Lightning, with metrics in a CSV file, without progress bar and checkpoints."""
     import lightning
     from lightning.pytorch.loggers import CSVLogger
 
@@ -245,14 +245,14 @@ CONTENDERS: dict[str, Callable[[Job], None]] = {
 
 @dataclass(frozen=True)
 class Seconds:
-    """What one step took, on average over a turn."""
+    """The mean time of a step over a turn."""
 
     wall: float
-    cpu: float  # of this process: what others do on the machine does not count
+    cpu: float  # of this process: excludes other load on the machine
 
 
 class Seat:
-    """A contender in a thread of its own, which waits before the forward pass that follows its turn."""
+    """A contender in its own thread, which waits before the forward pass that follows its turn."""
 
     def __init__(self, train: Callable[[Job], None], job: Job) -> None:
         self.seconds: list[Seconds] = []  # turn by turn
@@ -268,7 +268,7 @@ class Seat:
         threading.Thread(target=self._run, daemon=True).start()
 
     def turn(self, steps: int) -> None:
-        """Let it run for so many steps, until the forward pass of the next; with 0, until its first."""
+        """Run a number of steps, until the forward pass of the next one; 0: until the first forward pass."""
         self._left = self._steps = steps
         self._mine.release()
         self._others.acquire()
@@ -276,7 +276,7 @@ class Seat:
             raise self._error
 
     def end(self) -> None:
-        """Let it run to its end."""
+        """Run to the end."""
         self._free = True
         self.turn(0)
 
@@ -313,19 +313,19 @@ class Seat:
 def take_turns(
     case: Case, names: list[str], rounds: int, steps: int, folder: Path, chance: random.Random
 ) -> dict[str, list[Seconds]]:
-    """Return what the steps of each contender took, turn by turn."""
+    """Return the step times of each contender by turn."""
     count = (rounds + 1) * steps  # the first round warms up
     rows = case.rows(count + 1)
     seats: dict[str, Seat] = {}
     for number, name in enumerate(chance.sample(names, len(names))):
         own = folder / str(number)
         own.mkdir(parents=True)
-        # One step more: the last that is timed ends with the next forward pass.
+        # One more step: the last timed one ends with the next forward pass.
         seats[name] = Seat(CONTENDERS[name], Job(case.model(), rows, case.batch, count + 1, steps, own))
     for seat in seats.values():
         seat.turn(0)  # until the first forward pass
     gc.collect()
-    gc.freeze()  # what four trainers have made is not looked through in the step of one of them
+    gc.freeze()  # keep the garbage of all trainers out of the step of one of them
     order = list(seats.values())
     for _ in range(rounds + 1):
         chance.shuffle(order)
@@ -339,7 +339,7 @@ def take_turns(
 
 
 def check_losses(losses: dict[str, list[Tensor]], count: int) -> None:
-    """Make sure that all have done the same."""
+    """Check that all contenders computed the same."""
     wanted = torch.stack(losses[BY_HAND])
     if len(wanted) != count or not wanted[-1] < wanted[0]:
         raise RuntimeError(f"{len(wanted)} losses, the last {wanted[-1]:.4f}; expected {count} that fall")
@@ -347,7 +347,7 @@ def check_losses(losses: dict[str, list[Tensor]], count: int) -> None:
         try:
             torch.testing.assert_close(torch.stack(found), wanted, rtol=1e-4, atol=0)
         except AssertionError as error:
-            raise RuntimeError(f"{name} does not do what the loop by hand does. {error}") from None
+            raise RuntimeError(f"{name} does not match the hand-written loop. {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------------- what it says
@@ -355,16 +355,16 @@ def check_losses(losses: dict[str, list[Tensor]], count: int) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender against another: medians over repetitions of medians over rounds."""
+    """The ratio of two contenders: medians over repetitions of medians over rounds."""
 
     milliseconds: float
-    """Of a step."""
+    """Milliseconds per step."""
     ratio: float
     range: tuple[float, float]
     """The smallest and the largest ratio of a repetition."""
     ratio_cpu: float
     more_us: float
-    """Microseconds of a step beyond those of the other."""
+    """Additional microseconds per step."""
     more_us_cpu: float
 
 
@@ -389,7 +389,7 @@ def compared(found: list[list[Seconds]], base: list[list[Seconds]]) -> Result:
 
 
 def against(name: str, ours: Result) -> str:
-    """Return how ours stands to another."""
+    """Compare ours with another contender."""
     low, high = ours.range
     return f"to {name} it is {ours.ratio:.3f} ({low:.3f} – {high:.3f}), CPU {ours.ratio_cpu:.3f}"
 
@@ -408,7 +408,7 @@ def table(results: dict[str, Result]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what is installed of what is compared."""
+    """Return the versions of the compared packages."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "accelerate", "lightning"):
         try:
@@ -419,7 +419,7 @@ def versions() -> dict[str, str]:
 
 
 def be_quiet() -> None:
-    """Leave out what the others say beside their work."""
+    """Silence the output of the other packages."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     with suppress(ImportError):
@@ -439,10 +439,10 @@ def measure(case: Case, names: list[str], repetitions: int, rounds: int, steps: 
     results = {name: compared(taken[name], taken[BY_HAND]) for name in names}
     others = {name: compared(taken[OURS], taken[name]) for name in names if name in (HUGGING_FACE, LIGHTNING)}
     parameters = sum(p.numel() for p in case.model().parameters())
-    print(f"\n{case.name}: {parameters / 1e6:.1f} M parameters, {case.batch} rows of {case.length} tokens a step")
+    print(f"\n{case.name}: {parameters / 1e6:.1f} M parameters, {case.batch} rows of {case.length} tokens per step")
     print(table(results))
     verdict = "within" if results[OURS].ratio <= LIMIT else "above"
-    counts = "" if case.name == COUNTS else f" (the limit is for {COUNTS})"
+    counts = "" if case.name == COUNTS else f" (the limit applies to {COUNTS})"
     said = [f"{OURS} is {verdict} {LIMIT} of the loop by hand{counts}", *map(against, others, others.values())]
     print("; ".join(said))
     sys.stdout.flush()
@@ -456,9 +456,9 @@ def measure(case: Case, names: list[str], repetitions: int, rounds: int, steps: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=7, help="with contenders made anew")
+    parser.add_argument("--repetitions", type=int, default=7, help="with newly created contenders")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=10, help="of a round, and between two lines of metrics")
+    parser.add_argument("--steps", type=int, default=10, help="steps per round, and between two lines of metrics")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cases", nargs="+", choices=[c.name for c in CASES], default=[c.name for c in CASES])
     parser.add_argument("--output", type=Path, help="a JSON file")

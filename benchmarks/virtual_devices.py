@@ -1,8 +1,8 @@
-"""Virtual devices: processes in which the compute of a layer is a sleep of its cost.
+"""Virtual devices: processes in which the computation of a layer is a sleep of its cost.
 
-The real runtime carries out a real schedule on them, with messages of a few numbers; since they sleep nearly all of the
-time, many of them fit on two cores. A sleep that ends too late, as on a machine that has other things to do, takes that
-from the next one; all else that the runtime does counts.
+The real runtime executes a real schedule on them, with messages of a few numbers. Since they sleep nearly all of the
+time, many of them fit on two cores. If a sleep ends too late, as on a busy machine, the next one is shortened by the
+delay; all other time of the runtime counts.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge
 from cornstarch.pipeline.runtime import Runtime
-from cornstarch.pipeline.transfer import Edge, Post, Route
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
 
 Cost = tuple[float, float, float]
 """Forward, backward of inputs, backward of weights: seconds of one microbatch."""
 
-# Imported once, in the process that the places are forked from; nothing of it starts threads.
-_IMPORTED = ["cornstarch.pipeline.runtime", "cornstarch.pipeline.balance"]
+# Imported once, in the process that the places are forked from; none of it starts threads.
+_IMPORTED = ["cornstarch.pipeline.runtime", "cornstarch.pipeline.template"]
 _START = 120.0  # seconds; busy machines fork and connect slowly
 _numbers = count()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run."""
+    """A pipeline and its costs."""
 
     graph: StageGraph
     layers: tuple[tuple[Cost, ...], ...]
-    """By stage; together they cost what the graph says of it."""
+    """Layer costs by stage; their sum is the stage's cost in the graph."""
     microbatches: int
     policy: str
     steps: int
 
     @property
     def compute(self) -> float:
-        """Seconds that all places together compute in a step."""
+        """Seconds of computation per step, over all places."""
         total = 0.0
         for stage, layers in enumerate(self.layers):
             forward, backward = _passes(self.graph, stage, layers)
@@ -56,7 +56,7 @@ class Job:
 
 
 def run(job: Job) -> list[float]:
-    """Return the seconds that each step took: from when the first place began to when the last one ended."""
+    """Return the seconds of each step, from the start of the first place to the end of the last."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,7 +78,7 @@ def run(job: Job) -> list[float]:
 
 
 def _told(pipe: Connection, place: int) -> list[tuple[float, float]]:
-    """Return when a place began and ended each step."""
+    """Return the start and end times of each step of a place."""
     try:
         if pipe.poll(_START):
             return pipe.recv()
@@ -91,11 +91,11 @@ def _told(pipe: Connection, place: int) -> list[tuple[float, float]]:
 
 
 def _work(place: int, port: int, name: str, job: Job, pipe: Connection) -> None:
-    """Be one place."""
+    """Run as one place."""
     torch.set_num_threads(1)
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     dist.init_process_group("gloo", store=store, rank=place, world_size=job.graph.places)
-    post = Post(dist.new_group(backend="gloo"), torch.device("cpu"))
+    post = P2PChannel(dist.new_group(backend="gloo"), torch.device("cpu"))
     device = Device()
     stages = {stage: VirtualStage(job.graph, stage, job.layers[stage], device) for stage in job.graph.at(place)}
     schedule = make_schedule(job.graph, job.microbatches, job.policy)
@@ -103,7 +103,7 @@ def _work(place: int, port: int, name: str, job: Job, pipe: Connection) -> None:
     inputs = [{"value": torch.zeros(8)} for _ in range(job.microbatches)]
     spans = []
     for step in range(1 + job.steps):
-        device.sleeps = step > 0  # the first step makes what passes between stages known
+        device.sleeps = step > 0  # the first step learns the messages between stages
         dist.barrier()
         begin = time.perf_counter()  # the same clock in all processes
         runtime.train(inputs, lambda m, output: output.sum())
@@ -114,40 +114,40 @@ def _work(place: int, port: int, name: str, job: Job, pipe: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _edges(graph: StageGraph, place: int, post: Post) -> dict[tuple[int, int], Edge]:
-    """Return the edges between stages here and elsewhere; each place is one process."""
+def _edges(graph: StageGraph, place: int, post: P2PChannel) -> dict[tuple[int, int], StageEdge]:
+    """Return the edges between local and remote stages; each place is one process."""
     found = {}
     for number, (source, target) in enumerate(graph.edges):
         a, b = graph.nodes[source].place, graph.nodes[target].place
         if a != b and place in (a, b):
             route = Route.between(np.array([[a]]), np.array([[b]]), is_same_module=True)
-            found[source, target] = Edge.at(place, route, post, number, str(graph.nodes[source]))
+            found[source, target] = StageEdge.for_rank(place, route, post, number, str(graph.nodes[source]))
     return found
 
 
 def _passes(graph: StageGraph, stage: int, layers: Sequence[Cost]) -> tuple[list[float], list[float]]:
-    """Return what the layers of a stage cost forward, and backward, in the order in which they come."""
+    """Return the costs of a stage's layers, forward and backward, in execution order."""
     trains = graph.nodes[stage].trains
     backward = [inputs + (weights if trains else 0.0) for _, inputs, weights in reversed(layers)]
     return [forward for forward, _, _ in layers], backward
 
 
-_WATCHED, _WATCHED_SHARE = 4e-3, 0.02  # seconds of a sleep in which the clock is watched, and the share of it at most
+_WATCHED, _WATCHED_SHARE = 4e-3, 0.02  # seconds of a sleep that poll the clock, and their largest fraction of it
 
 
 class Device:
-    """What the stages of a place compute on, one after the other."""
+    """The device that the stages of a place run on, one after the other."""
 
     def __init__(self) -> None:
         self.sleeps = True
         self._late = 0.0
-        """Seconds that the last sleep was too long."""
+        """Delay of the last sleep, in seconds."""
         self._woke = 0.0
 
     def compute(self, costs: Sequence[float]) -> None:
         """Sleep layer by layer.
 
-        Without the last sleep's delay this would have begun earlier by as much, less what passed since then: in that
+        Without the last sleep's delay, this would have started earlier by that much, minus the time since then: in that
         time the device may have waited for others.
         """
         begin = time.perf_counter()
@@ -160,14 +160,14 @@ class Device:
 
 
 def _sleep_until(end: float, watched: float) -> None:
-    """Sleep, and watch the clock for the last bit: systems wake a process some milliseconds late."""
+    """Sleep, and poll the clock at the end: systems wake a process some milliseconds late."""
     time.sleep(max(0.0, end - watched - time.perf_counter()))
     while time.perf_counter() < end:
         pass
 
 
 class VirtualStage(nn.Module):
-    """Sleeps as long as its layers cost, forward and backward."""
+    """Sleeps for the cost of its layers, forward and backward."""
 
     def __init__(self, graph: StageGraph, stage: int, layers: Sequence[Cost], device: Device) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class VirtualStage(nn.Module):
         self.device = device
 
     def forward(self, inputs: Mapping[str, Tensor], received: Mapping[int, Any]) -> Any:
-        """Add up what is received."""
+        """Sum the received tensors."""
         value = sum(received.values()) if received else inputs["value"]
         return _Compute.apply(value, self.weight, self)  # type: ignore[no-untyped-call]
 

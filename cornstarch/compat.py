@@ -192,13 +192,13 @@ def destinations(
         if name not in there and key in there:
             name, pattern = loading.rename_source_key(key, [], [], base_prefix, there)
         if name in there:
-            found[key] = Destination((name,)) if pattern is None else _converted(name, pattern, by_pattern[pattern])
+            found[key] = Destination((name,)) if pattern is None else _convert(name, pattern, by_pattern[pattern])
     for entry, own in zip(mapping or [], entries, strict=True):
         entry._was_used |= own._was_used  # what was used is undone when the model is saved
     return found
 
 
-def _converted(name: str, pattern: str, converter: Any) -> Destination:
+def _convert(name: str, pattern: str, converter: Any) -> Destination:
     first = converter.target_patterns[0]
     return Destination(
         tuple(name.replace(first, target) for target in converter.target_patterns),
@@ -301,7 +301,7 @@ def move_present(model: torch.nn.Module, device: torch.device) -> None:
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-def grouped_products() -> list[Any]:
+def multiply_groups() -> list[Any]:
     """Return the operations that multiply rows with the matrices of experts, each row with one of them.
 
     torch 2.11 to 2.15 have `aten::_grouped_mm`, which `torch.nn.functional.grouped_mm` calls too. Goes when there is a
@@ -310,7 +310,7 @@ def grouped_products() -> list[Any]:
     return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
 
 
-def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
+def multiply_scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
     """Return the product of two matrices of 8 bits in bf16; `fast`: sums may be kept in less than full precision.
 
     torch 2.13 has `torch.nn.functional.scaled_mm`, which does the same on CPUs and can be compiled; that it can in 2.11
@@ -347,16 +347,16 @@ class _InStep:
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
         """Add up a tensor over all processes, and wait for it."""
         dist.all_reduce(tensor, group=group)
-        return SimpleNamespace(get_future=lambda: _completed([tensor]))
+        return SimpleNamespace(get_future=lambda: _complete_future([tensor]))
 
 
 def _mean_in_step(group: dist.ProcessGroup, tensor: Tensor) -> torch.futures.Future[Tensor]:
     """Take the mean of a tensor, in the way of torch's hook for the steps before it compresses."""
     dist.all_reduce(tensor.div_(group.size()), group=group)
-    return _completed(tensor)
+    return _complete_future(tensor)
 
 
-def _completed(value: Any) -> torch.futures.Future[Any]:
+def _complete_future(value: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
@@ -382,7 +382,7 @@ def allow_variants() -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _MOST_COMPILED)
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compile_variants(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compile a function; it may have many variants."""
     allow_variants()
     made: Callable[..., Any] = torch.compile(function, **options)

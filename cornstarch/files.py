@@ -65,7 +65,7 @@ def own_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def damaged_weights(folder: Path) -> str:
+def find_damaged_weights(folder: Path) -> str:
     """Return what is wrong with the first safetensors file of a folder that cannot be read; "" if nothing.
 
     Only headers are read: how long a file must be is written there.

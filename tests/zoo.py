@@ -59,7 +59,7 @@ def disturb(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
                 tensor.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    twin.disturb(model, seed, scale)
+    twin.add_noise(model, seed, scale)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,16 @@
-"""FlashAttention-4's kernels for Hopper, which are told what each token sees and in which order documents come.
+"""FlashAttention-4's kernels for Hopper, with the visible tokens and the order of documents as data.
 
-The package's kernels find out from a causal mask which tiles they visit and what is hidden in them, and search for the
-document of a tile. Four small classes of it decide that, and others stand here in their place, in copies of its modules
-that nobody else uses. They look everything up in one list of numbers, which is laid behind the places where documents
-begin (`cornstarch.attention.documents` says what is in it).
+The package's kernels derive from a causal mask which tiles they visit and what is hidden in them, and search for the
+document of a tile. Four small classes of the package decide that. This module replaces them, in private copies of the
+package's modules. The replacements look everything up in one list of numbers behind the starts of documents (described
+in `cornstarch.attention.flash_attention.DocumentMask`).
 
-What is private of the package is used here and in `flash.py` only: for the versions that `flash.TRIED` names.
+Private parts of the package are used only here and in `flash_attention.py`, for the versions that
+`flash_attention.SUPPORTED_VERSIONS` names.
 
-Imported where there is FlashAttention-4 only.
+Import this module only where FlashAttention-4 is installed.
 """
-# The language of these kernels reads annotations itself, and is not there where types are checked.
+# The kernel language reads annotations itself, and is not installed where types are checked.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack import layout_utils
 from quack.cute_dsl_utils import ParamsBase
 
-from cornstarch.attention.documents import ENTRY
-from cornstarch.attention.mask import BLOCK
+from cornstarch.attention.flash_attention import ENTRY_SIZE
+from cornstarch.attention.mask import BLOCK_SIZE
 
-_WARP_ROWS = 16  # of a tile of scores, that a warp holds
-_FIRST_WARP = 4  # of those that compute; those before it load
+_WARP_ROWS = 16  # rows of a tile of scores per warp
+_FIRST_WARP = 4  # the first warp that computes; the warps before it load
 
 
 @cute.jit
 def _entry(begins, tokens, number):
-    """Return one entry of the order: document, blocks before it, its length, where it begins."""
-    behind = begins.shape[0] + tokens + ENTRY * number
-    return cute.make_tensor(begins.iterator + behind, cute.make_layout(ENTRY))
+    """Return one entry of the block order: document, blocks before it, its length, its start."""
+    behind = begins.shape[0] + tokens + ENTRY_SIZE * number
+    return cute.make_tensor(begins.iterator + behind, cute.make_layout(ENTRY_SIZE))
 
 
 @dataclass(frozen=True)
-class _Document(SeqlenInfoQK):
-    """Where a document is, and the list of what its tokens see, or are seen by."""
+class _DocumentInfo(SeqlenInfoQK):
+    """The place of a document, and the limits of its tokens: what they see, or what sees them."""
 
     seen: Any = None
     limits: Any = field(default_factory=list)
-    """While a kernel is written: a row's limit, of the one of its warp's rows that a thread looked up."""
+    """While a kernel is traced: the limit of the row of its warp that this thread looked up."""
 
     @staticmethod
     def create(batch_idx, seqlen_q_static, seqlen_k_static, mCuSeqlensQ, tile_m=128, tile_n=128, **others):
-        """Look it up by the number of its entry."""
+        """Look the document up by the number of its entry."""
         tokens, begins = seqlen_q_static, mCuSeqlensQ
         entry = _entry(begins, tokens, batch_idx)
         number, length, begin = entry[0], entry[2], entry[3]
-        return _Document(
+        return _DocumentInfo(
             offset_q=begin,
             offset_k=begin,
             padded_offset_q=cute.assume((begin + number * tile_m) // tile_m * tile_m, divby=tile_m),
@@ -81,7 +82,7 @@ class _Document(SeqlenInfoQK):
         )
 
     def look_up(self, row, pack=1) -> None:
-        """Look up the limit of one of the rows of a thread's warp, long before it is needed."""
+        """Look up the limit of one row of this thread's warp, long before it is needed."""
         warp = cute.arch.warp_idx() - _FIRST_WARP
         own = cutlass.max(row + warp * _WARP_ROWS + cute.arch.lane_idx() % _WARP_ROWS, 0) // pack
         self.limits.append(self.seen[cutlass.min(own, self.seqlen_q - 1)])
@@ -91,8 +92,8 @@ class _Document(SeqlenInfoQK):
         return utils.shuffle_sync(self.limits[-1], row % _WARP_ROWS)
 
 
-class _Blocks(BlockInfo):
-    """Which tiles are visited."""
+class _VisitedTiles(BlockInfo):
+    """The range of visited tiles."""
 
     @cute.jit
     def get_n_block_min_max(self, seqlen_info, m_block, split_idx=0, num_splits=1):
@@ -110,8 +111,8 @@ class _Blocks(BlockInfo):
         return first // self.tile_m, cute.ceil_div(seqlen_info.seqlen_q, self.tile_m)
 
 
-class _Mask(mask.AttentionMask):
-    """What is hidden in a tile."""
+class _LimitMask(mask.AttentionMask):
+    """The hidden scores of a tile."""
 
     @cute.jit
     def apply_mask(
@@ -129,9 +130,9 @@ class _Mask(mask.AttentionMask):
         aux_data=None,
         fastdiv_mods=None,
     ):
-        """Hide it; backward passes have keys in the place of queries."""
+        """Hide scores; backward passes swap queries and keys."""
         if const_expr(self.swap_AB):
-            if m_block * self.tile_m < (n_block + 1) * self.tile_n - 1:  # else all queries are behind all keys
+            if m_block * self.tile_m < (n_block + 1) * self.tile_n - 1:  # otherwise all queries come after all keys
                 self.hide_from_queries(acc_S, m_block * self.tile_m, n_block * self.tile_n, thr_mma)
         else:
             self.hide_keys(acc_S, n_block * self.tile_n, thr_mma)
@@ -162,8 +163,8 @@ class _Mask(mask.AttentionMask):
 
 
 @dataclass
-class _Tiles(ParamsBase):
-    """What the order of tiles is made from."""
+class _SchedulerArguments(ParamsBase):
+    """Arguments of the scheduler."""
 
     begins: Any
     tokens: Int32
@@ -173,34 +174,32 @@ class _Tiles(ParamsBase):
     last_first: cutlass.Constexpr[bool]
 
 
-class _Order:
-    """Which tile a block of threads computes: of the next document in the order, head after head."""
+class _DocumentScheduler:
+    """Assigns a tile to each thread block: documents in the given order, head after head."""
 
     def __init__(self, tiles, number):
-        self.tiles, self._number, self._begun = tiles, number, False
+        self.tiles, self._number, self._is_done = tiles, number, False
 
     @staticmethod
     def to_underlying_arguments(args, **others):
-        """Take what is asked for."""
         pack = args.qhead_per_kvhead_packgqa
         tokens = args.total_q // pack
-        return _Tiles(args.mCuSeqlensQ, tokens, args.num_head, pack, args.tile_shape_mn[0], args.lpt)
+        return _SchedulerArguments(args.mCuSeqlensQ, tokens, args.num_head, pack, args.tile_shape_mn[0], args.lpt)
 
     @staticmethod
     def create(tiles, ctx=None, **others):
-        """Return the order for this block of threads."""
-        return _Order(tiles, cute.arch.block_idx()[0])
+        return _DocumentScheduler(tiles, cute.arch.block_idx()[0])
 
     @staticmethod
     def get_grid_shape(tiles, **others):
-        """Return how many there are, of which some have nothing to do."""
-        entries = (tiles.tokens + (tiles.begins.shape[0] - 1) * (BLOCK - 1)) // BLOCK
+        """Return the number of thread blocks, some of which have nothing to do."""
+        entries = (tiles.tokens + (tiles.begins.shape[0] - 1) * (BLOCK_SIZE - 1)) // BLOCK_SIZE
         return entries * tiles.heads * tiles.pack, Int32(1), Int32(1)
 
     @cute.jit
     def get_current_work(self):
-        """Return the tile, or that there is no other."""
-        if const_expr(self._begun):
+        """Return the tile of this thread block, once."""
+        if const_expr(self._is_done):
             return WorkTileInfo((Int32(0), Int32(0), Int32(0), Int32(0)), Boolean(False))
         every = self.tiles.heads * self.tiles.pack  # tiles of an entry
         number = self._number // every
@@ -216,15 +215,13 @@ class _Order:
         return WorkTileInfo((Int32(tile), Int32(head), Int32(number), Int32(0)), there_is)
 
     def initial_work_tile_info(self):
-        """Return the tile."""
         return self.get_current_work()
 
     def prefetch_next_work(self):
-        """There is none."""
+        """Each thread block computes one tile."""
 
     def advance_to_next_work(self):
-        """Be done."""
-        self._begun = True
+        self._is_done = True
 
     def __extract_mlir_values__(self):
         values = cutlass.extract_mlir_values(self.tiles)
@@ -233,55 +230,57 @@ class _Order:
 
     def __new_from_mlir_values__(self, values):
         tiles = cutlass.new_from_mlir_values(self.tiles, values[: self._count])
-        made = _Order(tiles, cutlass.new_from_mlir_values(self._number, values[self._count :]))
-        made._begun = self._begun
-        return made
+        scheduler = _DocumentScheduler(tiles, cutlass.new_from_mlir_values(self._number, values[self._count :]))
+        scheduler._is_done = self._is_done
+        return scheduler
 
 
-class _Adding:
-    """What moves tiles of results to memory, but adds them to what is there."""
+class _AccumulatingCopy:
+    """The module `cpasync`, whose copies of result tiles add to memory instead of overwriting it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(cpasync, "CopyReduceBulkTensorTileS2GOp" if name == "CopyBulkTensorTileS2GOp" else name)
 
 
-def _copy(name: str, label: str, **others: Any) -> ModuleType:
-    """Return a module of the package once more, in which some names stand for others."""
+def _copy_module(name: str, label: str, **replacements: Any) -> ModuleType:
+    """Load a second copy of a module of the package, with some of its names replaced."""
     found = importlib.util.find_spec(f"flash_attn.cute.{name}")
     assert found is not None and found.origin is not None
     spec = importlib.util.spec_from_file_location(f"flash_attn_{label}_{name}", found.origin)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the language looks for its functions' modules there
+    sys.modules[spec.name] = module  # the kernel language looks up the modules of functions there
     spec.loader.exec_module(module)
-    for key, value in others.items():
-        getattr(module, key)  # there must be one
+    for key, value in replacements.items():
+        getattr(module, key)  # fail if the package no longer has it
         setattr(module, key, value)
     return module
 
 
 @cache
-def kernels(adding: bool = False) -> Any:
-    """Return the package's functions with these kernels; their backward pass may add to gradients of keys and values.
+def load_kernels(accumulate: bool = False) -> Any:
+    """Return the package's functions with these kernels; `accumulate` adds to key and value gradients.
 
-    Where documents begin (`cu_seqlens_q`, `cu_seqlens_k`) must be the front part of a list as `documents` makes it.
+    The starts of documents (`cu_seqlens_q`, `cu_seqlens_k`) must be the first part of a list of a `DocumentMask`.
     """
-    ours = {
-        "AttentionMask": _Mask,
-        "BlockInfo": _Blocks,
-        "SeqlenInfoQK": _Document,
-        "SingleTileVarlenScheduler": _Order,
+    replacements = {
+        "AttentionMask": _LimitMask,
+        "BlockInfo": _VisitedTiles,
+        "SeqlenInfoQK": _DocumentInfo,
+        "SingleTileVarlenScheduler": _DocumentScheduler,
     }
-    label = "adding" if adding else "storing"
-    forward = _copy("flash_fwd_sm90", label, **ours)
-    backward = _copy("flash_bwd_sm90", label, **ours, **({"cpasync": _Adding()} if adding else {}))
-    found = _copy(
+    label = "accumulating" if accumulate else "storing"
+    forward = _copy_module("flash_fwd_sm90", label, **replacements)
+    backward = _copy_module(
+        "flash_bwd_sm90", label, **replacements, **({"cpasync": _AccumulatingCopy()} if accumulate else {})
+    )
+    package = _copy_module(
         "interface",
         label,
         FlashAttentionForwardSm90=forward.FlashAttentionForwardSm90,
         FlashAttentionBackwardSm90=backward.FlashAttentionBackwardSm90,
     )
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    found._flash_attn_fwd.compile_cache = get_jit_cache(f"cornstarch_forward_{version}")
-    found._flash_attn_bwd.compile_cache = get_jit_cache(f"cornstarch_backward_{label}_{version}")
-    return found
+    package._flash_attn_fwd.compile_cache = get_jit_cache(f"cornstarch_forward_{version}")
+    package._flash_attn_bwd.compile_cache = get_jit_cache(f"cornstarch_backward_{label}_{version}")
+    return package

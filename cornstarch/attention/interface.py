@@ -1,18 +1,22 @@
 """How a `MaskSpec` enters a transformers model: one name in transformers' attention and mask registries.
 
-While no spec is in use, this name behaves as "sdpa". With a spec, transformers still says what each layer asks for
-(causal, sliding, chunked): its mask function is asked with positions within the document instead of the row.
+Without a spec, this name behaves as "sdpa". With a spec, transformers still states the pattern of each layer (causal,
+sliding, chunked): its mask function is called with positions within the document instead of the row.
 
-Something else may make the masks for a while (`make_masks_by`), and a mask may be an object that attends by itself
-(`AttendingMask`): that is how rows that are cut over ranks enter.
+With context parallelism (`start_token_sharding`), the tokens of a row are sharded over ranks. The mask of a layer is
+then a `ShardedMask`, an object that knows the whole row, and the method of the sharding attends with it. Objects pass
+through the layers unchanged, so that recomputed layers get the same one. cornstarch.parallel.context moves the tensors
+between ranks.
+
+Shape letters: B rows, H heads, S tokens of a row, Q and K tokens of some ranks, s tokens of this rank, D head size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,86 +26,63 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from cornstarch.attention.between import attend_between
-from cornstarch.attention.choice import Maker, can_attend, kernels_of_documents, wants_dense
-from cornstarch.attention.documents import Documents, attend_in_documents, documents_of
-from cornstarch.attention.mask import BLOCK, CAUSAL, Between, MaskSpec, Visibility, evaluate
-from cornstarch.attention.pieces import Pieces, pieces_of
-from cornstarch.attention.varlen import attend_in_pieces
-from cornstarch.compat import allow_variants
+from cornstarch.attention.backends import is_dense_requested, run_attention, select_backend
+from cornstarch.attention.mask import BLOCK_SIZE, CAUSAL, MaskFunction, MaskSpec, RangeMask
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
 IMPLEMENTATION = "cornstarch"
-# The same for models that say they do not understand FlexAttention's masks: dense ones on every device.
+# For models that declare that they do not support FlexAttention's masks: dense masks on every device.
 DENSE_IMPLEMENTATION = "cornstarch_dense"
 
-_FLEX_MIN_HEAD_DIM = 16
-# Arguments by which a layer changes its attention scores in a way that masks as data do not express.
-_UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
+# Tensors that models pass to their attention and that change nothing in it.
+_HARMLESS_OPTIONS = frozenset({"position_ids", "position_embeddings", "cache_position", "input_ids", "token_type_ids"})
 
-_current: ContextVar[MaskSpec | None] = ContextVar("cornstarch_mask", default=None)
-_maker: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_mask_maker", default=None)
-_attender: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_attender", default=None)
-
-
-class AttendingMask(ABC):
-    """A mask that attends by itself; it travels through a model's layers in the place of a tensor."""
-
-    @abstractmethod
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        dropout: float,
-        scaling: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Attend for a layer: [B, tokens, heads, width]."""
-
-
-def make_masks_by(maker: Callable[..., Any]) -> Callable[[], None]:
-    """Let `maker` make the masks of layers, with the arguments of `make_mask`; return what ends it."""
-    token = _maker.set(maker)
-    return lambda: _maker.reset(token)
-
-
-def attend_by(attender: Callable[..., Any]) -> Callable[[], None]:
-    """Let `attender` attend for layers, as (module, query, key, value, mask, options); return what ends it."""
-    token = _attender.set(attender)
-    return lambda: _attender.reset(token)
-
-
-def mask_in_use() -> MaskSpec | None:
-    """Return what `use_mask` was given."""
-    return _current.get()
+_active_mask: ContextVar[MaskSpec | None] = ContextVar("cornstarch_mask", default=None)
+_mask_builder: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_mask_builder", default=None)
+_attention_function: ContextVar[Callable[..., Any] | None] = ContextVar("cornstarch_attention_function", default=None)
 
 
 @contextmanager
 def use_mask(spec: MaskSpec | None) -> Iterator[None]:
-    """Let models whose attention implementation is `IMPLEMENTATION` attend as `spec` says, within this block.
+    """Apply `spec` in models whose attention implementation is `IMPLEMENTATION`, within this block.
 
-    Only the forward pass must be inside: checkpointed layers are replayed with the mask they were given.
+    Only the forward pass must be inside: checkpointed layers are recomputed with the mask that they were given.
     """
-    token = _current.set(spec)
+    token = _active_mask.set(spec)
     try:
         yield
     finally:
-        _current.reset(token)
+        _active_mask.reset(token)
 
 
-def make_mask(
+def get_active_mask() -> MaskSpec | None:
+    """Return the spec of `use_mask`."""
+    return _active_mask.get()
+
+
+def set_mask_builder(builder: Callable[..., Any]) -> Callable[[], None]:
+    """Let `builder` build the masks of layers, with the arguments of `build_mask`; return a function that undoes it."""
+    token = _mask_builder.set(builder)
+    return lambda: _mask_builder.reset(token)
+
+
+def set_attention_function(function: Callable[..., Any]) -> Callable[[], None]:
+    """Let `function(module, query, key, value, mask, options)` attend for layers; return a function that undoes it."""
+    token = _attention_function.set(function)
+    return lambda: _attention_function.reset(token)
+
+
+# ------------------------------------------------------------------------------------------------ masks
+
+
+def build_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     *,
-    mask_function: Visibility,
+    mask_function: MaskFunction,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -109,63 +90,53 @@ def make_mask(
     use_flex: bool = True,
     **options: Any,
 ) -> Any:
-    """Make one kind of layer's mask; transformers calls it once per kind and forward pass."""
-    maker = _maker.get()
-    if maker is not None:
-        return maker(
-            batch_size,
-            q_length,
-            kv_length,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            use_vmap=use_vmap,
-            config=config,
-            use_flex=use_flex,
-            options=options,
-        )
-    spec = _current.get()
+    """Build the mask of one kind of layers; transformers calls it once per kind and forward pass."""
+    layer = {
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "config": config,
+    }
+    builder = _mask_builder.get()
+    if builder is not None:
+        return builder(batch_size, q_length, kv_length, **layer, use_flex=use_flex, options=options)
+    spec = _active_mask.get()
     if spec is None or spec.is_plain:
-        sdpa_mask = AttentionMaskInterface()["sdpa"]
-        mask: Tensor | None = sdpa_mask(
+        return AttentionMaskInterface()["sdpa"](
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
             q_offset=q_offset,
             kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            use_vmap=use_vmap,
             device=device,
-            config=config,
+            **layer,
             **options,
         )
-        return mask
     end = kv_offset + kv_length
-    check_mask_function(attention_mask, q_length, use_vmap, options)
-    check_index_scaling(config, end)
-    spec = _rows(spec, batch_size).to(device).extended(end)
-    pattern = within_document(mask_function, None if attention_mask is None else attention_mask.to(device))
+    _check_mask_function(attention_mask, q_length, use_vmap, options)
+    _check_index_scaling(config, end)
+    spec = _repeat_rows(spec, batch_size).to(device).extend(end)
+    pattern = _restrict_to_documents(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
-    if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK and not wants_dense():
-        kernels = kernels_of_documents(spec.documents.device, _width(config)) if pattern is CAUSAL else None
-        if kernels is not None and spec.counts.in_pieces:
-            cut = documents_of if kernels == "flash" else pieces_of
-            return cut(spec, spec.counts, partial(spec.block_mask, pattern))
-        return spec.block_mask(pattern)
+    if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK_SIZE and not is_dense_requested():
+        backend = None
+        if pattern is CAUSAL and spec.counts.are_contiguous:
+            backend = select_backend(spec.documents.device, _get_head_dim(config))
+        return spec.block_mask(pattern) if backend is None else backend.build_mask(spec)
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_offset, end, device=device)
     return spec.dense(pattern, queries, keys)
 
 
-def within_document(mask_function: Visibility, attention_mask: Tensor | None) -> Visibility:
+def _restrict_to_documents(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
     """Return transformers' rule on positions within a document."""
-    asked: Any = mask_function
-    if asked is causal_mask_function:
+    rule: Any = mask_function
+    if rule is causal_mask_function:
         return CAUSAL
     if attention_mask is None:
         return mask_function
-    # transformers counts chunks from the end of the left padding, which it subtracts from the indices it is asked
-    # with; positions within a document have no padding, so it is added first. Windows only see differences.
+    # transformers counts chunks from the end of the left padding, which it subtracts from the indices. Positions within
+    # a document have no padding, so it is added first. Windows depend on differences only.
     left_padding = (attention_mask.cumsum(dim=-1) == 0).sum(dim=-1)
 
     def pattern(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -174,16 +145,16 @@ def within_document(mask_function: Visibility, attention_mask: Tensor | None) ->
     return pattern
 
 
-def _width(config: Any) -> int | None:
-    """Return how wide a model's heads are, if its config says it."""
+def _get_head_dim(config: Any) -> int | None:
+    """Return the head size of a model, if its config states it."""
     heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    width = getattr(config, "head_dim", None)
-    if width is None and isinstance(heads, int) and isinstance(size, int) and heads > 0:
-        width = size // heads
-    return width if isinstance(width, int) else None
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None and isinstance(heads, int) and isinstance(size, int) and heads > 0:
+        head_dim = size // heads
+    return head_dim if isinstance(head_dim, int) else None
 
 
-def _rows(spec: MaskSpec, batch_size: int) -> MaskSpec:
+def _repeat_rows(spec: MaskSpec, batch_size: int) -> MaskSpec:
     rows = spec.documents.shape[0]
     if rows == batch_size:
         return spec
@@ -194,20 +165,20 @@ def _rows(spec: MaskSpec, batch_size: int) -> MaskSpec:
     return spec.repeat_interleave(batch_size // rows)  # generation repeats each prompt for its beams and samples
 
 
-def check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any]) -> None:
-    """Refuse what transformers has mixed into its rule by row index."""
+def _check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any]) -> None:
+    """Refuse rules that transformers or the model made depend on row indices."""
     if use_vmap:
         raise UnsupportedModelError("The model adds a mask function of its own, which may depend on row indices.")
-    # Without an attention mask transformers looks for documents in the position ids. If it finds any, it mixes them
-    # into mask_function by row index, and no longer allows to leave out the mask.
+    # Without an attention mask transformers looks for documents in the position ids. If it finds any, it adds them to
+    # mask_function by row index, and no longer allows to omit the mask.
     if attention_mask is None and q_length > 1 and not options.get("allow_is_causal_skip", True):
         raise ConfigError("A model under use_mask(spec) needs its 2-D attention_mask too (1: token, 0: padding).")
 
 
-def check_index_scaling(config: Any, end: int) -> None:
+def _check_index_scaling(config: Any, end: int) -> None:
     """Refuse models that scale queries by their index in a row of `end` tokens."""
-    # With temperature tuning (Llama 4) a query is scaled by its index in the row, in steps of floor_scale tokens:
-    # equal to the index in its document only before the first step.
+    # With temperature tuning (Llama 4) a query is scaled by its index in the row, in steps of floor_scale tokens: equal
+    # to the index in its document only before the first step.
     if getattr(config, "attn_temperature_tuning", False) and end >= getattr(config, "floor_scale", end + 1):
         raise UnsupportedModelError(
             f"The model scales its attention by a token's place in the row once a row has {config.floor_scale} "
@@ -216,148 +187,209 @@ def check_index_scaling(config: Any, end: int) -> None:
         )
 
 
-def attend(
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | Documents | Pieces | Between | AttendingMask | None,
+    attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend for a layer: as its mask does, as whoever attends for it now does, or by `attend_by_kernel`."""
-    if torch.compiler.is_compiling() and not isinstance(attention_mask, AttendingMask):
-        # Only layers are compiled for which nobody attends, and context variables cannot be traced.
-        return attend_by_kernel(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
-    attender = _attender.get()
-    if attender is not None:
-        asked = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **options}
-        return attender(module, query, key, value, attention_mask, asked)
-    if isinstance(attention_mask, AttendingMask):
-        attended = attention_mask.attend(
-            module, query, key, value, dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux, options=options
-        )
-        return attended, None
-    if _maker.get() is not None:
+    """Attend for a layer: over ranks, by the function of `set_attention_function`, or by `run_attention`."""
+    is_sharded = isinstance(attention_mask, ShardedMask)
+    if torch.compiler.is_compiling() and not is_sharded:
+        # Context variables cannot be traced; they are not set for layers that are compiled.
+        return run_attention(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
+    function = _attention_function.get()
+    if function is not None:
+        arguments = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **options}
+        return function(module, query, key, value, attention_mask, arguments)
+    if is_sharded:
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        return attention_mask.attend(
+            module, query, key, value, ScoreOptions(scale, softcap, dropout, module.training), s_aux, options
+        ), None
+    if _mask_builder.get() is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was handed no mask by transformers' mask functions, so that nothing says what "
             "its tokens may see on other ranks"
         )
-    return attend_by_kernel(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
+    return run_attention(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
 
 
-def attend_by_kernel(
-    module: nn.Module,
+# ------------------------------------------------------------------------------------------------ sharded rows
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """The options of a layer's attention, without its mask."""
+
+    scaling: float
+    softcap: float | None
+    dropout: float
+    training: bool
+
+
+ShardedAttention = Callable[[ScoreOptions, "ShardedMask", Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(options, mask, query, key, value, sinks) of this rank's tokens [B, H, s, D] -> [B, s, H, D]."""
+
+
+@dataclass(eq=False)
+class TokenSharding:
+    """How the rows of one forward pass are sharded over ranks."""
+
+    spec: MaskSpec
+    """Of the whole rows."""
+    rank_positions: tuple[Tensor, ...]
+    """For each rank the positions of its tokens."""
+    rank: int
+    method: ShardedAttention
+    calls: int = 0
+    """How often a layer attended."""
+
+    @property
+    def local_positions(self) -> Tensor:
+        """The positions of this rank's tokens."""
+        return self.rank_positions[self.rank]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of tokens of each rank."""
+        return [len(positions) for positions in self.rank_positions]
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """The numbers of all ranks."""
+        return tuple(range(len(self.rank_positions)))
+
+
+@dataclass(eq=False)
+class ShardedMask:
+    """What tokens of some ranks see of tokens of others, for one kind of layers; rendered on first use."""
+
+    sharding: TokenSharding
+    pattern: MaskFunction
+    use_flex: bool
+    _rendered: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor | BlockMask | RangeMask] = field(
+        default_factory=dict
+    )
+    _empty: dict[int, bool] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scoring: ScoreOptions,
+        sinks: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        """Attend for a layer with this rank's tokens: [B, H, s, D] -> [B, s, H, D]."""
+        name, own = type(module).__name__, len(self.sharding.local_positions)
+        for option, given in options.items():
+            if isinstance(given, Tensor) and option not in _HARMLESS_OPTIONS:
+                raise UnsupportedModelError(
+                    f"{name} changes its attention by {option!r}, which is not cut with the tokens"
+                )
+        if query.shape[2] != own or key.shape[2] != own:
+            raise UnsupportedModelError(
+                f"{name} attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {own}"
+            )
+        self.sharding.calls += 1
+        return self.sharding.method(scoring, self, query, key, value, sinks)
+
+    def render(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor | BlockMask | RangeMask:
+        """Return the mask between the tokens of these ranks, in their order: bool [B, 1, Q, K], or for a kernel."""
+        if (queries, keys) not in self._rendered:
+            spec, positions = self.sharding.spec, self.sharding.rank_positions
+            between = tuple(torch.cat([positions[rank] for rank in ranks]) for ranks in (queries, keys))
+            device, backend = between[0].device, None
+            is_flex = self.use_flex and device.type == "cuda" and min(map(len, between)) >= BLOCK_SIZE
+            if is_flex and self.pattern is CAUSAL and spec.counts.are_contiguous:
+                backend = select_backend(device, sharded=True)
+            mask: Tensor | BlockMask | RangeMask
+            if backend is not None:
+                mask = backend.build_mask(spec, *between)
+            else:
+                mask = (spec.block_mask if is_flex else spec.dense)(self.pattern, *between)
+            self._rendered[queries, keys] = mask
+        return self._rendered[queries, keys]
+
+    def is_empty(self, owner: int) -> bool:
+        """Whether no token of this rank sees any token of another rank."""
+        if owner not in self._empty:
+            mask = self.render((self.sharding.rank,), (owner,))
+            mask = mask.block_mask if isinstance(mask, RangeMask) else mask
+            some = mask.kv_num_blocks.any() if isinstance(mask, BlockMask) else mask.any()
+            if isinstance(mask, BlockMask) and mask.full_kv_num_blocks is not None:
+                some = some | mask.full_kv_num_blocks.any()
+            self._empty[owner] = not bool(some)
+        return self._empty[owner]
+
+
+def attend_locally(
+    scoring: ScoreOptions,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | Documents | Pieces | Between | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend with the best kernel that respects everything the layer asks for."""
-    for name in _UNSUPPORTED_SCORES:
-        if options.get(name) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} changes its attention scores by {name!r}.")
-    if isinstance(attention_mask, Documents | Pieces | Between):
-        maker: Maker = "cudnn" if isinstance(attention_mask, Pieces) else "flash"
-        if dropout == 0 and softcap is None and s_aux is None and can_attend(query, value, maker):
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            if isinstance(attention_mask, Documents):
-                return attend_in_documents(query, key, value, attention_mask, scale), None
-            if isinstance(attention_mask, Pieces):
-                return attend_in_pieces(query, key, value, attention_mask, scale), None
-            return attend_between(query, key, value, attention_mask, scale), None
-        attention_mask = attention_mask.block_mask
-    if isinstance(attention_mask, BlockMask):
-        if dropout == 0 and query.shape[-1] >= _FLEX_MIN_HEAD_DIM:
-            return _pair(
-                flex_attention()(
-                    module,
-                    query,
-                    key,
-                    value,
-                    attention_mask,
-                    scaling=scaling,
-                    softcap=softcap,
-                    s_aux=s_aux,
-                    **options,
-                )
-            )
-        attention_mask = _densify(attention_mask, query, key)  # FlexAttention has neither
-    if softcap is None and s_aux is None:
-        sdpa = AttentionInterface()["sdpa"]
-        return _pair(sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options))
-    if attention_mask is None and options.get("is_causal", getattr(module, "is_causal", True)):
-        attention_mask = _causal(query, key)
-    scores = _scores(query, key, scaling, softcap)
-    weights = _weights(scores, attention_mask, s_aux).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ _repeat_heads(value, query)).transpose(1, 2).contiguous(), weights
+    mask: Tensor | BlockMask | RangeMask,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend to keys that are all on this rank: [B, Q, H, D]."""
+    layer: Any = nn.Module()  # transformers' functions read these attributes of a layer
+    layer.num_key_value_groups, layer.is_causal = query.shape[1] // key.shape[1], False
+    layer.training = scoring.training
+    options: dict[str, Any] = {"dropout": scoring.dropout, "scaling": scoring.scaling, "softcap": scoring.softcap}
+    return run_attention(layer, query, key, value, mask, s_aux=sinks, **options)[0]
 
 
-def flex_attention() -> Callable[..., Any]:
-    """Return transformers' FlexAttention, which compiles itself where it is called outside of compiled layers."""
-    if not torch.compiler.is_compiling():
-        allow_variants()  # else a layout of tensors too many, and whole matrices of scores are computed
-    found: Callable[..., Any] = AttentionInterface()["flex_attention"]
-    return found
+def start_token_sharding(sharding: TokenSharding) -> Callable[[], None]:
+    """Let models attend over rows that are sharded so; return a function that ends it."""
+    return set_mask_builder(partial(_build_sharded_mask, sharding))
 
 
-def _pair(output: Any) -> tuple[Tensor, Tensor | None]:
-    attended, weights = output
-    return attended, weights
-
-
-def _densify(block_mask: BlockMask, query: Tensor, key: Tensor) -> Tensor:
-    queries = torch.arange(query.shape[2], device=query.device)
-    keys = torch.arange(key.shape[2], device=query.device)
-    visibility: Visibility = block_mask.mask_mod
-    return evaluate(visibility, query.shape[0], queries, keys)
-
-
-def _causal(query: Tensor, key: Tensor) -> Tensor | None:
-    # transformers leaves out the mask for one query that sees everything, and for a whole row from its start (the
-    # keys behind it are the empty places of a static cache).
-    queries, keys = query.shape[2], key.shape[2]
-    if queries == 1:
-        return None
-    return torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
-
-
-def _repeat_heads(states: Tensor, query: Tensor) -> Tensor:
-    return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1)
-
-
-def _scores(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query @ _repeat_heads(key, query).transpose(2, 3) * scale
-    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
-
-
-def _weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    if sinks is None:
-        return scores.softmax(dim=-1, dtype=torch.float32)
-    # A sink is one more key per head that takes weight and gives nothing.
-    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, column], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
+def _build_sharded_mask(
+    sharding: TokenSharding,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: MaskFunction,
+    attention_mask: Tensor | None,
+    use_vmap: bool,
+    config: Any,
+    use_flex: bool,
+    options: dict[str, Any],
+) -> ShardedMask:
+    rows, tokens = sharding.spec.documents.shape
+    own = len(sharding.local_positions)
+    if (q_length, kv_length) != (own, own):
+        raise UnsupportedModelError(
+            f"it asks for a mask of {q_length} by {kv_length} tokens where this rank has {own}: its layers see other "
+            "tokens than those of the text"
+        )
+    _check_mask_function(attention_mask, q_length, use_vmap, options)
+    _check_index_scaling(config, tokens)
+    if rows != batch_size:
+        raise ConfigError(f"The batch has {rows} rows, and a layer was given {batch_size}.")
+    if attention_mask is None:
+        attention_mask = torch.ones(batch_size, own, device=sharding.local_positions.device)
+    return ShardedMask(sharding, _restrict_to_documents(mask_function, attention_mask), use_flex)
 
 
 def _register() -> None:
-    attention: Callable[..., Any] = attend
+    attention: Callable[..., Any] = attention_forward
     masks: dict[str, Callable[..., Any]] = {
-        IMPLEMENTATION: make_mask,
-        DENSE_IMPLEMENTATION: partial(make_mask, use_flex=False),
+        IMPLEMENTATION: build_mask,
+        DENSE_IMPLEMENTATION: partial(build_mask, use_flex=False),
     }
     for name, mask in masks.items():
         AttentionInterface.register(name, attention)

@@ -1,11 +1,11 @@
-"""Which token of a batch may see which, as data, and its two renderings.
+"""Attention masks as data: which token of a batch sees which, rendered as a dense mask or a FlexAttention block mask.
 
 Shape letters: B rows of the batch, S tokens of a row, Q queries, K keys.
 
-One function, `MaskSpec.visibility`, states the rule. The dense mask evaluates it on all pairs at once, and a
-FlexAttention block mask can hand the very same function to the kernel. Where documents and spans are each in one piece,
-what a token sees is a piece of the row too, and `MaskSpec.reach` says which: a kernel then has two numbers to look up
-for a query and compares them with the place of a key, and blocks are found without looking at pairs.
+One function, `MaskSpec.mask_function`, states the rule. The dense mask evaluates it on all pairs at once, and a
+FlexAttention block mask can pass the same function to the kernel. If documents and spans are contiguous, a query sees a
+contiguous range of positions (`MaskSpec.visible_range`): a kernel then compares the position of a key with two numbers,
+and the blocks are found without evaluating pairs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cornstarch.errors import ConfigError
 
-# (row, head, query, key) -> bool, elementwise; the form that FlexAttention and transformers use too.
-Visibility = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# (row, head, query, key) -> bool, elementwise, as in FlexAttention and transformers.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class MaskPattern:
-    """What a layer itself asks for; distances are counted within a document."""
+    """The pattern of a layer itself; distances are counted within a document."""
 
     window: int | None = None
     """Sliding window: a token sees the `window` tokens that end with itself (on both sides if not causal)."""
     chunk: int | None = None
-    """Chunked attention: a token sees only its own chunk of that many tokens of the document."""
+    """Chunked attention: a token sees only the chunk of `chunk` tokens of the document that it is in."""
     causal: bool = True
 
     def __post_init__(self) -> None:
@@ -53,49 +53,49 @@ class MaskPattern:
 
 CAUSAL = MaskPattern()
 
-BLOCK = 128
-"""Tokens of a block of a mask; what is shorter is one, where a dense mask costs less."""
-_BLOCK_ROWS = 16
+BLOCK_SIZE = 128
+"""Tokens of a block of a block mask. For shorter rows a dense mask costs less."""
+_BLOCK_ROWS = 16  # evaluated at a time
 
 
 @dataclass(frozen=True)
-class Counts:
-    """How many documents and spans a batch has, so that nothing has to be read from a GPU to know it."""
+class DocumentCounts:
+    """How many documents and spans a batch has: known on the CPU, so that nothing has to be read from a GPU."""
 
     documents: int
     """Documents of all rows; a run of padding counts as one."""
     longest: int
-    """Tokens of the longest."""
+    """Tokens of the longest document."""
     whole_rows: bool
-    """Whether every row is one document, with padding at most behind it."""
+    """Whether every row is one document, optionally followed by padding."""
     spans: int = 0
-    """Spans of all rows, at most."""
+    """An upper bound of the number of spans of all rows."""
     longest_span: int = 0
-    """Tokens of the longest, at most."""
-    in_pieces: bool = True
-    """Whether each of them is in one piece; else the other numbers say nothing."""
+    """An upper bound of the tokens of the longest span."""
+    are_contiguous: bool = True
+    """Whether each document and span is contiguous; if not, the other numbers mean nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Between:
-    """A mask in which each query sees the keys from one place to another."""
+class RangeMask:
+    """A mask in which each query sees a contiguous range of positions."""
 
     first: Tensor
-    """int32 [B, Q]: the first place that a query sees."""
+    """int32 [B, Q]: the first position that a query sees."""
     last: Tensor
-    """int32 [B, Q]: the last."""
-    places: Tensor | None
-    """int32 [K]: of the keys; None: they are those of the row, one after the other."""
+    """int32 [B, Q]: the last position that a query sees."""
+    positions: Tensor | None
+    """int32 [K]: the positions of the keys; None: the keys are the whole row in order."""
     block_mask: BlockMask
-    """The same for FlexAttention."""
+    """The same mask for FlexAttention."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskSpec:
-    """Which token of a batch may see which, as data.
+    """Which token of a batch sees which, as data.
 
     A token sees the tokens of its own document that the layer's pattern allows, and all tokens of its own span.
-    Padding is seen by no one and sees only itself, so that its softmax stays finite.
+    No token sees padding, and padding sees only itself, so that its softmax stays finite.
     """
 
     documents: Tensor
@@ -103,9 +103,9 @@ class MaskSpec:
     spans: Tensor
     """[B, S] integers: -1 is text; equal numbers >= 0 in a document see each other in both directions."""
     known_plain: bool | None = None
-    """Whether it is plain (`is_plain`), if that is known: else it is read from the tensors, and a GPU waited for."""
-    known_counts: Counts | None = None
-    """What `counts` says, if that is known, likewise."""
+    """The value of `is_plain`, if it is known: otherwise it is read from the tensors, which waits for a GPU."""
+    known_counts: DocumentCounts | None = None
+    """The value of `counts`, if it is known."""
 
     def __post_init__(self) -> None:
         for name in ("documents", "spans"):
@@ -118,12 +118,12 @@ class MaskSpec:
 
     @classmethod
     def from_documents(cls, documents: Tensor) -> MaskSpec:
-        """Packed rows of text: [B, S], 0 is padding, equal positive numbers are one document."""
+        """Build the spec of packed rows of text: [B, S], 0 is padding, equal positive numbers are one document."""
         return cls(documents, torch.full_like(documents, -1))
 
     @classmethod
     def from_padding(cls, attention_mask: Tensor) -> MaskSpec:
-        """One document of text per row: [B, S], 0 or False is padding."""
+        """Build the spec of one document of text per row: [B, S], 0 or False is padding."""
         if attention_mask.ndim != 2:
             raise ConfigError(
                 f"attention_mask has shape {list(attention_mask.shape)}; a MaskSpec is made from [batch, tokens]."
@@ -135,18 +135,18 @@ class MaskSpec:
         return replace(self, spans=spans, known_plain=None, known_counts=None)
 
     def to(self, device: torch.device | str) -> MaskSpec:
-        """Return the spec on another device, or itself if it is there already."""
+        """Return the spec on another device, or itself if it is already there."""
         documents, spans = self.documents.to(device), self.spans.to(device)
         if documents is self.documents and spans is self.spans:
             return self
         return MaskSpec(documents, spans, self.known_plain, self.known_counts)
 
     def repeat_interleave(self, times: int) -> MaskSpec:
-        """Return a spec with each row `times` times in a row, as generation does for beams and samples."""
+        """Repeat each row `times` times, as generation does for beams and samples."""
         return MaskSpec(self.documents.repeat_interleave(times, dim=0), self.spans.repeat_interleave(times, dim=0))
 
-    def extended(self, length: int) -> MaskSpec:
-        """Return a spec of at least `length` tokens: the new ones are text of each row's last document."""
+    def extend(self, length: int) -> MaskSpec:
+        """Return a spec of at least `length` tokens: new tokens are text of each row's last document."""
         rows, tokens = self.documents.shape
         if length <= tokens:
             return self
@@ -159,17 +159,17 @@ class MaskSpec:
         )
 
     def positions(self) -> Tensor:
-        """[B, S] index of each token within its document; 0 for padding."""
+        """Return the index of each token within its document, [B, S]; 0 for padding."""
         return self._positions
 
     @cached_property
     def _positions(self) -> Tensor:
-        # Rank within the group of equal numbers: documents need not lie in one piece, because a row that was
-        # padded on the right goes on behind its padding when it generates.
+        # Rank within the group of equal numbers: documents need not be contiguous, because a row that is padded on the
+        # right continues behind its padding during generation.
         order = self.documents.argsort(dim=1, stable=True)
         grouped = self.documents.gather(1, order)
         index = torch.arange(grouped.shape[1], device=grouped.device).expand_as(grouped)
-        rank = index - torch.where(changes(grouped), index, 0).cummax(dim=1).values
+        rank = index - torch.where(find_starts(grouped), index, 0).cummax(dim=1).values
         positions = torch.empty_like(rank).scatter_(1, order, rank)
         return positions.masked_fill(self.documents <= 0, 0)
 
@@ -182,23 +182,21 @@ class MaskSpec:
         return bool((one_document & (self.spans < 0)).all())
 
     @cached_property
-    def counts(self) -> Counts:
-        """How many documents and spans there are."""
+    def counts(self) -> DocumentCounts:
+        """The number of documents and spans."""
         if self.known_counts is not None:
             return self.known_counts
         documents, spans = self.documents.cpu(), self.spans.cpu()
         found = count_documents(documents)
-        if not found.in_pieces or not bool((spans >= 0).any()):
+        if not found.are_contiguous or not bool((spans >= 0).any()):
             return found
-        groups = documents * (int(spans.max()) + 2) + spans + 1  # another number for each span of a document
-        runs = _runs(torch.where(spans >= 0, groups, 0))
+        groups = documents * (int(spans.max()) + 2) + spans + 1  # a unique number for each span of a document
+        runs = _find_runs(torch.where(spans >= 0, groups, 0))
         lengths = runs.lengths[runs.numbers > 0]
-        return replace(
-            found, spans=len(lengths), longest_span=int(lengths.max()), in_pieces=runs.are_all_of_their_number()
-        )
+        return replace(found, spans=len(lengths), longest_span=int(lengths.max()), are_contiguous=runs.are_unique())
 
-    def visibility(self, pattern: Visibility = CAUSAL) -> Visibility:
-        """Return the rule on token indices; `pattern` is asked with positions within the document."""
+    def mask_function(self, pattern: MaskFunction = CAUSAL) -> MaskFunction:
+        """Return the rule on token indices; `pattern` is called with positions within the document."""
         documents, spans, positions = self.documents, self.spans, self.positions()
 
         def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -211,15 +209,15 @@ class MaskSpec:
 
         return visible
 
-    def reach(self, pattern: MaskPattern = CAUSAL) -> tuple[Tensor, Tensor]:
-        """Return the first and the last place that each token sees: int32 [B, S].
+    def visible_range(self, pattern: MaskPattern = CAUSAL) -> tuple[Tensor, Tensor]:
+        """Return the first and the last position that each token sees, int32 [B, S].
 
-        It sees all between them, if `counts.in_pieces`.
+        A token sees all positions between them if `counts.are_contiguous`.
         """
         index = torch.arange(self.documents.shape[1], device=self.documents.device, dtype=torch.int32)
         index = index.expand(self.documents.shape)
-        new_document = changes(self.documents)
-        first, end = ends_of_runs(new_document, index)
+        new_document = find_starts(self.documents)
+        first, end = find_run_bounds(new_document, index)
         start = first
         last = index if pattern.causal else end
         if pattern.window is not None:
@@ -227,172 +225,180 @@ class MaskSpec:
         if pattern.chunk is not None:
             chunk = index - (index - start) % pattern.chunk
             first, last = first.maximum(chunk), last.minimum(chunk + (pattern.chunk - 1))
-        span_first, span_last = ends_of_runs(new_document | changes(self.spans), index)
+        span_first, span_last = find_run_bounds(new_document | find_starts(self.spans), index)
         in_span, is_padding = self.spans >= 0, self.documents <= 0
         first = torch.where(in_span, first.minimum(span_first), first)
         last = torch.where(in_span, last.maximum(span_last), last)
         return torch.where(is_padding, index, first), torch.where(is_padding, index, last)
 
-    def dense(self, pattern: Visibility = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    def dense(
+        self, pattern: MaskFunction = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
+    ) -> Tensor:
         """Return the mask as bool [B, 1, Q, K]: of all tokens, or of these token indices."""
         rows, tokens = self.documents.shape
-        everyone = torch.arange(tokens, device=self.documents.device)
-        return evaluate(
-            self.visibility(pattern),
-            rows,
-            everyone if queries is None else queries,
-            everyone if keys is None else keys,
-        )
+        index = torch.arange(tokens, device=self.documents.device)
+        queries, keys = index if queries is None else queries, index if keys is None else keys
+        return evaluate_mask(self.mask_function(pattern), rows, queries, keys)
 
     def block_mask(
-        self, pattern: Visibility = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
+        self, pattern: MaskFunction = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
     ) -> BlockMask:
         """Return the mask as a FlexAttention block mask: of all tokens, or of these token indices.
 
-        Equal to torch's `create_block_mask`, which either compiles for half a minute or builds the whole mask first.
+        Equal to torch's `create_block_mask`, which either compiles for half a minute or builds the dense mask first.
         """
-        if isinstance(pattern, MaskPattern) and self.counts.in_pieces:
-            return self.between(pattern, queries, keys).block_mask
+        if isinstance(pattern, MaskPattern) and self.counts.are_contiguous:
+            return self.build_range_mask(pattern, queries, keys).block_mask
         rows, tokens = self.documents.shape
-        everyone = torch.arange(tokens, device=self.documents.device)
-        asking = everyone if queries is None else queries
-        asked = everyone if keys is None else keys
-        visibility = self.visibility(pattern)
-        some, every = _blocks(visibility, rows, asking, asked)
-        visibility = visibility if queries is None and keys is None else _placed(visibility, asking, asked)
-        return _block_mask(some, every, visibility, len(asking), len(asked))
+        index = torch.arange(tokens, device=self.documents.device)
+        rule, whole = self.mask_function(pattern), queries is None and keys is None
+        queries, keys = index if queries is None else queries, index if keys is None else keys
+        some, every = _find_blocks(rule, rows, queries, keys)
+        rule = rule if whole else _index_rule(rule, queries, keys)
+        return _build_block_mask(some, every, rule, len(queries), len(keys))
 
-    def between(
+    def build_range_mask(
         self, pattern: MaskPattern = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
-    ) -> Between:
-        """Return the mask as the first and the last place that is seen, if `counts.in_pieces`."""
+    ) -> RangeMask:
+        """Return the mask as visible ranges of positions; needs `counts.are_contiguous`."""
         tokens = self.documents.shape[1]
-        asked = torch.arange(tokens, device=self.documents.device) if keys is None else keys
-        first, last = (one if queries is None else one[:, queries].contiguous() for one in self.reach(pattern))
-        places = None if keys is None else asked.int()
-        some, every = _blocks_within(first, last, asked)
-        blocks = _block_mask(some, every, _within(first, last, places), first.shape[1], len(asked))
-        return Between(first, last, places, blocks)
+        index = torch.arange(tokens, device=self.documents.device) if keys is None else keys
+        first, last = (one if queries is None else one[:, queries].contiguous() for one in self.visible_range(pattern))
+        positions = None if keys is None else index.int()
+        some, every = _find_blocks_in_range(first, last, index)
+        blocks = _build_block_mask(some, every, _range_rule(first, last, positions), first.shape[1], len(index))
+        return RangeMask(first, last, positions, blocks)
 
 
 class _Runs(NamedTuple):
-    """Where equal numbers follow each other in rows."""
+    """Runs of equal numbers in rows."""
 
     rows: Tensor
-    places: Tensor
-    """In the row."""
+    starts: Tensor
+    """Within the row."""
     numbers: Tensor
     lengths: Tensor
 
-    def are_all_of_their_number(self) -> bool:
-        """Whether no number above 0 is in a row twice."""
-        named = torch.stack([self.rows, self.numbers])[:, self.numbers > 0]
-        return named.unique(dim=1).shape[1] == named.shape[1]
+    def are_unique(self) -> bool:
+        """Whether no row has two runs of the same positive number."""
+        keys = torch.stack([self.rows, self.numbers])[:, self.numbers > 0]
+        return keys.unique(dim=1).shape[1] == keys.shape[1]
 
 
-def _runs(numbers: Tensor) -> _Runs:
+def _find_runs(numbers: Tensor) -> _Runs:
     tokens = numbers.shape[1]
-    places = changes(numbers).flatten().nonzero().flatten()
-    lengths = torch.diff(places, append=torch.tensor([numbers.numel()]))
-    return _Runs(places // tokens, places % tokens, numbers.flatten()[places], lengths)
+    starts = find_starts(numbers).flatten().nonzero().flatten()
+    lengths = torch.diff(starts, append=torch.tensor([numbers.numel()]))
+    return _Runs(starts // tokens, starts % tokens, numbers.flatten()[starts], lengths)
 
 
-def count_documents(documents: Tensor) -> Counts:
-    """Return how many documents the rows have [B, S]."""
-    runs = _runs(documents)
-    behind = (runs.numbers <= 0) & (runs.places > 0)
-    whole_rows = bool((documents[:, 0] > 0).all()) and len(behind) - int(behind.sum()) == len(documents)
-    return Counts(len(behind), int(runs.lengths.max()), whole_rows, in_pieces=runs.are_all_of_their_number())
+def count_documents(documents: Tensor) -> DocumentCounts:
+    """Count the documents of rows [B, S]."""
+    runs = _find_runs(documents)
+    trailing = (runs.numbers <= 0) & (runs.starts > 0)
+    whole_rows = bool((documents[:, 0] > 0).all()) and len(trailing) - int(trailing.sum()) == len(documents)
+    return DocumentCounts(len(trailing), int(runs.lengths.max()), whole_rows, are_contiguous=runs.are_unique())
 
 
-def _block_mask(some: Tensor, every: Tensor, visibility: Visibility, queries: int, keys: int) -> BlockMask:
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~every),
-        *_listed(every),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visibility,
-        seq_lengths=(queries, keys),
-    )
+def find_starts(numbers: Tensor) -> Tensor:
+    """Return where a number in a row differs from the one before it: bool [B, S]."""
+    starts = torch.ones_like(numbers, dtype=torch.bool)
+    starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return starts
 
 
-def _placed(visibility: Visibility, queries: Tensor, keys: Tensor) -> Visibility:
-    """Return a rule on numbers of queries and keys instead of token indices."""
-
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visibility(row, head, queries[query], keys[key])
-
-    return visible
-
-
-def changes(numbers: Tensor) -> Tensor:
-    """Return where a number in a row is not the one before it: bool [B, S]."""
-    found = torch.ones_like(numbers, dtype=torch.bool)
-    found[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
-    return found
-
-
-def ends_of_runs(begins: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and last place of the run that each token is in, given where runs begin: [..., S]."""
-    first = torch.where(begins, index, 0).cummax(dim=-1).values
-    ends = torch.ones_like(begins)
-    ends[..., :-1] = begins[..., 1:]
-    behind = begins.shape[-1] - 1
-    last = torch.where(ends, index, behind).flip(-1).cummin(dim=-1).values.flip(-1)
+def find_run_bounds(starts: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last position of each token's run, given where runs start: [..., S]."""
+    first = torch.where(starts, index, 0).cummax(dim=-1).values
+    ends = torch.ones_like(starts)
+    ends[..., :-1] = starts[..., 1:]
+    last = torch.where(ends, index, starts.shape[-1] - 1).flip(-1).cummin(dim=-1).values.flip(-1)
     return first, last
 
 
-def _within(first: Tensor, last: Tensor, places: Tensor | None) -> Visibility:
-    """Return the rule that a query sees the keys from one place to another; without `places` a key's is its number."""
+def list_pieces(starts: Tensor, inside: Tensor, count: int) -> Tensor:
+    """Return the starts and lengths of `count` pieces and an empty one, from bool [T]: starts, and tokens in pieces."""
+    piece = torch.where(inside, starts.cumsum(0) - 1, count)
+    first = torch.full((count + 1,), len(starts), device=starts.device)
+    first.scatter_reduce_(0, piece, torch.arange(len(starts), device=starts.device), "amin")
+    lengths = torch.zeros_like(first).scatter_add_(0, piece, inside.long())
+    first[count:].fill_(len(starts))
+    lengths[count:].zero_()
+    return torch.stack([first, lengths])
+
+
+def round_up(count: int) -> int:
+    """Round up to a power of two, at least 2: kernels compiled for several are not compiled for one."""
+    return 1 << max(count - 1, 1).bit_length()
+
+
+def evaluate_mask(rule: MaskFunction, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """Evaluate an elementwise rule on all pairs at once: bool [B, 1, Q, K]."""
+    row = torch.arange(rows, device=queries.device)[:, None, None, None]
+    mask = rule(row, torch.zeros_like(row), queries[None, None, :, None], keys[None, None, None, :])
+    return mask.expand(rows, 1, len(queries), len(keys))
+
+
+def _index_rule(rule: MaskFunction, queries: Tensor, keys: Tensor) -> MaskFunction:
+    """Return a rule on indices into `queries` and `keys` instead of token indices."""
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = key if places is None else places[key]
-        return (place >= first[row, query]) & (place <= last[row, query])
+        return rule(row, head, queries[query], keys[key])
 
     return visible
 
 
-def _blocks_within(first: Tensor, last: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_blocks` does, for queries that see from one place to another.
+def _range_rule(first: Tensor, last: Tensor, positions: Tensor | None) -> MaskFunction:
+    """Return the rule of a `RangeMask`."""
 
-    Between keys of a block there may be gaps; a block of whose keys none is seen can then be among those of which some
-    are.
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        position = key if positions is None else positions[key]
+        return (position >= first[row, query]) & (position <= last[row, query])
+
+    return visible
+
+
+def _build_block_mask(some: Tensor, every: Tensor, rule: MaskFunction, queries: int, keys: int) -> BlockMask:
+    """Build a block mask from where blocks have some visible pairs and only visible pairs, bool [B, 1, Q', K']."""
+    lists = (*_list_blocks(some & ~every), *_list_blocks(every))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK_SIZE, mask_mod=rule, seq_lengths=(queries, keys))
+
+
+def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of blocks per row of blocks, and their indices in front of the others."""
+    flags = blocks.to(torch.int32)
+    return flags.sum(dim=-1, dtype=torch.int32), flags.argsort(dim=-1, descending=True, stable=True).int()
+
+
+def _find_blocks_in_range(first: Tensor, last: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_find_blocks` does, for visible ranges of positions.
+
+    The keys of a block may have gaps between their positions, so that a block without visible pairs can be among those
+    that have some.
     """
-    missing = -len(places) % BLOCK
-    blocks = nn.functional.pad(places, (0, missing), value=-1).unflatten(0, (-1, BLOCK))
+    missing = -len(positions) % BLOCK_SIZE
+    blocks = nn.functional.pad(positions, (0, missing), value=-1).unflatten(0, (-1, BLOCK_SIZE))
     highest = blocks.amax(dim=1)
     lowest = torch.where(blocks < 0, highest[:, None], blocks).amin(dim=1)
     first, last = first[:, None, :, None], last[:, None, :, None]
     some, every = (first <= highest) & (last >= lowest), (first <= lowest) & (last >= highest)
-    if missing:  # of a block that is not full not every key is seen
+    if missing:  # the last block has keys that do not exist
         every[..., -1].fill_(False)
-    gap = (0, 0, 0, -first.shape[2] % BLOCK)
-    some, every = (nn.functional.pad(one, gap).unflatten(2, (-1, BLOCK)) for one in (some, every))
+    gap = (0, 0, 0, -first.shape[2] % BLOCK_SIZE)
+    some, every = (nn.functional.pad(one, gap).unflatten(2, (-1, BLOCK_SIZE)) for one in (some, every))
     return some.any(dim=3), every.all(dim=3)
 
 
-def _blocks(visibility: Visibility, rows: int, asking: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return in which blocks some query sees some key, and in which every one every: bool [B, 1, Q/block, K/block]."""
+def _find_blocks(rule: MaskFunction, rows: int, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which blocks have some visible pairs, and which only visible pairs: bool [B, 1, Q/block, K/block]."""
     some, every = [], []
-    for queries in asking.split(_BLOCK_ROWS * BLOCK):  # in strips, so that the whole mask is never in memory
-        mask = evaluate(visibility, rows, queries, keys)
-        mask = nn.functional.pad(mask, (0, -len(keys) % BLOCK, 0, -len(queries) % BLOCK))
-        blocks = mask.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    for strip in queries.split(_BLOCK_ROWS * BLOCK_SIZE):  # so that the dense mask is never in memory
+        mask = evaluate_mask(rule, rows, strip, keys)
+        mask = nn.functional.pad(mask, (0, -len(keys) % BLOCK_SIZE, 0, -len(strip) % BLOCK_SIZE))
+        blocks = mask.unflatten(3, (-1, BLOCK_SIZE)).unflatten(2, (-1, BLOCK_SIZE))
         some.append(blocks.any(dim=-1).any(dim=3))
         every.append(blocks.all(dim=-1).all(dim=3))
     return torch.cat(some, dim=2), torch.cat(every, dim=2)
-
-
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of blocks has, and their indices in front of the others."""
-    numbers = blocks.to(torch.int32)
-    return numbers.sum(dim=-1, dtype=torch.int32), numbers.argsort(dim=-1, descending=True, stable=True).int()
-
-
-def evaluate(visibility: Visibility, rows: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """Ask an elementwise rule about all pairs at once: bool [B, 1, Q, K]."""
-    row = torch.arange(rows, device=queries.device)[:, None, None, None]
-    mask = visibility(row, torch.zeros_like(row), queries[None, None, :, None], keys[None, None, None, :])
-    return mask.expand(rows, 1, len(queries), len(keys))
 
 
 def _check_integers(name: str, tensor: Tensor) -> None:

@@ -1,1 +1,64 @@
-"""The command line, one file per command; torch is imported only by the commands that train."""
+"""The command line: `main.py` lists the commands. Here is what they share. torch is imported inside functions only."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cornstarch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cornstarch.config import RunConfig
+
+WRONG_INPUT = 2
+INTERRUPTED = 130
+_MIN_WIDTH = 120  # columns of a table even on a narrower terminal: truncated figures are useless
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values that override the config's.")
+]
+RunFolder = Annotated[
+    Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run: runs/<name>.", show_default=False)
+]
+
+
+def read_checked_config(path: Path, overrides: list[str] | None, plan: Path | None = None) -> RunConfig:
+    """Return a config; one ConfigError lists all mistakes in it and all files it names that are missing."""
+    from cornstarch.cli.validate import find_path_mistakes
+    from cornstarch.config.config_file import read_config
+    from cornstarch.plan.validation import raise_mistakes
+
+    reading = read_config(path, overrides or (), plan=plan)
+    raise_mistakes([*reading.mistakes, *find_path_mistakes(reading.values)])
+    assert reading.config is not None
+    return reading.config
+
+
+def quiet_libraries() -> None:
+    """Turn off the progress bars and hints of other libraries."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def wide_console() -> Console:
+    """Return a console for tables of figures."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, width=max(Console().width, _MIN_WIDTH))
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Write the file that an option names; ConfigError if that fails."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: the file cannot be written ({error.strerror}).") from error

@@ -1,4 +1,7 @@
-"""`cornstarch doctor`: what is installed, what is broken, and what to do about it."""
+"""`cornstarch doctor`: check this machine, and say how to fix what is broken; with --measure, benchmark it.
+
+Run as a script, this file is the probe of torch: in a process of its own, which may crash or hang.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,11 +23,11 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cornstarch.launch.measuring import Machine
+    from cornstarch.launch.hardware_probe import ProbeResult
 
-# As in pyproject.toml, which an installed package does not carry along.
+# As in pyproject.toml, which an installed package does not contain.
 SUPPORTED = {"torch": ((2, 11), (2, 16)), "transformers": ((5, 17), (6,))}
-CORE = ("safetensors", "numpy", "pillow", "rich", "pyyaml", "pydantic", "typer", "psutil", "matplotlib")
+CORE = ("safetensors", "numpy", "pillow", "rich", "pyyaml", "pydantic", "typer", "psutil", "matplotlib", "jinja2")
 OPTIONAL = {
     "peft": "LoRA",
     "soundfile": "sound files other than WAV",
@@ -33,7 +37,7 @@ OPTIONAL = {
     "mlflow": "logging.to: [mlflow]",
     "datasets": "data of the format `datasets`",
 }
-# Their builds must match torch's; a broken one breaks transformers, an absent one does not.
+# Their builds must match torch's. A broken one breaks transformers; a missing one does not.
 FRAGILE = ("torchvision", "torchaudio", "torchcodec")
 GIB = 2**30
 PROBE_SECONDS = 180
@@ -41,7 +45,7 @@ PROBE_SECONDS = 180
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's table."""
+    """One row of the doctor's table."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -49,46 +53,35 @@ class Finding:
     advice: str = ""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(doctor)
-
-
 def doctor(
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure how quickly it computes, exchanges and writes, instead.")
+        bool, typer.Option("--measure", help="Instead, measure compute, memory, collectives and the disk.")
     ] = False,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="--measure: write a YAML file that --cluster takes."),
+        Path | None, typer.Option(metavar="FILE", help="--measure: write a YAML file for `cornstarch plan --cluster`.")
     ] = None,
     nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", metavar="N", help="--measure: processes. Default: one for each GPU; without GPUs 2."),
+        int | None, typer.Option(metavar="N", help="--measure: processes. Default: one per GPU; without GPUs 2.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="--measure: with little, in seconds; less exact.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="--measure: take seconds, and be less exact.")] = False,
 ) -> None:
     """Check this machine: versions, broken packages, process groups, GPUs, shared memory, disk, ports."""
-    if measure:
-        _measure(output, nproc, quick)
-        return
-    from cornstarch.errors import ConfigError
-
-    options = {"--output": output is not None, "--nproc": nproc is not None, "--quick": quick}
-    if given := [name for name, is_given in options.items() if is_given]:
-        raise ConfigError(f"{given[0]} says how to measure. Add --measure.")
-    _check()
-
-
-def _check() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from cornstarch.errors import ConfigError
+
+    if measure:
+        _measure(output, nproc, quick)
+        return
+    options = {"--output": output is not None, "--nproc": nproc is not None, "--quick": quick}
+    if given := [name for name, is_given in options.items() if is_given]:
+        raise ConfigError(f"{given[0]} is an option of --measure. Add --measure.")
     found = list(examine())
     table = Table("", "what", "found", "what to do")
-    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for finding in found:
-        table.add_row(finding.status, finding.name, finding.detail, finding.advice, style=colours[finding.status])
+        table.add_row(finding.status, finding.name, finding.detail, finding.advice, style=colors[finding.status])
     Console(markup=False, highlight=False).print(table)
     failed = [finding.name for finding in found if finding.status == "fail"]
     if failed:
@@ -100,45 +93,45 @@ def _measure(output: Path | None, nproc: int | None, quick: bool) -> None:
     from rich.console import Console
 
     from cornstarch.errors import ConfigError
-    from cornstarch.launch.measuring import measure
+    from cornstarch.launch.hardware_probe import probe_hardware
     from cornstarch.plan.cluster import write_cluster
     from cornstarch.plan.cluster_file import as_yaml
 
     folder = output.absolute().parent if output is not None else Path.cwd()
     if output is not None and (output.is_dir() or not os.access(folder, os.W_OK)):
-        raise ConfigError(f"--output {output}: expected the path of a file in a folder that can be written.")
-    machine = measure(folder, nproc, quick)
-    Console(markup=False, highlight=False).print(_measured_table(machine))
+        raise ConfigError(f"--output {output}: expected the path of a file in a writable folder.")
+    result = probe_hardware(folder, nproc, quick)
+    Console(markup=False, highlight=False).print(_build_table(result))
     if output is None:
-        print(as_yaml(machine.cluster), end="")
+        print(as_yaml(result.cluster), end="")
         return
-    write_cluster(output, machine.cluster)
-    print(f"Written: {output}. What is between nodes was not measured; put in what yours have.")
+    write_cluster(output, result.cluster)
+    print(f"Wrote {output}. The network between nodes was not measured; edit it to match yours.")
 
 
-def _measured_table(machine: Machine) -> Table:
-    """Return what was measured, and for each exchange how far the fitted line is from the times."""
+def _build_table(result: ProbeResult) -> Table:
+    """Build the table of measurements, and for each collective the error of the fitted line."""
     from rich.table import Table
 
-    from cornstarch.plan.links import fit_error
-    from cornstarch.plan.quantities import written
+    from cornstarch.plan.cluster_file import format_quantity
+    from cornstarch.plan.communication import fit_error
 
-    cluster = machine.cluster
+    cluster = result.cluster
     table = Table("what", "measured", title=f"{cluster.per_node} × {cluster.device.name}")
     for dtype, rate in cluster.device.rates:
-        table.add_row(f"matrices in {dtype}", written(rate, "FLOP/s"))
-    table.add_row("memory", written(cluster.device.bandwidth or 0.0, "B/s"))
+        table.add_row(f"matmul in {dtype}", format_quantity(rate, "FLOP/s"))
+    table.add_row("memory", format_quantity(cluster.device.bandwidth or 0.0, "B/s"))
     for kind, link in cluster.inside.collectives:
-        error = fit_error([one for one in machine.timings if one.kind == kind], link)
-        line = f"{written(link.latency, 's')} + {written(link.bandwidth, 'B/s')}, within {error:.0%}"
+        error = fit_error([one for one in result.timings if one.kind == kind], link)
+        line = f"{format_quantity(link.latency, 's')} + {format_quantity(link.bandwidth, 'B/s')}, within {error:.0%}"
         table.add_row(kind.replace("_", "-"), line)
-    for name, speed in (("disk, writing", cluster.disk), ("disk, reading", cluster.disk_read)):
-        table.add_row(name, written(speed or 0.0, "B/s"))
+    for name, speed in (("disk write", cluster.disk), ("disk read", cluster.disk_read)):
+        table.add_row(name, format_quantity(speed or 0.0, "B/s"))
     return table
 
 
 def examine() -> Iterator[Finding]:
-    """Yield every finding; a check that breaks is a finding too."""
+    """Yield the findings of all checks; a check that raises is a finding too."""
     for check in CHECKS:
         try:
             yield from check()
@@ -151,58 +144,51 @@ def examine() -> Iterator[Finding]:
 
 
 def python() -> Iterator[Finding]:
-    """Check the interpreter."""
+    """Check the version of Python."""
     version = ".".join(map(str, sys.version_info[:3]))
     old = sys.version_info < (3, 11)
     yield Finding("python", "fail" if old else "ok", version, "Install Python 3.11 or newer." if old else "")
 
 
 def packages() -> Iterator[Finding]:
-    """Check what must be installed, and tell what may be."""
+    """Check required packages, and list optional ones."""
     for name, (least, below) in SUPPORTED.items():
-        yield _supported(name, least, below)
+        wanted = f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
+        version = get_version(name)
+        if version is None:
+            yield Finding(name, "fail", "not installed", f"pip install '{wanted}'")
+        elif not least <= _parse_version(version) < below:
+            yield Finding(name, "fail", f"{version}; expected {wanted}", f"pip install '{wanted}'")
+        else:
+            yield Finding(name, "ok", version)
     for name in CORE:
-        version = _version(name)
+        version = get_version(name)
         if version is None:
             yield Finding(name, "fail", "not installed", f"pip install {name}")
         else:
             yield Finding(name, "ok", version)
     for name, purpose in OPTIONAL.items():
-        version = _version(name)
-        yield Finding(name, "ok", version or f"not installed; only for {purpose}")
+        yield Finding(name, "ok", get_version(name) or f"not installed; only for {purpose}")
 
 
-def _supported(name: str, least: tuple[int, ...], below: tuple[int, ...]) -> Finding:
-    wanted = f"{name}>={_dotted(least)},<{_dotted(below)}"
-    version = _version(name)
-    if version is None:
-        return Finding(name, "fail", "not installed", f"pip install '{wanted}'")
-    if not least <= _numbers(version) < below:
-        return Finding(name, "fail", f"{version}; expected {wanted}", f"pip install '{wanted}'")
-    return Finding(name, "ok", version)
-
-
-def _version(name: str) -> str | None:
+def get_version(name: str) -> str | None:
+    """Return the installed version of a package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: (2, 13) of 2.13.0+cpu."""
+def _parse_version(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version: (2, 13) for 2.13.0+cpu."""
     parts = version.split("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
 def fragile_packages() -> Iterator[Finding]:
-    """Import, in a process of their own, the packages that must fit torch's build."""
+    """Import the packages that must match torch's build, each in a process of its own."""
     for name in FRAGILE:
-        version = _version(name)
+        version = get_version(name)
         if version is None:
             yield Finding(name, "ok", "not installed, not needed")
             continue
@@ -219,34 +205,35 @@ def fragile_packages() -> Iterator[Finding]:
 
 _PROBE_ADVICE = {
     "torch": "Install torch again: pip install --force-reinstall torch",
-    "gloo": "Several processes cannot work together. Is the loopback interface up? Does a firewall close local ports?",
-    "cuda": "Look at `nvidia-smi`; the driver must be new enough for torch's CUDA.",
-    "nccl": "Run again with NCCL_DEBUG=INFO to see what NCCL says.",
+    "gloo": "Processes cannot communicate. Is the loopback interface up? Does a firewall close local ports?",
+    "cuda": "Check `nvidia-smi`; the driver must be new enough for torch's CUDA.",
+    "nccl": "Run again with NCCL_DEBUG=INFO to see the messages of NCCL.",
 }
 
 
 def process_groups_and_devices() -> Iterator[Finding]:
     """Try torch, gloo, CUDA and NCCL in a process of their own, which may crash or hang."""
-    if _version("torch") is None:
+    if get_version("torch") is None:
         return
-    ended = _run_python(["-P", str(Path(__file__).with_name("probe.py"))])
-    told = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
-    for probe in told:
+    # -P: this folder must not be on the path, where its files would hide modules of the same name.
+    ended = _run_python(["-P", __file__])
+    results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    for probe in results:
         name = f"{probe['name']} probe"
         if probe["status"] == "fail":
             yield Finding(name, "fail", probe["detail"], _PROBE_ADVICE[probe["name"]])
         else:
             yield Finding(name, "ok", probe["detail"])
-    names = {probe["name"] for probe in told}
+    names = {probe["name"] for probe in results}
     for name, advice in _PROBE_ADVICE.items():
         if name not in names:
-            ending = (ended.stderr.strip().splitlines() or ["no message"])[-1][:200]
-            yield Finding(f"{name} probe", "fail", f"no answer (exit code {ended.returncode}): {ending}", advice)
+            last_line = (ended.stderr.strip().splitlines() or ["no message"])[-1][:200]
+            yield Finding(f"{name} probe", "fail", f"no answer (exit code {ended.returncode}): {last_line}", advice)
             return
 
 
 def _run_python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run Python; a run that takes too long counts as one that failed, with what it had said."""
+    """Run Python; a timeout counts as a failure, and the output up to then is kept."""
     command = [sys.executable, *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS, errors="replace")
@@ -255,11 +242,81 @@ def _run_python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, output, f"took longer than {PROBE_SECONDS} s")
 
 
+def _probe_torch() -> str:
+    import torch
+
+    return f"torch {torch.__version__} imports"
+
+
+def _probe_gloo() -> str:
+    return _all_reduce("gloo", "cpu")
+
+
+def _probe_cuda() -> str:
+    """Multiply two matrices on every GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise LookupError("no CUDA device")
+    names = []
+    for index in range(torch.cuda.device_count()):
+        ones = torch.ones(64, 64, device=f"cuda:{index}")
+        if float((ones @ ones).sum()) != 64.0**3:
+            raise RuntimeError(f"GPU {index} computes a wrong matrix product")
+        free, total = torch.cuda.mem_get_info(index)
+        names.append(f"{torch.cuda.get_device_name(index)}, {free / GIB:.0f} of {total / GIB:.0f} GiB free")
+    return "; ".join(names)
+
+
+def _probe_nccl() -> str:
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        raise LookupError("no CUDA device")
+    if not dist.is_nccl_available():
+        raise LookupError("this build of torch has no NCCL")
+    return _all_reduce("nccl", "cuda:0")
+
+
+def _all_reduce(backend: str, device: str) -> str:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    start = time.perf_counter()
+    # Port 0: the store finds a free port itself, so that no other process can take it in between.
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30))
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    try:
+        value = torch.ones(1024, device=device)
+        dist.all_reduce(value)
+        if float(value.sum()) != 1024.0:
+            raise RuntimeError(f"the sum of 1024 ones is {float(value.sum())}")
+    finally:
+        dist.destroy_process_group()
+    return f"all-reduce in a group of one process took {time.perf_counter() - start:.1f} s, port {store.port}"
+
+
+def _run_probes() -> None:
+    """Print one line of JSON per probe, at once, so that a later crash or hang does not lose it."""
+    probes = {"torch": _probe_torch, "gloo": _probe_gloo, "cuda": _probe_cuda, "nccl": _probe_nccl}
+    for name, probe in probes.items():
+        try:
+            status, detail = "ok", probe()
+        except LookupError as error:
+            status, detail = "absent", str(error)
+        except Exception as error:  # the next probe may still find something
+            status, detail = "fail", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(json.dumps({"name": name, "status": status, "detail": detail}), flush=True)
+
+
 # ------------------------------------------------------------------------------------------------ machine
 
 
 def processors_and_memory() -> Iterator[Finding]:
-    """Tell cores and memory."""
+    """Report cores, and check the free memory."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -272,7 +329,7 @@ def processors_and_memory() -> Iterator[Finding]:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Check the shared memory, through which loader processes hand over batches."""
+    """Check the shared memory, through which data workers hand over batches."""
     folder = "/dev/shm"
     if not os.path.isdir(folder):
         yield Finding("shared memory", "warn", f"there is no {folder}", "Keep data.workers: 0 if loading fails.")
@@ -287,7 +344,7 @@ def disk() -> Iterator[Finding]:
     """Check the folder where runs would be written."""
     folder = os.getcwd()
     if not os.access(folder, os.W_OK):
-        yield Finding("working folder", "warn", f"{folder} cannot be written", "Set `output` to a folder that can.")
+        yield Finding("working folder", "warn", f"{folder} is not writable", "Set `output` to a writable folder.")
     free = shutil.disk_usage(folder).free
     status: Literal["ok", "warn", "fail"] = "fail" if free < GIB else "warn" if free < 10 * GIB else "ok"
     advice = "" if status == "ok" else "Free some space, or set `output` to another disk: checkpoints are large."
@@ -303,16 +360,13 @@ def ports() -> Iterator[Finding]:
     except OSError as error:
         yield Finding("ports", "fail", f"no local port can be used: {error}", "Bring up the loopback interface.")
     else:
-        yield Finding("ports", "ok", f"{port} is free and can be reached")
+        yield Finding("ports", "ok", f"{port} is free and reachable")
 
 
 CHECKS: list[Callable[[], Iterator[Finding]]] = [
-    python,
-    packages,
-    fragile_packages,
-    process_groups_and_devices,
-    processors_and_memory,
-    shared_memory,
-    disk,
-    ports,
-]
+    python, packages, fragile_packages, process_groups_and_devices, processors_and_memory, shared_memory, disk, ports,
+]  # fmt: skip
+
+
+if __name__ == "__main__":
+    _run_probes()

@@ -1,115 +1,113 @@
-"""`cornstarch estimate`: what a run takes in memory on each rank, and over a slow network, before it is started."""
+"""`cornstarch estimate` predicts the memory and network time of a run; `cornstarch profile` measures its layers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cornstarch.cli import ConfigPath, Overrides, quiet_libraries, wide_console
+from cornstarch.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from cornstarch.config import RunConfig
     from cornstarch.plan.cluster import Device, Link
-    from cornstarch.train.config import RunConfig
-    from cornstarch.train.estimate import Estimate, KindEstimate
-    from cornstarch.train.network import NetworkEstimate
+    from cornstarch.plan.cost import RunCost
+    from cornstarch.planner.estimate import Estimate, KindEstimate, NetworkEstimate, PlanEstimate
 
-_WIDE = 120  # columns that a table may have on a narrower terminal too: cut figures say nothing
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("estimate")(estimate)
+_COSTS = Path("costs.yaml")
 
 
 def estimate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file's.")
-    ] = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
     gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", help="H100, A100-80, …, or cpu. Default: this machine's."),
+        str | None, typer.Option(metavar="NAME", help="H100, A100-80, …, or cpu. Default: this machine's.")
     ] = None,
-    world: Annotated[int, typer.Option("--world", metavar="N", help="The number of ranks.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", metavar="N", help="Ranks on each node.")] = 8,
-    items: Annotated[
-        int, typer.Option("--items", metavar="N", min=1, help="Images, and sounds, assumed in each sample.")
-    ] = 1,
+    world: Annotated[int, typer.Option(metavar="N", help="The number of ranks.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(metavar="N", help="Ranks on each node.")] = 8,
+    items: Annotated[int, typer.Option(metavar="N", min=1, help="Images, and sounds, assumed in each sample.")] = 1,
     network: Annotated[
-        str | None,
-        typer.Option("--network", metavar="RATE", help="100Mbit, 1Gbit, …: what sending less over it would bring."),
+        str | None, typer.Option(metavar="RATE", help="100Mbit, 1Gbit, …: compare ways to send less over it.")
     ] = None,
-    latency: Annotated[str, typer.Option("--latency", metavar="TIME", help="Of a message over it.")] = "100us",
+    latency: Annotated[str, typer.Option(metavar="TIME", help="The latency of the network.")] = "100us",
 ) -> None:
-    """Show what a run takes in memory on each rank, and which kinds of data parallelism fit.
+    """Predict the memory of a run on each rank, and which kinds of data parallelism fit.
 
-    No weights are loaded and no GPU is needed. Parameters, gradients and states of the optimizer are exact; activations
-    are estimated from shapes, for rows of `data.max_length` tokens.
+    No weights are loaded and no GPU is needed. Parameters, gradients and optimizer states are exact; activations are
+    estimated from shapes, for rows of `data.max_length` tokens. With tensor or context parallelism, or stages: what
+    `cornstarch plan` predicts for the config's own plan, the memory of each rank and the time of a step.
 
-    With --network: what each rank would send in a step with every way to keep replicas together, how long the step
-    would take, and which way is worth it. Each rank has a link of that rate.
+    With --network: the bytes that each rank sends per step with every way to synchronize replicas, the time of a step,
+    and the best way. Each rank has a link of that rate.
     """
-    from rich.console import Console
-
+    from cornstarch.config.config_file import load_config
     from cornstarch.plan.cluster import device
     from cornstarch.plan.layout import Layout
-    from cornstarch.train.source import load_config
 
     run = load_config(config, overrides or ())
-    meant = device(gpu) if gpu is not None else None
-    link = _link(network, latency)
-    Layout.of(run.parallel.plan(), world, ranks_per_node)  # a world that does not fit is told before waiting for torch
-    from cornstarch.cli.train import quiet_libraries
-    from cornstarch.train.estimate import estimate
+    requested = device(gpu) if gpu is not None else None
+    link = _parse_link(network, latency)
+    Layout.of(run.parallel, world, ranks_per_node)  # mistakes are reported before the wait for torch
+    from cornstarch.planner.estimate import estimate, estimate_plan, needs_prediction
 
     quiet_libraries()
-    found = estimate(run, _shared(meant or this_device(run), world), world, ranks_per_node, items)
-    console = Console(markup=False, highlight=False, width=max(Console().width, _WIDE))
-    console.print(part_table(found))
-    console.print(_heading(found), soft_wrap=True)
-    console.print(kind_table(found))
-    for line in [*(f"note: {note}" for note in found.notes), found.advice]:
+    target = requested or _detect_device(run)
+    if target.is_cpu:  # the ranks divide the memory of the machine
+        target = replace(target, memory=target.memory // world)
+    found: Estimate | PlanEstimate
+    if needs_prediction(run.parallel):
+        found = estimate_plan(run, target, world, ranks_per_node, items)
+        heading, table, notes = _describe_plan(found), _build_stage_table(found), list(found.prediction.reasons)
+    else:
+        found = estimate(run, target, world, ranks_per_node, items)
+        heading, table, notes = _describe_estimate(found), _build_kind_table(found), list(found.notes)
+    console = wide_console()
+    console.print(_build_part_table(found))
+    console.print(heading, soft_wrap=True)
+    console.print(table)
+    for line in [*(f"note: {note}" for note in notes), found.advice]:
         console.print(line, soft_wrap=True)
     if link is not None:
-        from cornstarch.train.network import network_estimate
+        from cornstarch.planner.estimate import estimate_network
 
-        over = network_estimate(run, _computing(meant, found.device, world), world, link)
-        console.print(_network_heading(over), soft_wrap=True)
-        console.print(network_table(over))
+        over = estimate_network(run, _find_rated_device(requested, found.device), world, link)
+        console.print(_describe_network(over), soft_wrap=True)
+        console.print(_build_network_table(over))
         console.print(over.advice, soft_wrap=True)
 
 
-def _link(network: str | None, latency: str) -> Link | None:
-    """Return the network that is asked about."""
-    from cornstarch.errors import ConfigError
-    from cornstarch.plan.network import network_link
-    from cornstarch.plan.quantities import quantity
+def _parse_link(network: str | None, latency: str) -> Link | None:
+    from cornstarch.plan.cluster_file import parse_quantity
+    from cornstarch.plan.low_bandwidth_cost import parse_network_link
 
     if network is None:
         return None
     try:
-        wait = quantity(latency, "s", least=0)
+        seconds = parse_quantity(latency, "s", least=0)
     except ValueError as error:
         raise ConfigError(f"latency {latency!r}: {error}") from None
-    return network_link(network, wait)
+    return parse_network_link(network, seconds)
 
 
-def _computing(meant: Device | None, found: Device, world: int) -> Device:
-    """Return what a rank computes on with figures of its speed, which only the catalogue has."""
-    from cornstarch.plan.cluster import this_cpu
-    from cornstarch.plan.devices import device
+def _find_rated_device(requested: Device | None, found: Device) -> Device:
+    """Return the device of a rank with its speed, which only the catalogue knows."""
+    from cornstarch.plan.cluster import device, this_cpu
 
-    if found.is_cpu:  # each rank on a machine of its own: they are joined by a network
+    if found.is_cpu:  # over a network, each rank has a machine of its own
         return this_cpu()
-    return meant or device(found.name)
+    return requested or device(found.name)
 
 
-def this_device(run: RunConfig) -> Device:
-    """Return what this machine would compute a run on."""
+def _detect_device(run: RunConfig) -> Device:
+    """Return the device of this machine that a run would use."""
+    from cornstarch.parallel.device import choose_placement
     from cornstarch.plan.cluster import Device, this_cpu
-    from cornstarch.train.precision import choose_placement
 
     placement = choose_placement(run.device, "auto")
     if placement.device.type != "cuda":
@@ -120,95 +118,171 @@ def this_device(run: RunConfig) -> Device:
     return Device(properties.name, int(properties.total_memory), placement.precision == "bf16")
 
 
-def _shared(device: Device, world: int) -> Device:
-    """Return one rank's share: the processes of a CPU have its memory together."""
-    from dataclasses import replace
-
-    return replace(device, memory=device.memory // world) if device.is_cpu else device
-
-
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def part_table(found: Estimate) -> Table:
-    """Return what the model is made of."""
-    from cornstarch.report.figures import size
+def _build_part_table(found: Estimate | PlanEstimate) -> Table:
+    from cornstarch.report.number_format import format_bytes
 
-    table = _table("part", "class", "parameters", "trained", "kept in")
+    table = _new_table("part", "class", "parameters", "trained", "stored in")
     for part in found.parts:
-        table.add_row(part.name, part.kind, f"{part.count:,}", f"{part.trained_count:,}", size(part.bytes))
+        table.add_row(part.name, part.kind, f"{part.count:,}", f"{part.trained_count:,}", format_bytes(part.bytes))
     return table
 
 
-def _heading(found: Estimate) -> str:
-    from cornstarch.report.figures import several, size
+def _describe_estimate(found: Estimate) -> str:
+    from cornstarch.report.number_format import format_bytes, pluralize
 
     tokens = f" of {found.tokens:,} tokens" if found.tokens is not None else ""
-    where = f"{several(found.world, 'rank')} on {found.device.name}, {size(found.device.usable)} each to plan with"
-    return f"{where}; {several(found.rows, 'sample')}{tokens} on a rank at a time, in {found.precision}"
+    where = (
+        f"{pluralize(found.world, 'rank')} on {found.device.name}, {format_bytes(found.device.usable)} usable on each"
+    )
+    return f"{where}; {pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
 
 
-def kind_table(found: Estimate) -> Table:
-    """Return what each kind of data parallelism takes; the config's is marked."""
+def _build_kind_table(found: Estimate) -> Table:
+    """Build the table of memory per kind of data parallelism; the config's is marked."""
     averaged = any(kind.memory is not None and kind.memory.averages for kind in found.kinds)
     names = ["parameters", "gradients", "optimizer", *(["average"] if averaged else []), "gathered", "activations"]
-    table = _table("on each rank", *names, "peak", "fits")
+    table = _new_table("on each rank", *names, "peak", "fits")
     for kind in found.kinds:
-        chosen = " *" if kind is found.chosen and found.world > 1 else ""
-        table.add_row(f"{kind.label}{chosen}", *_cells(kind, averaged), _verdict(kind, found.device))
+        mark = " *" if kind is found.chosen and found.world > 1 else ""
+        table.add_row(f"{kind.label}{mark}", *_format_memory(kind, averaged), _format_fit(kind, found.device))
     return table
 
 
-def _cells(kind: KindEstimate, averaged: bool) -> list[str]:
-    from cornstarch.report.figures import size
+def _format_memory(kind: KindEstimate, averaged: bool) -> list[str]:
+    from cornstarch.report.number_format import format_bytes
 
     memory = kind.memory
     if memory is None:
         return [""] * (6 + averaged)
-    held = [memory.parameters, memory.gradients, memory.optimizer, *([memory.averages] if averaged else [])]
-    activations = "?" if kind.activations is None else f"~ {size(kind.activations)}"
-    return [*map(size, [*held, memory.gathered]), activations, size(kind.peak)]
+    states = [memory.parameters, memory.gradients, memory.optimizer, *([memory.averages] if averaged else [])]
+    activations = "?" if kind.activations is None else f"~ {format_bytes(kind.activations)}"
+    return [*map(format_bytes, [*states, memory.gathered]), activations, format_bytes(kind.peak)]
 
 
-def _verdict(kind: KindEstimate, device: Device) -> str:
+def _format_fit(kind: KindEstimate, device: Device) -> str:
     if kind.memory is None:
         return "refused"
     if not kind.fits(device):
         return "no"
-    return "yes" if kind.activations is not None else "yes, so far"
+    return "yes" if kind.activations is not None else "yes, without activations"
 
 
-def _network_heading(found: NetworkEstimate) -> str:
-    from cornstarch.report.figures import several, size
+def _describe_plan(found: PlanEstimate) -> str:
+    from cornstarch.report.number_format import format_bytes, pluralize
 
-    mbit = found.link.bandwidth * 8 / 1e6
-    rate = f"{mbit / 1000:,.4g} Gbit/s" if mbit >= 1000 else f"{mbit:.4g} Mbit/s"
-    computing = f"{_time(found.step.seconds)} to compute"
-    what = f"{found.exchanged.numbers:,} trained numbers ({size(found.exchanged.size)})"
-    return f"\n{several(found.ranks, 'rank')}, each behind {rate}; {what}, {computing} a step"
+    memory = format_bytes(found.device.usable)
+    where = f"{pluralize(found.world, 'rank')} on {found.device.name}, {memory} each to plan with"
+    return f"{where}; {found.prediction.candidate.describe()}, in {found.cost.precision}"
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+def _build_stage_table(found: PlanEstimate) -> Table:
+    """Return the memory of the ranks of each stage; all ranks of a stage have the same."""
+    from cornstarch.report.number_format import format_bytes
 
-
-def network_table(found: NetworkEstimate) -> Table:
-    """Return what each way to keep replicas together would take; the one to choose is marked."""
-    from cornstarch.report.figures import size
-
-    table = _table("replicas kept together by", "sent a step", "step", "to ddp", "training")
-    plain = found.choices[0]
-    for one in found.choices:
-        chosen = " *" if one is found.chosen else ""
-        step, times = _time(one.seconds), f"{plain.seconds / one.seconds:.2f} ×"
-        table.add_row(f"{one.label}{chosen}", size(one.sent), step, times, one.effect)
+    columns = ("parameters", "gradients", "optimizer", "gathered", "activations", "peak", "fits")
+    table = _new_table("on each rank of", *columns)
+    for one in found.prediction.memory:
+        states = one.states
+        sizes = [states.parameters, states.gradients, states.optimizer, states.gathered]
+        fits = "yes" if one.peak <= found.prediction.limit else "no"
+        table.add_row(
+            one.holds, *map(format_bytes, sizes), f"~ {format_bytes(one.activations)}", format_bytes(one.peak), fits
+        )
     return table
 
 
-def _table(first: str, *names: str) -> Table:
+def _describe_network(found: NetworkEstimate) -> str:
+    from cornstarch.report.number_format import format_bytes, pluralize
+
+    mbit = found.link.bandwidth * 8 / 1e6
+    rate = f"{mbit / 1000:,.4g} Gbit/s" if mbit >= 1000 else f"{mbit:.4g} Mbit/s"
+    what = f"{found.exchanged.numbers:,} trained parameters ({format_bytes(found.exchanged.size)})"
+    compute = f"{_format_time(found.step.seconds)} compute per step"
+    return f"\n{pluralize(found.ranks, 'rank')} with {rate} each; {what}, {compute}"
+
+
+def _format_time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _build_network_table(found: NetworkEstimate) -> Table:
+    """Build the table of ways to synchronize replicas; the recommended one is marked."""
+    from cornstarch.report.number_format import format_bytes
+
+    table = _new_table("replicas synchronized by", "sent per step", "step", "vs ddp", "training")
+    plain = found.choices[0]
+    for one in found.choices:
+        mark = " *" if one is found.chosen else ""
+        step, times = _format_time(one.seconds), f"{plain.seconds / one.seconds:.2f} ×"
+        table.add_row(f"{one.label}{mark}", format_bytes(one.sent), step, times, one.effect)
+    return table
+
+
+def _new_table(first: str, *names: str) -> Table:
     from rich.table import Table
 
     table = Table(first)
     for name in names:
         table.add_column(name, justify="left" if name in ("class", "fits", "training") else "right")
+    return table
+
+
+# ------------------------------------------------------------------------------------------------ profile
+
+
+def profile(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the costs, as YAML.")] = _COSTS,
+    facts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Facts about the data, from `cornstarch inspect-data`.")
+    ] = None,
+) -> None:
+    """Measure the cost of a run's layers on this device, for the planner.
+
+    One layer of each kind is built, with random weights, and run forward and backward, as the run would compute it. The
+    whole model is never built and no weights are read, so a model that needs many devices can be measured on one.
+    `cornstarch plan CONFIG --costs costs.yaml` plans with the measured costs.
+    """
+    from cornstarch.config.config_file import load_config
+    from cornstarch.plan.data_statistics import read_data_statistics
+
+    run = load_config(config, overrides or ())
+    known = None if facts is None else read_data_statistics(facts)
+    from cornstarch.planner import profile_run, write_costs
+    from cornstarch.planner.profile import check_output, get_device_name
+
+    quiet_libraries()
+    check_output(output)
+    console, where = wide_console(), get_device_name(run)
+    with console.status("") as status:
+        found = profile_run(run, known, lambda words: status.update(f"measuring {words}"))
+    write_costs(output, found, where)
+    console.print(_build_cost_table(found))
+    console.print(
+        f"Measured microbatches of {found.samples} samples of {found.tokens:,.0f} tokens, in {found.precision}, on "
+        f"{where}. Wrote {output}.",
+        soft_wrap=True,
+    )
+
+
+def _build_cost_table(found: RunCost) -> Table:
+    """Build the table of measured costs; layers of the same cost share a row."""
+    from rich.table import Table
+
+    from cornstarch.report.number_format import format_bytes
+
+    table = Table("module", "layer")
+    for name in ("layers", "forward ms", "inputs ms", "weights ms", "activations", "recomputed"):
+        table.add_column(name, justify="right")
+    for module in found.modules:
+        for _, group in groupby(module.layers, key=lambda one: (one.forward, one.input_gradient, one.weight_gradient)):
+            layers = list(group)
+            first = layers[0]
+            times = [f"{1e3 * one:.3f}" for one in (first.forward, first.input_gradient, first.weight_gradient)]
+            sizes = [format_bytes(first.activation_bytes), format_bytes(first.activation_bytes_recomputed)]
+            table.add_row(module.name, first.name, str(len(layers)), *times, *sizes)
     return table

@@ -1,88 +1,111 @@
-"""`cornstarch generate`: ask a run's model, about images and sounds too."""
+"""Commands for a trained run: `generate` asks its model, `export` writes a Hugging Face folder, `report` a page."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cornstarch.cli import RunFolder, quiet_libraries
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cornstarch.train.data.sample import Message, Sample
-    from cornstarch.train.using import LoadedRun
+    from cornstarch.data.sample import Message, Sample
+    from cornstarch.trainer.inference import LoadedRun
 
 MAX_TOKENS = 128
-_EMPTY = "(The answer is empty: the model has ended it at once.)"
-_HELP = "Ask; /image FILE and /audio FILE go with the next question, /new forgets what was said, Ctrl-D ends."
+_EMPTY = "(The answer is empty: the model ended it at once.)"
+_CHAT_HELP = "Ask a question. /image FILE and /audio FILE attach a file to it, /new starts over, Ctrl-D ends."
+
+_Checkpoint = Annotated[str, typer.Option(help="best, last, or a step.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("generate")(generate)
+def report(run: RunFolder) -> None:
+    """Write report.html and loss.png into a run's folder, also while it is running, and print the path."""
+    from cornstarch.report import write_report
+
+    print(write_report(run))
+
+
+def export(
+    run: RunFolder,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder to write.", show_default=False)],
+    checkpoint: _Checkpoint = "best",
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Do not compare it with the run.")] = False,
+) -> None:
+    """Export a run's model with its tokenizer or processors, load it again and compare the logits."""
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already.\n  Use a new folder.")
+    which = _parse_checkpoint(checkpoint)
+    from cornstarch.trainer.inference import export_run, load_run
+
+    quiet_libraries()
+    loaded = load_run(run, which)
+    difference = export_run(loaded, folder, compare=not unchecked)
+    text = "not compared" if difference is None else f"loaded again, largest difference of logits {difference:.1e}"
+    print(f"{folder}: the {loaded.task.name} model of step {loaded.step}; {text}")
+
+
+def _parse_checkpoint(checkpoint: str) -> Literal["best", "last"] | int:
+    if checkpoint in ("best", "last"):
+        return checkpoint  # type: ignore[return-value]
+    if not checkpoint.isdecimal():
+        raise ConfigError(f"--checkpoint {checkpoint}\n  Expected best, last, or the number of a step.")
+    return int(checkpoint)
+
+
+# ------------------------------------------------------------------------------------------------ generate
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.", show_default=False)],
+    run: RunFolder,
     prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="What to ask; <image> and <audio> mark their places. Without it: a chat.", show_default=False
-        ),
+        str | None, typer.Argument(help="The prompt; <image> and <audio> mark the places of files. Default: a chat.")
     ] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="An image; may be given several times.")] = None,
-    audio: Annotated[list[Path] | None, typer.Option(help="A sound; may be given several times.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="best, last, or the number of a step.")] = "best",
-    max_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = MAX_TOKENS,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest word.")] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="For answers at a temperature. Default: others each time.")
-    ] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="An image file; can be repeated.")] = None,
+    audio: Annotated[list[Path] | None, typer.Option(help="A sound file; can be repeated.")] = None,
+    checkpoint: _Checkpoint = "best",
+    max_tokens: Annotated[int, typer.Option(min=1, help="The maximum length of an answer.")] = MAX_TOKENS,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy decoding.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="The seed for sampling. Default: random.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
 ) -> None:
     """Ask the model of a run, once or in a chat."""
-    from cornstarch.cli.export import chosen
-    from cornstarch.cli.train import quiet_libraries
-
-    which = chosen(checkpoint)
+    which = _parse_checkpoint(checkpoint)
     files = [("image", path) for path in image or ()] + [("audio", path) for path in audio or ()]
     for _, path in files:
         if not path.is_file():
             raise ConfigError(f"There is no file {path}.")
-    from cornstarch.train.using import load_run
+    import torch
+
+    from cornstarch.trainer.inference import load_run
 
     quiet_libraries()
     loaded = load_run(run, which, device)
-    _draw_anew(seed)
-    say = _speaker(loaded, max_tokens, temperature)
-    if prompt is None and files and loaded.task.name == "image-classification":
-        prompt = ""  # an image asks for its label without a word
-    if prompt is not None:
-        answer = say(_question(prompt, files), [])
-        print(_format_answer(answer), file=sys.stdout if answer.strip() else sys.stderr)
-        return
-    _chat(say, files)
-
-
-def _draw_anew(seed: int | None) -> None:
-    """Begin random numbers with a seed, or somewhere else each time."""
-    import torch
-
     torch.manual_seed(torch.seed() if seed is None else seed)
+    reply = _build_reply(loaded, max_tokens, temperature)
+    if prompt is None and files and loaded.task.name == "image-classification":
+        prompt = ""  # an image alone asks for its label
+    if prompt is None:
+        _chat(reply, files)
+        return
+    answer = reply(build_question(prompt, files), [])
+    # stdout has the answer alone, so that it can be piped.
+    print(_format_answer(answer), file=sys.stdout if answer.strip() else sys.stderr)
 
 
-def _chat(say: Callable[[Sample, list[Message]], str], files: list[tuple[str, Path]]) -> None:
-    from cornstarch.train.data.sample import Message
+def _chat(reply: Callable[[Sample, list[Message]], str], files: list[tuple[str, Path]]) -> None:
+    from cornstarch.data.sample import Message
 
-    print(_HELP)
-    said: list[Message] = []
-    for line in _lines():
+    print(_CHAT_HELP)
+    history: list[Message] = []
+    for line in _read_lines():
         command, _, rest = line.partition(" ")
         if command == "/new":
-            said, files = [], []
+            history, files = [], []
         elif command in ("/image", "/audio"):
             path = Path(rest.strip())
             if path.is_file():
@@ -91,25 +114,24 @@ def _chat(say: Callable[[Sample, list[Message]], str], files: list[tuple[str, Pa
                 print(f"There is no file {path}.")
         elif line.strip():
             try:
-                question = _question(line, files)
-                answer = say(question, said)
+                question = build_question(line, files)
+                answer = reply(question, history)
             except ConfigError as error:
                 print(error)
                 if files:
-                    print("Give the files of the next question anew.")
+                    print("Attach the files again.")
                 files = []
                 continue
             print(_format_answer(answer))
-            said = [*said, *question.messages, Message("assistant", (answer,))]
+            history = [*history, *question.messages, Message("assistant", (answer,))]
             files = []
 
 
 def _format_answer(answer: str) -> str:
-    """Return an answer as it is printed: an empty one must not look like nothing at all."""
     return answer if answer.strip() else _EMPTY
 
 
-def _lines() -> Iterator[str]:
+def _read_lines() -> Iterator[str]:
     while True:
         try:
             yield input("> " if sys.stdin.isatty() else "").strip()
@@ -117,10 +139,10 @@ def _lines() -> Iterator[str]:
             return
 
 
-def _question(text: str, files: list[tuple[str, Path]]) -> Sample:
-    """Return a question with its media, at their marks or in front."""
-    from cornstarch.train.data.rows import sample_of
-    from cornstarch.train.data.sample import Media, SampleError
+def build_question(text: str, files: list[tuple[str, Path]]) -> Sample:
+    """Return a question with its (kind, path) files, at their marks or in front."""
+    from cornstarch.data.row_formats import parse_row
+    from cornstarch.data.sample import Media, SampleError
 
     images = [str(path.absolute()) for kind, path in files if kind == "image"]
     sounds = [str(path.absolute()) for kind, path in files if kind == "audio"]
@@ -129,7 +151,7 @@ def _question(text: str, files: list[tuple[str, Path]]) -> Sample:
             text = mark * len(items) + text
     row: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "images": images, "audios": sounds}
     try:
-        sample = sample_of(row, "sharegpt", "the question", Path())
+        sample = parse_row(row, "sharegpt", "the question", Path())
     except SampleError as error:
         raise ConfigError(f"The question: {error}.") from error
     fields: dict[str, Any] = {"text": text, "source": text}
@@ -138,25 +160,25 @@ def _question(text: str, files: list[tuple[str, Path]]) -> Sample:
     return type(sample)(sample.id, sample.messages, (), fields)
 
 
-def _speaker(loaded: LoadedRun, most: int, temperature: float) -> Callable[[Sample, list[Message]], str]:
-    """Return a function that answers a question after what was said before."""
-    from cornstarch.train.data.sample import SampleError
-    from cornstarch.train.tasks.conversation import ConversationTask
+def _build_reply(loaded: LoadedRun, most: int, temperature: float) -> Callable[[Sample, list[Message]], str]:
+    """Return a function that answers a question, given the messages before it."""
+    from cornstarch.data.sample import SampleError
+    from cornstarch.tasks.conversation import ConversationTask
 
     task = loaded.task
     if not isinstance(task, ConversationTask) and (temperature > 0 or most != MAX_TOKENS):
         raise ConfigError(
-            f"--max-tokens and --temperature are for conversations; a model trained for {task.name} answers in one way."
+            f"--max-tokens and --temperature are for conversations; a model trained for {task.name} has one answer."
         )
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
 
-    def converse(question: Sample, said: list[Message]) -> str:
+    def converse(question: Sample, history: list[Message]) -> str:
         assert isinstance(task, ConversationTask)
-        with loaded.placement.computing():
-            return task.reply([*said, *question.messages], most_tokens=most, **sampling)
+        with loaded.placement.forward_context():
+            return task.reply([*history, *question.messages], most_tokens=most, **sampling)
 
-    def answer(question: Sample, said: list[Message]) -> str:
-        with loaded.placement.computing():
+    def answer(question: Sample, history: list[Message]) -> str:
+        with loaded.placement.forward_context():
             try:
                 answers = task.answer([question])
             except SampleError as error:

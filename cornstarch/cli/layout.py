@@ -1,4 +1,4 @@
-"""`cornstarch layout`: which rank holds what, before any process starts."""
+"""`cornstarch layout`: show which rank holds which part of the model, before any process starts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cornstarch.cli import write_file
+from cornstarch.errors import ConfigError
+
 if TYPE_CHECKING:
+    from cornstarch.config.yaml_tree import Node
     from cornstarch.plan import Plan
-    from cornstarch.train.tree import Mistake, Node
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("layout")(layout)
+    from cornstarch.plan.validation import Mistake
 
 
 def layout(
@@ -22,80 +21,79 @@ def layout(
         Path,
         typer.Argument(metavar="PLAN", help="A plan, or a config with `parallel`: a YAML file.", show_default=False),
     ],
-    world: Annotated[int, typer.Option("--world", metavar="N", help="The number of ranks.", show_default=False)],
-    ranks_per_node: Annotated[int, typer.Option("--ranks-per-node", metavar="N", help="Ranks on each node.")] = 8,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Also draw a picture into this file.")
-    ] = None,
+    world: Annotated[int, typer.Option(metavar="N", help="The number of ranks.", show_default=False)],
+    ranks_per_node: Annotated[int, typer.Option(metavar="N", help="Ranks on each node.")] = 8,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the layout as SVG.")] = None,
 ) -> None:
-    """Show which rank holds which part of a model under a plan: module, stage, replica, and its shares.
+    """Show which rank holds which part of a model under a plan: module, stage, replica and shards.
 
-    Nothing is started, and no GPU is needed. Also told are groups that cross nodes, and what cannot be run yet.
+    Nothing is started, and no GPU is needed. Groups that cross nodes are listed, and so is what cannot run yet.
     """
-    meant = read_plan_file(plan)  # mistakes are told before anything is drawn
+    parsed = read_plan_file(plan)  # mistakes are reported before anything is drawn
     from cornstarch.plan.layout import Layout
     from cornstarch.plan.picture import as_svg, as_text
 
-    found = Layout.of(meant, world, ranks_per_node)
-    print(f"{meant.describe()}\n\n{as_text(found)}")
+    found = Layout.of(parsed, world, ranks_per_node)
+    print(f"{parsed.describe()}\n\n{as_text(found)}")
     if svg is not None:
-        _write(svg, as_svg(found))
+        write_file("--svg", svg, as_svg(found))
         print(f"\n{svg}")
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Return the plan in a YAML file; ConfigError that names every mistake, each with its line."""
+    """Return the plan in a YAML file; one ConfigError names every mistake with its line."""
+    from cornstarch.config import yaml_tree as tree
     from cornstarch.plan.plan import read_plan
-    from cornstarch.train import tree
 
-    values, mistakes = _read(path)
+    values, mistakes = _read_values(path)
     if values is None:
         tree.raise_mistakes(mistakes)
-        raise AssertionError("what cannot be read is a mistake")
-    key, section = _plan_of(values)
+        raise AssertionError("a file that cannot be read has a mistake")
+    key, section = _find_plan(values)
     plan, wrong = read_plan(section.plain())
     for mistake in wrong:
-        node = _nearest_node(section, mistake.path)
-        if not node.broken:  # already told
-            mistakes.append(tree.Mistake(node.where, tree.dotted((*key, *mistake.path)), mistake.found, mistake.text))
+        # The node at the path of the mistake, or the nearest one above it: a missing key has no node of its own.
+        paths = (mistake.path[:length] for length in range(len(mistake.path), 0, -1))
+        node = next((node for one in paths if (node := tree.descend(section, one)) is not None), section)
+        if not node.broken:  # a broken node has its mistake already
+            mistakes.append(tree.Mistake((*key, *mistake.path), mistake.found, mistake.text, node.where))
     tree.raise_mistakes(mistakes)
     assert plan is not None
     return plan
 
 
-def _read(path: Path) -> tuple[Node | None, list[Mistake]]:
-    """Return the values of a YAML file, None if it cannot be read, and what is wrong with it."""
-    from cornstarch.train import tree
+def _read_values(path: Path) -> tuple[Node | None, list[Mistake]]:
+    """Return the values of a YAML file, None if it cannot be read, and the mistakes in it."""
+    from cornstarch.config import yaml_tree as tree
 
-    def unreadable(text: str) -> tuple[None, list[Mistake]]:
-        return None, [tree.Mistake(tree.Where(str(path)), "", None, text)]
+    def refuse(text: str) -> tuple[None, list[Mistake]]:
+        return None, [tree.Mistake((), None, text, tree.Where(str(path)))]
 
     try:
         with path.open("rb") as file:
             text = file.read(tree.LARGEST_FILE + 1).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return unreadable(f"It is no UTF-8 text ({error.reason}).\nSave the file as UTF-8.")
+        return refuse(f"The file is not UTF-8 text ({error.reason}).\nSave the file as UTF-8.")
     except (OSError, ValueError) as error:
-        return unreadable(f"It cannot be read: {getattr(error, 'strerror', None) or error}.")
+        return refuse(f"The file cannot be read: {getattr(error, 'strerror', None) or error}.")
     if len(text) > tree.LARGEST_FILE:
-        return unreadable(f"It has more than {tree.LARGEST_FILE} bytes; expected a plan.")
+        return refuse(f"The file has more than {tree.LARGEST_FILE} bytes; expected a plan.")
     if not text.strip():
-        return unreadable("It is empty.\nExpected keys such as `modules:` and `data:`.")
+        return refuse("The file is empty.\nExpected keys such as `modules:` and `data:`.")
     values, mistakes = tree.read_yaml(text, tree.Where(str(path)))
     if values is not None and not isinstance(values.value, dict):
         kind = "a list" if isinstance(values.value, list) else "a single value"
-        return unreadable(f"It holds {kind}; expected keys such as `modules:` and `data:`.")
+        return refuse(f"The file holds {kind}; expected keys such as `modules:` and `data:`.")
     return values, mistakes
 
 
-def _plan_of(values: Node) -> tuple[tuple[str, ...], Node]:
-    """Return the plan in a file and the way to it: the file itself, or the section `parallel` of a config.
+def _find_plan(values: Node) -> tuple[tuple[str, ...], Node]:
+    """Return the path to the plan and the plan: the whole file, or the section `parallel` of a config.
 
-    A config without modules there has those of its model.
+    A config without `parallel.modules` has the modules of its model.
     """
-    from cornstarch.errors import ConfigError
-    from cornstarch.train.source import UNDECIDED
-    from cornstarch.train.tree import Node, descend, tree_of
+    from cornstarch.config.config_file import UNDECIDED
+    from cornstarch.config.yaml_tree import Node, descend, tree_of
 
     assert isinstance(values.value, dict)
     if not {"parallel", "model"} & {*values.value}:
@@ -106,38 +104,19 @@ def _plan_of(values: Node) -> tuple[tuple[str, ...], Node]:
         raise ConfigError(UNDECIDED)
     if section.value is None:
         section = Node({}, section.where)
-    if isinstance(section.value, dict):  # how a run goes about it is no part of the plan
+    if isinstance(section.value, dict):  # keys about how a run finds and checks its plan are not part of it
         others = ("verify", "auto", "cluster", "costs")
         section = Node({name: node for name, node in section.value.items() if name not in others}, section.where)
     if isinstance(section.value, dict) and "modules" not in section.value:
-        modules = tree_of(_modules_of(values.value.get("model")), section.where)
+        modules = tree_of(_list_modules(values.value.get("model")), section.where)
         section = Node({**section.value, "modules": modules}, section.where)
     return ("parallel",), section
 
 
-def _modules_of(model: Node | None) -> dict[str, Any]:
-    """Return the modules of a config's model, with nothing said about them."""
+def _list_modules(model: Node | None) -> dict[str, Any]:
+    """Return the modules of a config's model, each with an empty plan."""
     parts = model.value if model is not None and isinstance(model.value, dict) else {}
     if "language_model" not in parts:
         return {"model": {}}
     encoders = parts["encoders"].value if "encoders" in parts else None
     return {name: {} for name in [*(encoders if isinstance(encoders, dict) else ()), "language_model"]}
-
-
-def _nearest_node(values: Node, path: tuple[str | int, ...]) -> Node:
-    """Return the node at a path, or the last one on the way to it."""
-    from cornstarch.train.tree import descend
-
-    for length in range(len(path), 0, -1):
-        if (node := descend(values, path[:length])) is not None:
-            return node
-    return values
-
-
-def _write(path: Path, text: str) -> None:
-    from cornstarch.errors import ConfigError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--svg {path}: it cannot be written ({error.strerror}).") from error

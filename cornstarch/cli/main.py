@@ -9,23 +9,39 @@ from typing import Annotated
 import typer
 
 from cornstarch import __version__
+from cornstarch.cli import INTERRUPTED, WRONG_INPUT
 from cornstarch.errors import ConfigError
 
-# In the order of the help. Each is a file of this folder with `register(app)`, and imports what it works with
-# inside its functions: all of them are imported for `cornstarch --help`.
-COMMANDS = (
-    "train", "init", "validate", "data", "inspect_data", "generate", "export", "report", "checkpoint", "layout",
-    "estimate", "profile", "verify", "plan", "explain", "schema", "doctor",
-)  # fmt: skip
-
-WRONG_INPUT = 2
-INTERRUPTED = 130
+# In the order of the help: command -> file of this folder and function. A new command is one file and one line here.
+# All files are imported for `cornstarch --help`, so they import torch and other heavy packages inside functions.
+COMMANDS = {
+    "train": "train:train",
+    "init": "init:init",
+    "validate": "validate:validate",
+    "data check": "data:check_data",
+    "inspect-data": "data:inspect_data",
+    "generate": "generate:generate",
+    "export": "generate:export",
+    "report": "generate:report",
+    "checkpoint list": "checkpoint:list_checkpoints",
+    "checkpoint verify": "checkpoint:verify_checkpoints",
+    "checkpoint convert": "checkpoint:convert_checkpoint",
+    "layout": "layout:layout",
+    "estimate": "estimate:estimate",
+    "profile": "estimate:profile",
+    "verify": "validate:verify",
+    "plan": "plan:plan",
+    "explain": "explain:explain",
+    "schema": "init:schema",
+    "doctor": "doctor:doctor",
+}
+GROUPS = {"data": "Inspect data.", "checkpoint": "Inspect and convert checkpoints."}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; a user's mistake ends in a message, never in a traceback."""
-    if "" not in sys.path:  # the current folder: functions that a config names may stand there
-        sys.path.append("")  # last, so that no file of the user's hides a library
+    """Run the command line. A user's mistake ends in a message, never in a traceback."""
+    if "" not in sys.path:  # the current folder may have functions that a config names
+        sys.path.append("")  # last, so that no file there hides a library
     try:
         make_app()(args=arguments, prog_name="cornstarch")
     except ConfigError as error:
@@ -36,16 +52,23 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_app() -> typer.Typer:
-    """Return the application with every command that there is."""
+    """Return the application with all commands."""
     app = typer.Typer(
-        help="Compose multimodal language models out of Hugging Face parts, and train them.",
+        help="Compose multimodal language models from Hugging Face parts, and train them.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_options)
-    for name in COMMANDS:
-        import_module(f"cornstarch.cli.{name}").register(app)
+    app.callback()(_print_help)
+    groups: dict[str, typer.Typer] = {}
+    for command, target in COMMANDS.items():
+        group, _, name = command.rpartition(" ")
+        if group and group not in groups:
+            groups[group] = typer.Typer(help=GROUPS[group], no_args_is_help=True)
+            groups[group].callback()(lambda: None)  # or typer would merge a group of one command into it
+            app.add_typer(groups[group], name=group)
+        file, function = target.split(":")
+        (groups[group] if group else app).command(name)(getattr(import_module(f"cornstarch.cli.{file}"), function))
     return app
 
 
@@ -55,12 +78,12 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _options(
+def _print_help(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Compose multimodal language models out of Hugging Face parts, and train them."""
+    """Compose multimodal language models from Hugging Face parts, and train them."""
 
 
 if __name__ == "__main__":

@@ -1,167 +1,124 @@
-"""`cornstarch plan`: the best way to spread a run over a cluster, what it takes, and why the others lost."""
+"""`cornstarch plan`: find the best parallel plan for a cluster, with its cost, and why other plans are slower."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from cornstarch.plan.cluster import Cluster
-    from cornstarch.plan.facts import DataFacts
-    from cornstarch.report.planning import Page
-    from cornstarch.train.config import RunConfig
+from cornstarch.cli import ConfigPath, Overrides, quiet_libraries, wide_console, write_file
+from cornstarch.errors import ConfigError
 
-_OTHERS = 40  # plans of other kinds that are looked at, and listed on a page; there are hardly ever as many
-_MOST_SIZES = 24
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cornstarch.config import RunConfig
+    from cornstarch.plan.cluster import Cluster
+    from cornstarch.plan.data_statistics import DataStatistics
+    from cornstarch.plan.predict import Prediction
+    from cornstarch.report.plan_page import PlanReport
+
+_MAX_OTHERS = 40  # plans of other kinds that are compared, and listed on a page; there are rarely as many
+_MAX_SIZES = 24
+_MAX_REFUSED = 3
+_UNEVEN = 1.05  # the slowest replica's work over the mean from which on balancing is recommended
 _SIZES = re.compile(r"gpus\s*=\s*(?:(\d{1,6})\s*\.\.\s*(\d{1,6})|(\d{1,6}(?:\s*,\s*\d{1,6})*))")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan")(plan)
-
-
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file's.")
-    ] = None,
+    config: ConfigPath,
+    overrides: Overrides = None,
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="NAME", help="2x8xH100, 8xA100-80, 2xcpu, …, or a file. Default: this one."),
+        typer.Option(metavar="NAME", help="2x8xH100, 8xA100-80, 2xcpu, …, or a file. Default: this machine."),
     ] = None,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", metavar="N", min=1, help="This machine, and N processes, all of them used.")
+        int | None, typer.Option(metavar="N", min=1, help="Plan for N processes on this machine, and use all of them.")
     ] = None,
     costs: Annotated[
-        Path | None, typer.Option("--costs", metavar="FILE", help="What `cornstarch profile` measured, to plan by.")
+        Path | None, typer.Option(metavar="FILE", help="Measured costs, from `cornstarch profile`.")
     ] = None,
     facts: Annotated[
-        Path | None, typer.Option("--facts", metavar="FILE", help="What `cornstarch inspect-data` found, to plan by.")
+        Path | None, typer.Option(metavar="FILE", help="Facts about the data, from `cornstarch inspect-data`.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="Write the best plan, for `cornstarch train --plan`."),
+        Path | None, typer.Option(metavar="FILE", help="Write the best plan, for `cornstarch train --plan`.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page: timeline, memory, candidates, reasons.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page: timeline, memory, candidates, reasons.")
     ] = None,
     what_if: Annotated[
         str | None,
-        typer.Option(
-            "--what-if", metavar="gpus=A..B", help="Other sizes of the cluster, too: gpus=16..512, gpus=8,24."
-        ),
+        typer.Option(metavar="gpus=A..B", help="Also plan for other cluster sizes: gpus=16..512, gpus=8,24."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=0, help="Plans of other kinds to show.")] = 5,
+    top: Annotated[int, typer.Option(metavar="N", min=0, help="The number of plans of other kinds to show.")] = 5,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="DOLLARS", help="Of a GPU for an hour: shows the cost of tokens.")
+        float | None, typer.Option(metavar="DOLLARS", help="The price of a GPU hour: shows the cost of tokens.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say the plan on one line only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only one line with the plan.")] = False,
 ) -> None:
-    """Choose how a run is spread over a cluster: the fastest plan that fits, its time and memory, and why others lost.
+    """Find the fastest parallel plan that fits a cluster, its time and memory, and why other plans are slower.
 
-    No weights are loaded, no GPU is needed, and the cluster need not be here. What the config says about `parallel`,
-    `loop.accumulation` and activation checkpointing is chosen anew; all else is kept.
+    No weights are loaded, no GPU is needed, and the cluster need not be here. The planner chooses `parallel`,
+    `loop.gradient_accumulation_steps` and activation checkpointing; everything else in the config is kept.
     """
-    from cornstarch.errors import ConfigError
-    from cornstarch.plan.cluster import Cluster
-    from cornstarch.plan.compared import resized, size_name
-    from cornstarch.plan.facts import read_facts
-    from cornstarch.train.source import load_config
+    from cornstarch.config.config_file import load_config
+    from cornstarch.plan.cluster import resize_cluster
+    from cornstarch.plan.data_statistics import read_data_statistics
 
-    # Mistakes are told before waiting for torch.
+    # All mistakes are reported before the wait for torch.
     run = load_config(config, overrides or ())
     if cluster is not None and nproc is not None:
-        raise ConfigError("--cluster and --nproc: the number of processes is that of the cluster. Give one of them.")
+        raise ConfigError("--cluster and --nproc: the cluster sets the number of processes. Use one of them.")
     if costs is not None and facts is not None:
-        raise ConfigError("--costs and --facts: costs were measured with samples of a certain size. Give one of them.")
+        raise ConfigError("--costs and --facts: costs were measured for a certain sample size. Use one of them.")
     if price is not None and not 0 < price < float("inf"):
-        raise ConfigError(f"--price {price:g}: expected dollars for an hour of one GPU, above 0.")
-    machines = None if cluster is None else Cluster.parse(cluster)
+        raise ConfigError(f"--price {price:g}: expected dollars per GPU hour, above 0.")
+    machines = None if cluster is None else _parse_cluster(cluster)
     sizes = [] if what_if is None else parse_sizes(what_if)
-    data = None if facts is None else read_facts(facts)
+    data = None if facts is None else read_data_statistics(facts)
     for path, option in ((output, "--output"), (html, "--html")):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
     if machines is not None:
-        machines = replace(
-            machines, name=machines.name or size_name(machines.device, machines.nodes, machines.per_node)
-        )
         for size in sizes:
-            resized(machines, size)  # refuses what does not fill nodes
+            resize_cluster(machines, size)  # refuses a size that does not fill nodes
 
-    from cornstarch.cli.plan_tables import show
-    from cornstarch.report.plan_words import train_command
-    from cornstarch.report.planning import write_page
+    from cornstarch.report.plan_page import write_plan_page
+    from cornstarch.report.plan_text import build_train_command
 
-    page = _planned(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
+    page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
     if quiet:
         print(page.sentence)
     else:
-        show(page, top, "measured" if costs is not None else "counted", data)
+        _print_plans(page, top, "measured" if costs is not None else "estimated", data)
     if sizes:
-        page = _with_sizes(page, run, sizes)
+        page = _compare_sizes(page, run, sizes)
     if output is not None:
-        _write(output, page.plan)
+        write_file("--output", output, page.plan)
         if not quiet:
             assert page.found.best is not None
-            command = train_command(page.found.best, page.cluster, str(config), str(output), overrides or ())
+            command = build_train_command(page.found.best, page.cluster, str(config), str(output), overrides or ())
             print(f"{output}: {command}")
     if html is not None:
-        write_page(page, html)
+        write_plan_page(page, html)
         print(html)
 
 
-def _planned(
-    run: RunConfig,
-    machines: Cluster,
-    uses_all: bool,
-    costs: Path | None,
-    data: DataFacts | None,
-    price: float | None,
-) -> Page:
-    """Return what was found; ConfigError if nothing fits."""
-    from cornstarch.cli.train import quiet_libraries
-    from cornstarch.errors import ConfigError
-    from cornstarch.report.planning import Page
-    from cornstarch.train.deciding import impossible, using_all
-    from cornstarch.train.planning import cost_of, own_plan, plan_file, plan_run
+def _parse_cluster(text: str) -> Cluster:
+    from cornstarch.plan.cluster import Cluster, format_cluster_name
 
-    quiet_libraries()
-    with _working("counting what layers cost" if costs is None else "reading what layers cost"):
-        cost = cost_of(run, machines, costs or run.parallel.costs, data)
-    with _working(f"searching plans for {machines.name}"):
-        found = plan_run(run, machines, cost, _OTHERS)
-        if found.best is None:
-            raise ConfigError(impossible(found, machines))
-        best = using_all(found, run, machines, cost) if uses_all else found.best
-    found = replace(found, best=best)
-    return Page(
-        run.name, machines, cost, found, own_plan(run, machines, cost), (), plan_file(best, run, machines), price
-    )
-
-
-def _with_sizes(page: Page, run: RunConfig, sizes: Sequence[int]) -> Page:
-    """Return what was found with the best plans on clusters of other sizes, which are shown."""
-    from cornstarch.cli.plan_tables import show_sizes
-    from cornstarch.train.planning import what_if
-
-    with _working("searching plans for other sizes"):
-        page = replace(page, scaled=tuple(what_if(run, page.cluster, page.cost, sizes)))
-    show_sizes(page)
-    return page
+    found = Cluster.parse(text)
+    return replace(found, name=found.name or format_cluster_name(found.device, found.nodes, found.per_node))
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return the sizes that `--what-if` names: doubled from the first to the last, or as listed."""
-    from cornstarch.errors import ConfigError
-
+    """Return the sizes in `--what-if`: doubled from the first to the last, or as listed."""
     found = _SIZES.fullmatch(text.strip().lower())
     if found is None:
         raise ConfigError(f"--what-if {text}: expected gpus=16..512 (doubled each time) or a list, gpus=8,16,24.")
@@ -169,41 +126,173 @@ def parse_sizes(text: str) -> list[int]:
         sizes = [int(one) for one in found[3].split(",")]
     else:
         first, last = int(found[1]), int(found[2])
-        sizes = [first << power for power in range(_MOST_SIZES) if first << power <= last] if first else [0]
+        sizes = [first << power for power in range(_MAX_SIZES) if first << power <= last] if first else [0]
         if not sizes:
             raise ConfigError(f"--what-if {text}: {first} is more than {last}.")
     if 0 in sizes:
         raise ConfigError(f"--what-if {text}: 0 GPUs; expected at least 1.")
-    return sorted(set(sizes))[:_MOST_SIZES]
+    return sorted(set(sizes))[:_MAX_SIZES]
 
 
 def _this_machine(run: RunConfig, nproc: int | None) -> Cluster:
-    """Return this machine: so many processes, or one for each GPU; or what the config names."""
+    """Return the cluster that the config names, or this machine with `nproc` processes or one per GPU."""
     from cornstarch.plan.cluster import Cluster
 
     if nproc is None and run.parallel.cluster is not None:
         return Cluster.parse(run.parallel.cluster)
     import torch
 
-    from cornstarch.train.deciding import this_cluster
+    from cornstarch.planner.auto_plan import build_cluster
 
     count = nproc or max(1, torch.cuda.device_count())
-    return this_cluster(run, count, count)
+    return build_cluster(run, count, count)
 
 
-@contextmanager
-def _working(what: str) -> Iterator[None]:
-    """Show that something is going on, in a terminal."""
+def _search_plan(
+    run: RunConfig,
+    machines: Cluster,
+    uses_all: bool,
+    costs: Path | None,
+    data: DataStatistics | None,
+    price: float | None,
+) -> PlanReport:
+    """Return the best plan and its rivals; ConfigError if nothing fits."""
+    from cornstarch.planner.auto_plan import explain_failure, use_all_devices
+    from cornstarch.planner.search_run import cost_of, format_plan_file, own_plan, plan_run
+    from cornstarch.report.plan_page import PlanReport
+
+    quiet_libraries()
+    with _show_status("estimating the cost of layers" if costs is None else "reading the cost of layers"):
+        cost = cost_of(run, machines, costs or run.parallel.costs, data)
+    with _show_status(f"searching plans for {machines.name}"):
+        found = plan_run(run, machines, cost, _MAX_OTHERS)
+        if found.best is None:
+            raise ConfigError(explain_failure(found, machines))
+        best = use_all_devices(found, run, machines, cost) if uses_all else found.best
+    found = replace(found, best=best)
+    own = own_plan(run, machines, cost)
+    return PlanReport(run.name, machines, cost, found, own, (), format_plan_file(best, run, machines), price)
+
+
+def _show_status(text: str) -> AbstractContextManager[object]:
     from rich.console import Console
 
-    with Console(stderr=True).status(f"{what} …"):
-        yield
+    return Console(stderr=True).status(f"{text} …")
 
 
-def _write(path: Path, text: str) -> None:
-    from cornstarch.errors import ConfigError
+# ------------------------------------------------------------------------------------------------ tables
 
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {path}: it cannot be written ({error.strerror}).") from error
+
+def _print_plans(page: PlanReport, top: int, costs: str, facts: DataStatistics | None) -> None:
+    """Print the best plan, `top` plans of other kinds, the config's own, and the reasons."""
+    from cornstarch.report.number_format import format_count
+    from cornstarch.report.plan_text import describe_layer_split, explain_choice
+
+    console, best, devices = wide_console(), page.best, page.cluster.devices
+    tokens = f" of {format_count(page.cost.tokens)} tokens" if page.cost.tokens else ""
+    batch = f"{page.cost.batch:,} samples{tokens} per step, in {page.cost.precision}"
+    console.print(f"{page.cluster.name}: {page.cluster.describe()}", soft_wrap=True)
+    console.print(f"{page.name}: {batch}; layer costs {costs}", soft_wrap=True)
+    console.print(_build_plan_table(page, top))
+    notes = [f"{line}." for line in describe_layer_split(best)] + explain_choice(page.found)
+    if best.candidate.world < devices:
+        notes.append(f"{devices - best.candidate.world} of {devices} devices stay idle.")
+    uneven = facts.straggler_factor(best.candidate.dp) if facts is not None else 1.0
+    if uneven > _UNEVEN:
+        notes.append(
+            f"The data is uneven: of {best.candidate.dp} replicas the slowest has {uneven:.2f} times the mean work. "
+            "`data.balance: cost` assigns samples by cost."
+        )
+    notes += [f"Too large: {one}." for one in page.found.refused[:_MAX_REFUSED]]
+    for note in notes:
+        console.print(f"• {note}", soft_wrap=True)
+
+
+def _build_plan_table(page: PlanReport, top: int) -> Table:
+    from cornstarch.report.plan_text import compare_with_best, extract_reason, select_rate_unit
+
+    best, own = page.best, page.own
+    table = _new_table(page, "", "step", "slower", f"{select_rate_unit(best)}/s", "MFU", "memory")
+    table.add_row("best", *_format_prediction(page, best, "", ""))
+    for number, one in enumerate(page.found.runners_up[:top], 2):
+        row = _format_prediction(page, one.prediction, compare_with_best(one.prediction, best), extract_reason(one))
+        table.add_row(str(number), *row)
+    if own is None:
+        return table
+    if own.prediction is None:
+        text = [*own.plan.describe().splitlines()[1:], f"no prediction: {own.trouble}"]
+        table.add_row("config", *[""] * (len(table.columns) - 2), "\n".join(text))
+    elif own.prediction.fits:
+        table.add_row("config", *_format_prediction(page, own.prediction, compare_with_best(own.prediction, best), ""))
+    else:
+        table.add_row("config", *_format_prediction(page, own.prediction, "too large", own.prediction.reasons[0]))
+    return table
+
+
+def _format_prediction(page: PlanReport, one: Prediction, compared: str, reason: str) -> list[str]:
+    from cornstarch.report.number_format import format_bytes, format_percent
+    from cornstarch.report.plan_text import describe_choice, format_rate, format_step_time
+
+    return [
+        format_step_time(one.step),
+        compared,
+        format_rate(one),
+        format_percent(one.mfu),
+        f"{format_bytes(one.peak)}\nof {format_bytes(one.limit)}",
+        *_format_price(page, one, page.cluster.devices),
+        "\n".join([*describe_choice(one.candidate), *filter(None, [reason])]),
+    ]
+
+
+def _compare_sizes(page: PlanReport, run: RunConfig, sizes: Sequence[int]) -> PlanReport:
+    """Print the best plans on clusters of other sizes, and return the page with them."""
+    from cornstarch.planner.search_run import what_if
+    from cornstarch.report.number_format import format_percent
+    from cornstarch.report.plan_text import format_rate, format_step_time, select_rate_unit
+
+    with _show_status("searching plans for other sizes"):
+        page = replace(page, scaled=tuple(what_if(run, page.cluster, page.cost, sizes)))
+    table = _new_table(page, "cluster", "step", f"{select_rate_unit(page.best)}/s", "efficiency", "MFU", "idle")
+    for one in page.scaled:
+        best, devices = one.best, one.cluster.devices
+        if best is None:
+            table.add_row(one.cluster.name, *[""] * (len(table.columns) - 2), "nothing fits")
+            continue
+        cells = [
+            format_step_time(best.step),
+            format_rate(best),
+            format_percent(one.efficiency),
+            format_percent(best.mfu),
+        ]
+        idle = str(devices - best.candidate.world or "")
+        table.add_row(one.cluster.name, *cells, idle, *_format_price(page, best, devices), best.candidate.describe())
+    console = wide_console()
+    console.print(table)
+    console.print(
+        f"The batch is the same on every size, {page.cost.batch:,} samples per step; efficiency is per device, "
+        "relative to the first size that fits.",
+        soft_wrap=True,
+    )
+    return page
+
+
+def _format_price(page: PlanReport, one: Prediction, devices: int) -> list[str]:
+    """Return the cell with the price of tokens; no cell without a price."""
+    from cornstarch.report.plan_text import compute_token_price
+
+    if page.price is None or not page.best.tokens_per_second:
+        return []
+    price = compute_token_price(one, devices, page.price)
+    return ["" if price is None else f"{price:.3g}"]
+
+
+def _new_table(page: PlanReport, first: str, *names: str) -> Table:
+    from rich.table import Table
+
+    table = Table(first, show_lines=True)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    if page.price is not None and page.best.tokens_per_second:
+        table.add_column("$ per 1M\ntokens", justify="right", no_wrap=True)
+    table.add_column("plan")
+    return table

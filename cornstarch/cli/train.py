@@ -3,144 +3,108 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli.main import INTERRUPTED
+from cornstarch.cli import INTERRUPTED, Overrides, quiet_libraries, read_checked_config
 
 if TYPE_CHECKING:
     import torch
 
-    from cornstarch.train.config import RunConfig
+    from cornstarch.config import RunConfig
+    from cornstarch.plan.layout import Layout
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("train")(train)
+@dataclass
+class _TrainOptions:
+    """The options that every process of a run gets."""
+
+    allow_changes: bool
+    trace: bool
+    profile: bool
+
+    def rename_inputs(self) -> list[str]:
+        given = {"--allow-changes": self.allow_changes, "--trace": self.trace, "--profile": self.profile}
+        return [name for name, is_given in given.items() if is_given]
 
 
 def train(
     config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CONFIG]", help="The run's config, a YAML file. Without one: the demo.", show_default=False
-        ),
+        str | None, typer.Argument(metavar="CONFIG", help="The config, a YAML file. Default: the demo.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", help="Values that win over the file's.")
-    ] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Set an earlier run aside and begin anew.")] = False,
+    overrides: Overrides = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Move an earlier run aside and start over.")] = False,
     allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Go on from a checkpoint although the config has changed.")
+        bool, typer.Option("--allow-changes", help="Resume from a checkpoint although the config has changed.")
     ] = False,
     nproc: Annotated[
-        str | None,
-        typer.Option(help="Processes to start here; auto: one for each GPU. Under torchrun leave it out."),
+        str | None, typer.Option(help="Processes to start here; auto: one per GPU. Do not use it under torchrun.")
     ] = None,
     trace: Annotated[
-        bool,
-        typer.Option("--trace", help="Write trace.json, some steps of a pipeline, for chrome://tracing and Perfetto."),
+        bool, typer.Option("--trace", help="Write trace.json: a few pipeline steps for chrome://tracing and Perfetto.")
     ] = False,
     profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Profile some steps: where the time goes, part by part, and a trace of it."),
+        bool, typer.Option("--profile", help="Profile a few steps: the time of each part, and a trace.")
     ] = False,
-    plan_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan", metavar="FILE", help="A plan of `cornstarch plan --output`; it stands for the config's."
-        ),
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A plan of `cornstarch plan --output`. Overrides the config's.")
     ] = None,
 ) -> None:
-    """Train a model, from the newest checkpoint on if the run has one, and write a report.
+    """Train a model, resuming from the newest checkpoint if there is one, and write a report.
 
-    Without a config a small model learns from real images, sounds and text that come with Cornstarch, in about a minute
-    on a laptop.
+    Without a config, a small model learns from real images, sounds and text that come with Cornstarch, in about a
+    minute on a laptop.
     """
-    from cornstarch.cli.paths import path_mistakes
+    from cornstarch.config.run_folder import RunFolder
     from cornstarch.demo import demo_config
-    from cornstarch.launch import agree, current_world, launch, process_count, start_process_group
-    from cornstarch.plan.layout import Layout, check_executable
-    from cornstarch.train.runs import PLAN, RunFolder, check_trace
-    from cornstarch.train.source import as_data, read_config
-    from cornstarch.train.tree import raise_mistakes
+    from cornstarch.launch import current_world, process_count
 
     changes = list(overrides or ())
     if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
         changes, config = [config, *changes], None
-    if config is None:
-        run = demo_config(changes, plan_file)
-    else:
-        reading = read_config(Path(config), changes, plan=plan_file)
-        raise_mistakes([*reading.mistakes, *path_mistakes(reading.values)])
-        assert reading.config is not None
-        run = reading.config
-    world = current_world()
+    run = demo_config(changes, plan) if config is None else read_checked_config(Path(config), changes, plan)
+    world, options = current_world(), _TrainOptions(allow_changes, trace, profile)
     count = 1 if nproc is None else process_count(nproc)
-    # Before an earlier run is set aside, and before any process is started.
-    decided = _decided(run, count) if run.parallel.auto and count > 1 else None
-    layout = None
-    if not run.parallel.auto:
-        plan = run.parallel.plan()
-        check_executable(plan)
-        if trace:
-            check_trace(plan.is_pipeline)
-        layout = Layout.of(plan, max(count, world.size), max(count, world.local_size))
+    # Both before an earlier run is moved aside, and before any process starts: a mistake must not cost anything.
+    chosen_plan = _choose_plan(run, count) if run.parallel.auto and count > 1 else None
+    layout = _check_plan(run, max(count, world.size), max(count, world.local_size), trace)
     if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
-            print(f"{run.folder}: the earlier run is now {aside}")
+            print(f"{run.folder}: moved the earlier run to {aside}")
     if count > 1:
-        options = {"--allow-changes": allow_changes, "--trace": trace, "--profile": profile}
-        own = [name for name, is_given in options.items() if is_given]
-        if decided is not None:
-            plan_file = run.folder / PLAN
-            with RunFolder(run.folder).claimed():
-                RunFolder(run.folder).write(PLAN, decided)
-        own += ["--plan", str(plan_file)] if plan_file is not None else []
-        command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes, *own]
-        raise typer.Exit(launch(command, count, run.folder / "logs"))
-    if world.size == 1:
-        interrupted = _fit(run, allow_changes, trace, profile)
-    else:
-        from cornstarch.train.optimizer_check import check_optimizer
-
-        if layout is not None:
-            check_optimizer(run, layout)  # every rank finds the same: none has to wait for another one
-        device = "cuda" if run.device.startswith("cuda") or (run.device == "auto" and _has_gpu()) else "cpu"
-        with start_process_group(world, device) as own_device:
-            agree(as_data(run))
-            interrupted = _fit(run, allow_changes, trace, profile, own_device)
-    if interrupted:
+        command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
+        raise typer.Exit(_launch_processes(run, [*command, *options.rename_inputs()], count, plan, chosen_plan))
+    if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
 
 
-def _fit(run: RunConfig, allow_changes: bool, trace: bool, profile: bool, device: torch.device | None = None) -> bool:
-    """Train; return whether Ctrl-C ended it."""
-    quiet_libraries()
-    from cornstarch.train import Trainer
+def _check_plan(run: RunConfig, world_size: int, local_size: int, trace: bool) -> Layout | None:
+    """Return the layout of the config's plan, None if the plan is still to be chosen; ConfigError if it cannot run."""
+    from cornstarch.config.run_folder import check_trace
+    from cornstarch.plan.layout import Layout, check_executable
 
-    command = shlex.join(["cornstarch", *sys.argv[1:]])
-    trainer = Trainer(run, allow_changes=allow_changes, command=command, device=device, trace=trace, profile=profile)
-    result = trainer.fit()
-    says = result.status == "finished" and trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
-    if says and trainer.rank == 0:
-        print(f"talk to it: cornstarch generate {run.folder}")
-    return result.status == "stopped" and trainer.interrupted
+    if run.parallel.auto:
+        return None
+    plan = run.parallel
+    check_executable(plan)
+    if trace:
+        check_trace(plan.is_pipeline)
+    return Layout.of(plan, world_size, local_size)
 
 
-def _decided(run: RunConfig, count: int) -> str:
-    """Return the plan of a run with `parallel: auto`, before its processes are started.
+def _choose_plan(run: RunConfig, count: int) -> str:
+    """Return the plan of a run with `parallel: auto`, as YAML.
 
-    Another process chooses: here torch would take memory as long as the run lasts.
+    `cornstarch plan` runs in a process of its own: here torch would keep memory as long as the run lasts.
     """
-    import subprocess
-    from tempfile import TemporaryDirectory
-
-    from cornstarch.train.source import dump_config
+    from cornstarch.config.config_file import dump_config
 
     with TemporaryDirectory() as folder:
         config, plan = Path(folder) / "run.yaml", Path(folder) / "plan.yaml"
@@ -152,18 +116,54 @@ def _decided(run: RunConfig, count: int) -> str:
         return plan.read_text(encoding="utf-8")
 
 
-def _has_gpu() -> bool:
+def _launch_processes(run: RunConfig, command: list[str], count: int, plan: Path | None, chosen: str | None) -> int:
+    """Start the processes of a run with its plan, and return the exit code."""
+    from cornstarch.config.run_folder import PLAN, RunFolder
+    from cornstarch.launch import launch
+
+    if chosen is not None:  # one choice for all processes, kept in the run's folder
+        plan = run.folder / PLAN
+        with RunFolder(run.folder).claim():
+            RunFolder(run.folder).write(PLAN, chosen)
+    plan_arguments = ["--plan", str(plan)] if plan is not None else []
+    return launch([*command, *plan_arguments], count, run.folder / "logs")
+
+
+def _train_process(run: RunConfig, options: _TrainOptions, layout: Layout | None) -> bool:
+    """Train in this process, in a process group if there are others; return whether Ctrl-C ended the run."""
+    from cornstarch.launch import agree, current_world, start_process_group
+    from cornstarch.plan.validation import as_data
+
+    world = current_world()
+    if world.size == 1:
+        return _fit(run, options)
     import torch
 
-    return torch.cuda.is_available()
+    from cornstarch.engine.plan_requirements import check_optimizer
+
+    if layout is not None:
+        check_optimizer(run, layout)  # before the group exists: every rank finds the same, and none waits for another
+    uses_gpu = run.device.startswith("cuda") or (run.device == "auto" and torch.cuda.is_available())
+    with start_process_group(world, "cuda" if uses_gpu else "cpu") as device:
+        agree(as_data(run))
+        return _fit(run, options, device)
 
 
-def quiet_libraries() -> None:
-    """Keep other libraries' progress bars and hints out of ours."""
-    import os
+def _fit(run: RunConfig, options: _TrainOptions, device: torch.device | None = None) -> bool:
+    quiet_libraries()
+    from cornstarch.train import Trainer
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    command = shlex.join(["cornstarch", *sys.argv[1:]])
+    trainer = Trainer(
+        run,
+        allow_changes=options.allow_changes,
+        command=command,
+        device=device,
+        trace=options.trace,
+        profile=options.profile,
+    )
+    result = trainer.fit()
+    generates_text = trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
+    if result.status == "finished" and generates_text and trainer.rank == 0:
+        print(f"Try it: cornstarch generate {run.folder}")
+    return result.status == "stopped" and trainer.interrupted

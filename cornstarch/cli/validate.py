@@ -1,82 +1,92 @@
-"""`cornstarch validate`: is the config right, and is everything there that it names?"""
+"""`cornstarch validate` checks a config and the files it names; `cornstarch verify` checks that its plan is correct.
+
+The checks of files look only: no torch, no network.
+"""
 
 from __future__ import annotations
 
+import glob
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cornstarch.cli import ConfigPath, Overrides, quiet_libraries, read_checked_config
+from cornstarch.errors import ConfigError
+
 if TYPE_CHECKING:
-    from cornstarch.train.config import PartConfig, RunConfig
+    from cornstarch.config import PartConfig, RunConfig, SourceConfig
+    from cornstarch.config import yaml_tree as tree
+    from cornstarch.config.yaml_tree import Node
+    from cornstarch.plan.validation import Mistake
+    from cornstarch.verify.compare import Difference
+
+    _Get = Callable[[tree.Path], Node | None]  # the value at a path of the config, None if there is none
+
+DIFFERENT = 1
+_HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[\w.]+")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "cornstarch_model.json")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("validate")(validate)
+def validate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a config, and that the files and folders it names exist, and summarize the run.
 
-
-def validate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, a YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values that win over the file's.")
-    ] = None,
-) -> None:
-    """Check a config and that the files and folders in it are there, and show what the run is.
-
-    What is in the data is checked by `cornstarch data check`.
+    `cornstarch data check` checks the contents of the data.
     """
     from rich.console import Console
     from rich.table import Table
 
-    from cornstarch.cli.paths import path_mistakes
-    from cornstarch.train.source import read_config
-    from cornstarch.train.tree import raise_mistakes
-
-    reading = read_config(config, overrides or ())
-    raise_mistakes([*reading.mistakes, *path_mistakes(reading.values)])
-    assert reading.config is not None
-    table = Table(title=f"{config} is right", show_header=False, title_justify="left")
-    for name, text in summary(reading.config):
+    run = read_checked_config(config, overrides)
+    table = Table(title=f"{config} is valid", show_header=False, title_justify="left")
+    for name, text in summarize(run):
         table.add_row(name, text)
     Console(markup=False, highlight=False).print(table)
 
 
-def summary(config: RunConfig) -> list[tuple[str, str]]:
-    """Return what a run is, in a few lines."""
+def summarize(config: RunConfig) -> list[tuple[str, str]]:
+    """Return a few (name, text) rows about a run."""
     loop, optimizer, schedule = config.loop, config.optimizer, config.schedule
     epochs = loop.epochs or 1
-    times = "once" if epochs == 1 else f"{epochs:g} times"
-    length = f"{loop.steps} steps" if loop.steps is not None else f"{times} through the data"
-    portions = f" in {loop.accumulation} portions" if loop.accumulation > 1 else ""
+    length = f"{loop.steps} steps" if loop.steps is not None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
+    microbatches = (
+        f" in {loop.gradient_accumulation_steps} microbatches" if loop.gradient_accumulation_steps > 1 else ""
+    )
     return [
-        ("run", f"{config.name}, seed {config.seed}, into {config.folder}"),
-        *_model(config),
+        ("run", f"{config.name}, seed {config.seed}, output {config.folder}"),
+        *_summarize_model(config),
         *[("training data", f"{source.path} ({source.format})") for source in config.data.train],
         *[("evaluation data", f"{source.path} ({source.format})") for source in config.data.evaluation],
         ("samples", f"at most {config.data.max_length} tokens{', packed' if config.data.packing else ''}"),
-        ("length", f"{length}, {loop.batch_size} samples per step{portions}"),
+        ("length", f"{length}, {loop.batch_size} samples per step{microbatches}"),
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {schedule.name}"),
         ("device", f"{config.device}, precision {config.precision}"),
     ]
 
 
-def _model(config: RunConfig) -> list[tuple[str, str]]:
+def _summarize_model(config: RunConfig) -> list[tuple[str, str]]:
     model = config.model
     if model.factory is not None:
         return [("model", model.factory.function)]
     if model.whole is not None:
-        return [("model", f"{_part(model.whole)}, task {model.whole.task}")]
+        return [("model", f"{_describe_part(model.whole)}, task {model.whole.task}")]
     assert model.language_model is not None
     encoders = [
-        (f"{name} encoder", f"{_part(part)}, {part.projector} projector") for name, part in model.encoders.items()
+        (f"{name} encoder", f"{_describe_part(part)}, {part.projector} projector")
+        for name, part in model.encoders.items()
     ]
-    return [*encoders, ("language model", _part(model.language_model))]
+    return [*encoders, ("language model", _describe_part(model.language_model))]
 
 
-def _part(part: PartConfig) -> str:
-    from cornstarch.cli.paths import is_hub_name
-
+def _describe_part(part: PartConfig) -> str:
     if part.path is None:
         kind = (part.config or {}).get("model_type", part.class_name or "model")
         source = f"new {kind}, random weights"
@@ -84,3 +94,238 @@ def _part(part: PartConfig) -> str:
         source = f"{part.path} (hub, not checked)" if is_hub_name(part.path) else part.path
     rate = f", learning rate {part.learning_rate:g}" if part.learning_rate is not None else ""
     return f"{source}, train: {part.train}{rate}"
+
+
+# ------------------------------------------------------------------------------------------------ verify
+
+
+def verify(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes. Default: two replicas of the plan, if few.")
+    ] = None,
+) -> None:
+    """Run the config's plan on a tiny twin of its model, in local processes, and compare it with one process.
+
+    The twin has the same classes and options, but few and narrow layers. Three steps on the first samples are compared,
+    some of them without their images and sounds: the loss, every gradient and every parameter. No GPU is needed.
+    """
+    from cornstarch.config.config_file import UNDECIDED
+    from cornstarch.plan.layout import Layout, check_executable
+
+    run = read_checked_config(config, overrides)
+    if run.parallel.auto:
+        raise ConfigError(UNDECIDED)
+    plan = run.parallel
+    check_executable(plan)
+    quiet_libraries()
+    from cornstarch.verify.twin_trial import TrialError, build_twin_run, choose_trial_size, run_trial
+
+    ranks, replicas = choose_trial_size(plan) if nproc is None else (nproc, Layout.of(plan, nproc).dp)
+    if ranks == 1:
+        print("The plan has one process; there is nothing to compare.")
+        return
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        twin = build_twin_run(run, place / "run", replicas)
+        print(f"{plan.describe()}\n\nA tiny twin of the model, {ranks} processes against one:", flush=True)
+        try:
+            found = run_trial(twin, ranks, place)
+        except TrialError as error:
+            if not error.is_shown:
+                print(error, file=sys.stderr)
+            raise typer.Exit(error.code) from None
+    print(_format_difference(found))
+    if not found.is_equal:
+        where = f" The difference begins in {found.begins}." if found.begins else ""
+        print(f"\nThe plan and one process compute different results.{where} Do not train with it.", file=sys.stderr)
+        raise typer.Exit(DIFFERENT)
+    print("\nThe plan computes the same as one process.")
+
+
+def _format_difference(found: Difference) -> str:
+    from cornstarch.verify.compare import TOLERANCE
+
+    width = max(len(one.part) for one in found.parts)
+    lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]
+    for one in found.parts:
+        missing = f"  only on one side: {', '.join(one.missing[:3])}" if one.missing else ""
+        lines.append(f"{one.part:{width}}  {one.gradients:.1e}  {one.parameters:.1e}{missing}")
+    lines.append(f"{'loss':{width}}  {found.loss:.1e}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------ files in configs
+
+
+def find_path_mistakes(values: Node) -> list[Mistake]:
+    """Return the mistakes in the paths of a config, which may have other mistakes too."""
+    from cornstarch.config import yaml_tree as tree
+
+    found, get = [], partial(tree.descend, values)
+    for check in (_check_models, _check_data, _check_output, _check_optimizer):
+        for path, problem in check(get):
+            node = get(path)
+            where, shown = (node.where, node.format_value()) if node is not None else (values.where, None)
+            found.append(tree.Mistake(path, shown, problem, where))
+    return found
+
+
+def is_hub_name(path: str) -> bool:
+    """Return whether a path that does not exist can be the name of a model on the hub."""
+    return not os.path.exists(path) and _HUB_NAME.fullmatch(path) is not None and not ("/" in path and _find_near(path))
+
+
+def _check_models(get: _Get) -> Iterator[tuple[tree.Path, str]]:
+    for path, part in _read_parts(get):
+        if part.path is not None and (problem := find_model_problem(part.path, trained=True)):
+            yield (*path, "path"), problem
+        for name in ("tokenizer", "processor"):
+            other = getattr(part, name, None)
+            if other is not None and (problem := find_model_problem(other, trained=False)):
+                yield (*path, name), problem
+    start = get(("model", "start_from"))
+    if start is not None and isinstance(start.value, str) and not os.path.isdir(start.value):
+        yield ("model", "start_from"), _describe_missing(start.value, "folder")
+
+
+def _read_parts(get: _Get) -> Iterator[tuple[tree.Path, PartConfig]]:
+    """Yield every part of the model that can be parsed, whatever is wrong with the others."""
+    from pydantic import ValidationError
+
+    from cornstarch.config import EncoderConfig, LanguageModelConfig, WholeModelConfig
+
+    places: list[tuple[tree.Path, type[PartConfig]]] = [
+        (("model", "language_model"), LanguageModelConfig),
+        (("model", "whole"), WholeModelConfig),
+    ]
+    encoders = get(("model", "encoders"))
+    if encoders is not None and isinstance(encoders.value, dict):
+        places += [(("model", "encoders", name), EncoderConfig) for name in encoders.value]
+    for path, kind in places:
+        node = get(path)
+        if node is not None and isinstance(node.value, dict):
+            try:
+                yield path, kind.model_validate(node.plain())
+            except ValidationError:
+                continue  # the reader of the config reports it
+
+
+def find_model_problem(path: str, trained: bool) -> str:
+    """Return the problem with a folder or hub name of a model (`trained`), tokenizer or processor; "" if none."""
+    from cornstarch.files import find_damaged_weights
+
+    if is_hub_name(path):
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _is_cached(path):
+            return "It is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids a download."
+        return ""
+    if not os.path.isdir(path):
+        return _describe_missing(path, "folder")
+    names = set(os.listdir(path))
+    if trained and not names & {"config.json", "cornstarch_model.json"}:
+        return "The folder has no config.json.\nExpected a folder written by save_pretrained."
+    if trained and not any(glob.glob(os.path.join(glob.escape(path), pattern)) for pattern in _WEIGHTS):
+        return "The folder has a config.json but no weights (*.safetensors or *.bin)."
+    if trained and (problem := find_damaged_weights(Path(path))):
+        return problem
+    return "" if names else "The folder is empty."
+
+
+def _is_cached(name: str) -> bool:
+    home = os.environ.get("HF_HOME", os.path.join(os.path.expanduser("~"), ".cache", "huggingface"))
+    cache = os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))
+    return os.path.isdir(os.path.join(cache, f"models--{name.replace('/', '--')}"))
+
+
+def _check_data(get: _Get) -> Iterator[tuple[tree.Path, str]]:
+    from pydantic import ValidationError
+
+    from cornstarch.config import SourceConfig
+
+    for name in ("train", "evaluation"):
+        sources = get(("data", name))
+        for index, node in enumerate(sources.value if sources is not None and isinstance(sources.value, list) else []):
+            try:
+                source = SourceConfig.model_validate(node.plain())
+            except ValidationError:
+                continue
+            path = ("data", name, index)
+            if problem := _find_data_problem(source):
+                yield (*path, "path"), problem
+            if source.media is not None and not os.path.isdir(source.media):
+                yield (*path, "media"), _describe_missing(source.media, "folder")
+
+
+def _find_data_problem(source: SourceConfig) -> str:
+    from cornstarch.data.file_formats import expand_braces
+
+    path = source.path
+    is_function = _FUNCTION.fullmatch(path) is not None
+    if source.format == "callable" or (source.format == "auto" and is_function and not os.path.exists(path)):
+        return "" if is_function else "Expected a function, as `package.module:function`."
+    if source.format == "datasets" and is_hub_name(path):
+        return ""
+    try:
+        names = [path] if os.path.exists(path) else [str(name) for name in expand_braces(path)]
+    except ConfigError as error:
+        return str(error)
+    for name in names:
+        found = glob.glob(name) if glob.has_magic(name) and not os.path.exists(name) else [name]
+        if not found:
+            return f"The pattern matches no file, relative to {os.getcwd()}."
+        if problem := next(filter(None, map(_find_file_problem, found)), ""):
+            return problem if name == path else f"{name}: {problem}"
+    return ""
+
+
+def _find_file_problem(path: str) -> str:
+    if not os.path.exists(path):
+        return _describe_missing(path, "file")
+    if os.path.isdir(path):
+        return "" if os.listdir(path) else "The folder is empty."
+    if not os.access(path, os.R_OK):
+        return "The file cannot be read: no permission."
+    return "" if os.path.getsize(path) else "The file is empty."
+
+
+def _check_output(get: _Get) -> Iterator[tuple[tree.Path, str]]:
+    node = get(("output",))
+    folder = Path(node.value) if node is not None and isinstance(node.value, str) else Path("runs")
+    existing = next((one for one in (folder, *folder.absolute().parents) if os.path.exists(one)), Path("/"))
+    if not existing.is_dir():
+        yield ("output",), f"{existing} is a file; the run needs a folder."
+    elif not os.access(existing, os.W_OK):
+        yield ("output",), f"The run cannot be written: no permission to write in {existing.absolute()}."
+
+
+def _check_optimizer(get: _Get) -> Iterator[tuple[tree.Path, str]]:
+    node = get(("optimizer", "name"))
+    package, dot, _ = node.value.partition(".") if node is not None and isinstance(node.value, str) else ("", "", "")
+    if dot and package.isidentifier() and find_spec(package) is None:
+        problem = f"The package `{package}` is not installed.\nInstall it, or use adamw, sgd, torch.optim.…"
+        yield ("optimizer", "name"), problem
+
+
+def _describe_missing(path: str, kind: str) -> str:
+    """Return an error text for a path that is missing, with a similar path if there is one."""
+    if os.path.exists(path):
+        return f"The path exists, but it is not a {kind}."
+    if path.startswith("~"):
+        return f"There is no such {kind}; `~` is not expanded in a config.\nWrite {os.path.expanduser(path)}."
+    text = f"There is no such {kind}" + ("." if os.path.isabs(path) else f", relative to {os.getcwd()}.")
+    parent = os.path.dirname(path.rstrip("/")) or "."
+    if not os.path.isdir(parent):
+        return f"{text}\nThe folder {parent} does not exist either."
+    near = _find_near(path)
+    return f"{text}\nDid you mean {near}?" if near else text
+
+
+def _find_near(path: str) -> str:
+    """Return a path in the same folder with a similar name, or an empty text."""
+    parent, name = os.path.split(path.rstrip("/"))
+    try:
+        found = get_close_matches(name, os.listdir(parent or "."), n=1)
+    except OSError:
+        return ""
+    return os.path.join(parent, found[0]) if found else ""

@@ -6,16 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from cornstarch.demo.examples import write_demo
+from cornstarch.demo.demo_files import write_demo
 from cornstarch.errors import ConfigError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the files, and say what they are and what to do with them."""
+    """Write the files, and print what they are and how to use them."""
     parser = argparse.ArgumentParser(
         prog="python -m cornstarch.demo", description="Write the demo's config and examples to ask its model about."
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; made if it is not there")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; created if it does not exist")
     folder: Path = parser.parse_args(arguments).folder
     try:
         written = write_demo(folder)

@@ -1,4 +1,4 @@
-"""Questions and answers about the data of the demo, as rows that any source of samples may have."""
+"""Questions and answers about the demo's data, as rows of an ordinary source."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ def digits(split: str) -> list[Row]:
     Args:
         split: "train" (1,437 images) or "test" (the other 360).
     """
-    return [_asked("image", image, "which digit is <image> ?", NUMBERS[digit]) for image, digit in _images(split)]
+    return [_build_row("image", image, "which digit is <image> ?", NUMBERS[digit]) for image, digit in _images(split)]
 
 
 def parity(split: str) -> list[Row]:
     """Ask whether the digit in an image is even or odd: the same images, another question."""
     return [
-        _asked("image", image, "is <image> even or odd ?", "odd" if digit % 2 else "even")
+        _build_row("image", image, "is <image> even or odd ?", "odd" if digit % 2 else "even")
         for image, digit in _images(split)
     ]
 
 
 def speakers(split: str) -> list[Row]:
-    """Ask who says a sound. It comes as features computed beforehand, [frames, 12].
+    """Ask who speaks in a sound, which is given as precomputed features [frames, 12].
 
     Args:
         split: "train" (270 utterances) or "test" (370, spoken on other occasions), as their authors split them.
     """
-    stored = _stored("speakers")
+    stored = _load_arrays("speakers")
     ends = np.cumsum(stored["frames"], dtype=np.int64)
     sounds = np.split(stored["features"], ends[:-1])
     order = _random_order(len(ends))  # they are stored speaker by speaker
     chosen = order[stored["test"][order] == _is_test(split)].tolist()
     return [
-        _asked("audio", sounds[i], "who says <audio> ?", f"speaker {NUMBERS[stored['speakers'][i]]}") for i in chosen
+        _build_row("audio", sounds[i], "who says <audio> ?", f"speaker {NUMBERS[stored['speakers'][i]]}")
+        for i in chosen
     ]
 
 
 def _images(split: str) -> Iterable[tuple[np.ndarray, int]]:
-    """Return the images of a split, in grey levels, and which digit each shows."""
-    stored = _stored("digits")
+    """Return the images of a split, in grey levels, with their digits."""
+    stored = _load_arrays("digits")
     order = _random_order(len(stored["digits"]))
     chosen = order[:HELD_OUT_DIGITS] if _is_test(split) else order[HELD_OUT_DIGITS:]
     images = (stored["images"].astype(np.uint16) * 255 // 16).astype(np.uint8)
@@ -61,11 +62,11 @@ def _images(split: str) -> Iterable[tuple[np.ndarray, int]]:
 
 
 def _random_order(length: int) -> np.ndarray:
-    """Return always the same order: numpy promises these random numbers for ever."""
+    """Return a random order that is always the same: numpy keeps the stream of this generator stable."""
     return np.random.PCG64(0).random_raw(length).argsort(kind="stable")
 
 
-def _asked(kind: str, media: np.ndarray, question: str, answer: str) -> Row:
+def _build_row(kind: str, media: np.ndarray, question: str, answer: str) -> Row:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {kind: media, "messages": turns}
 
@@ -77,6 +78,6 @@ def _is_test(split: str) -> bool:
 
 
 @cache
-def _stored(name: str) -> dict[str, np.ndarray]:
+def _load_arrays(name: str) -> dict[str, np.ndarray]:
     with np.load(DATA / f"{name}.npz", allow_pickle=False) as file:
         return dict(file)

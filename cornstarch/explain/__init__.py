@@ -1,4 +1,4 @@
-"""Explanations for learners, drawn from the code that runs: collectives, shared parameters, cut tensors, schedules."""
+"""Explanations of collectives, data, tensor and context parallelism and schedules, drawn from the code that runs."""
 
 from cornstarch.explain.story import Story
 from cornstarch.explain.topics import TOPICS, explain

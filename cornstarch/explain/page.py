@@ -1,110 +1,46 @@
-"""An explanation as one HTML page: all steps, of which the script shows one at a time."""
+"""A story as one HTML page: all steps as drawings, of which the script shows one at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cornstarch import __version__
-from cornstarch.explain.drawing import Canvas
-from cornstarch.explain.story import Step, Story, byte_count, sent_words
-from cornstarch.report.document import head, masthead, write_html
-from cornstarch.report.markup import Markup, element, join
-from cornstarch.report.script import SCRIPT
-from cornstarch.report.sections import table
+from markupsafe import Markup
 
-_STYLE = """
-.steps { list-style: none; padding: 0; display: grid; grid-template-columns: minmax(0, 1fr); gap: 0.9rem; }
-#sum tbody th { min-width: 12rem; }
-.step { padding: 1.1rem 1.2rem; }
-.step > h3 { font-size: 1.1rem; font-weight: 600; color: var(--ink); }
-.step .says { max-width: 46rem; margin: 0.3rem 0 1rem; min-height: 3em; }
-.picture { overflow-x: auto; }
-.picture svg { display: block; width: 100%; font-size: 10.5px; }
-.picture text { fill: var(--ink); text-anchor: middle; font-family: ui-monospace, "SF Mono", Menlo, Consolas,
-  "DejaVu Sans Mono", monospace; }
-.picture .over { fill: var(--soft); font-size: 9.5px; }
-.picture .rank { text-anchor: start; font-weight: 600; }
-.picture .beside { text-anchor: start; fill: var(--soft); font-size: 9px; }
-.picture .lane { fill: var(--sunk); }
-.picture .cell { fill: color-mix(in srgb, var(--c) 24%, var(--card)); stroke: var(--c); stroke-width: 1; }
-.picture .n .cell { fill: var(--card); stroke: var(--edge); }
-.picture .fresh .cell { stroke: var(--ink); stroke-width: 1.8; }
-.picture .fresh text { font-weight: 700; }
-.arrow { fill: none; stroke: var(--ink); stroke-width: 1.4; } .arrow.far { stroke: var(--soft); }
-.sent { margin-top: 0.8rem; font-size: 0.88rem; color: var(--soft); }
-.controls { display: flex; flex-wrap: wrap; align-items: center; gap: 0.6rem; margin-bottom: 0.9rem; }
-.controls output { font-variant-numeric: tabular-nums; min-width: 4.5rem; text-align: center; }
-.controls .keys { margin-left: auto; color: var(--soft); font-size: 0.85rem; }
-button:disabled { opacity: 0.45; cursor: default; }
-.remarks { margin: 1rem 0 0; padding: 0; list-style: none; display: grid; gap: 0.4rem; color: var(--soft); }
-@media (max-width: 40rem) { .step { padding: 0.9rem 1rem; } .controls .keys { display: none; } }
-@media print { .step { break-inside: avoid; } .step[hidden] { display: block !important; } }
-"""
+from cornstarch.explain.story import Arrow, DiagramBox, DiagramRow, Story, StoryStep, describe_sent, format_byte_count
+from cornstarch.report.html import Table, build_element, render_page, write_html
 
-# The page is complete without it: then all steps stand below one another.
-_SCRIPT = r"""
-"use strict";
-(() => {
-  const steps = [...document.querySelectorAll(".step")], controls = document.querySelector(".controls");
-  const back = document.getElementById("back"), next = document.getElementById("next");
-  const where = controls.querySelector("output"), every = document.getElementById("every");
-  let at = 0;
-  const show = (wanted) => {
-    at = Math.min(steps.length - 1, Math.max(0, wanted));
-    steps.forEach((one, index) => { one.hidden = !every.checked && index !== at; });
-    back.disabled = at === 0;
-    next.disabled = at === steps.length - 1;
-    where.textContent = `${at + 1} / ${steps.length}`;
-    const box = steps[at].querySelector(".picture"), fresh = box.querySelector(".fresh");
-    if (fresh) {
-      const shift = fresh.getBoundingClientRect().right - box.getBoundingClientRect().right;
-      box.scrollLeft = shift > 0 ? shift + 24 : 0;
-    }
-    if (every.checked) steps[at].scrollIntoView({ block: "nearest" });
-  };
-  back.addEventListener("click", () => show(at - 1));
-  next.addEventListener("click", () => show(at + 1));
-  every.addEventListener("change", () => show(at));
-  addEventListener("keydown", (event) => {
-    if (event.altKey || event.ctrlKey || event.metaKey) return;
-    const to = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: steps.length - 1 }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    show(to);
-  });
-  controls.hidden = false;
-  show(Number((/^#step-(\d+)$/.exec(location.hash) || [0, 1])[1]) - 1);
-})();
-"""
+_LETTER = 6.3  # the width of a letter in a box
+_SMALL = 5.4  # and of one beside a row
+_NARROW = 300  # of all boxes together, at least
+_BOX, _BETWEEN, _HEAD, _EDGE = 26, 18, 18, 3
+_FAR = 12  # more room over the first row for arrows that come from the last
+_SHRINKS = 0.86  # the least size on a narrow screen, as a fraction of the natural one; below that it scrolls
+_GROWS = 1.7
 
 
 def render(story: Story) -> str:
-    """Return the page."""
-    canvas = Canvas(story.steps)
-    body = element(
-        "body",
-        element("a", "Skip to the content", href="#main", class_="skip"),
-        element(
-            "div",
-            element("header", masthead("Cornstarch explains"), element("h1", story.title)),
-            element("p", story.lead, class_="lead", style="margin-top:0.8rem"),
-            class_="page",
-        ),
-        element(
-            "main",
-            _controls(len(story.steps)),
-            _legend(story),
-            element("ol", [_step(number, step, canvas) for number, step in enumerate(story.steps, 1)], class_="steps"),
-            _sum(story),
-            id="main",
-            class_="page",
-        ),
-        element("footer", f"Drawn by Cornstarch {__version__}: cornstarch explain {story.topic}", class_="page"),
-        element("script", Markup(SCRIPT)),
-        element("script", Markup(_SCRIPT)),
+    """Render the page."""
+    diagram = StepDiagram(story.steps)
+    formulas = [[one.name, one.symbols, one.numbers, one.result, one.counted] for one in story.formulas]
+    total = ", ".join(f"rank {rank}: {format_byte_count(count)}" for rank, count in enumerate(story.sent))
+    return render_page(
+        "explain.html",
+        title=story.title,
+        sections=[],
+        story={"topic": story.topic, "title": story.title, "lead": story.lead, "legend": story.legend},
+        steps=[
+            {
+                "title": step.title,
+                "text": step.description,
+                "drawing": diagram.draw(step),
+                "sent": describe_sent(step.sent),
+            }
+            for step in story.steps
+        ],
+        formulas=Table(["what", "formula", "with numbers", "is#", "counted step by step#"], formulas, "Formulas"),
+        remarks=(f"Sent by {total}.", *story.remarks),
     )
-    page = element("html", head(f"{story.title} · Cornstarch", _STYLE), body, lang="en")
-    return f"<!doctype html>\n{page}\n"
 
 
 def write_page(story: Story, path: Path) -> None:
@@ -112,50 +48,81 @@ def write_page(story: Story, path: Path) -> None:
     write_html(path, render(story))
 
 
-def _controls(steps: int) -> Markup:
-    return element(
-        "div",
-        element("button", "← Previous", type="button", id="back"),
-        element("output", f"1 / {steps}", aria_live="polite"),
-        element("button", "Next →", type="button", id="next"),
-        element("label", element("input", type="checkbox", id="every"), "all steps", class_="switch", style="margin:0"),
-        element("span", "← and → on the keyboard", class_="keys"),
-        class_="controls",
-        hidden=True,
-    )
+class StepDiagram:
+    """Draws steps as SVG: rows of boxes with names before them and arrows between them, all in the same scale."""
+
+    def __init__(self, steps: Sequence[StoryStep]) -> None:
+        rows = [row for step in steps for row in step.rows]
+        boxes = [box for row in rows for box in row.boxes] + [box for step in steps for box in step.head]
+        self.units = max(box.end for box in boxes)
+        # The same sizes in all steps, so that nothing jumps: every text has room in its box, every name before its row.
+        needed = max((len(box.text) * _LETTER + 8) / (box.end - box.start) for box in boxes)
+        self.unit = max(needed, _NARROW / self.units)
+        self.left = max(max(len(row.name) * _LETTER, len(row.beside) * _SMALL) for row in rows) + 10
+        self.width = self.left + self.units * self.unit + 2 * _EDGE
+        self.has_far_arrows = any(abs(one.target - one.source) > 1 for step in steps for one in step.arrows)
+
+    def draw(self, step: StoryStep) -> Markup:
+        """Return the drawing of a step."""
+        top = (_HEAD if step.head else 2) + (_FAR if self.has_far_arrows else 0)
+        height = top + len(step.rows) * (_BOX + _BETWEEN) - _BETWEEN + 14
+        content: list[str] = [
+            build_element("text", box.text, x=f"{self._x((box.start + box.end) / 2):.1f}", y=11, class_="over")
+            for box in step.head
+        ]
+        for number, row in enumerate(step.rows):
+            content += self._draw_row(row, top + number * (_BOX + _BETWEEN))
+        content += [line for arrow in step.arrows for line in self._draw_arrow(arrow, top)]
+        return build_element(
+            "svg",
+            content,
+            viewBox=f"0 0 {self.width:.0f} {height:.0f}",
+            role="img",
+            aria_label=f"{step.title}. {step.description}",
+            style=f"min-width:{_SHRINKS * self.width:.0f}px;max-width:{_GROWS * self.width:.0f}px",
+        )
+
+    def _x(self, place: float) -> float:
+        return self.left + _EDGE + place * self.unit
+
+    def _draw_row(self, row: DiagramRow, y: float) -> Iterator[Markup]:
+        yield build_element("text", row.name, x=0, y=y + 12, class_="rank")
+        if row.beside:
+            yield build_element("text", row.beside, x=0, y=y + 24, class_="beside")
+        width = f"{self.units * self.unit:.1f}"
+        yield build_element("rect", x=f"{self._x(0):.1f}", y=y, width=width, height=_BOX, rx=3, class_="lane")
+        for box in row.boxes:
+            yield self._draw_box(box, y)
+
+    def _draw_box(self, box: DiagramBox, y: float) -> Markup:
+        left, right = self._x(box.start) + 1, self._x(box.end) - 1
+        middle, width = f"{(left + right) / 2:.1f}", f"{right - left:.1f}"
+        return build_element(
+            "g",
+            build_element("title", box.tooltip) if box.tooltip else None,
+            build_element("rect", x=f"{left:.1f}", y=y + 1, width=width, height=_BOX - 2, rx=3, class_="cell"),
+            build_element("text", box.text, x=middle, y=y + _BOX / 2 + 4) if box.text else None,
+            class_=f"{box.tone} {'fresh' if box.fresh else 'kept'}",
+        )
+
+    def _draw_arrow(self, arrow: Arrow, top: float) -> Iterator[Markup]:
+        """Yield an arrow to a neighbouring row; for a row further away, two stubs where it leaves and arrives."""
+        x = self._x(arrow.at)
+        pitch = _BOX + _BETWEEN
+        down = arrow.target > arrow.source
+        if abs(arrow.target - arrow.source) == 1:
+            shift = 0 if down else 5  # two arrows may go both ways between the same rows
+            begin = top + arrow.source * pitch + (_BOX if down else 0)
+            end = top + arrow.target * pitch + (0 if down else _BOX)
+            yield _draw_line(x + shift, begin + (2 if down else -2), end + (-2 if down else 2))
+            return
+        leaves, comes = top + arrow.source * pitch + _BOX, top + arrow.target * pitch
+        yield _draw_line(x, leaves + 2, leaves + 12, "far")
+        yield _draw_line(x, comes - 12, comes - 2, "far")
 
 
-def _legend(story: Story) -> Markup | None:
-    if not story.legend:
-        return None
-    items = [
-        element("li", element("i", class_=f"block {tone}", aria_hidden="true"), meaning)
-        for tone, meaning in story.legend
-    ]
-    return element("ul", items, class_="legend", style="margin-bottom:0.9rem")
-
-
-def _step(number: int, step: Step, canvas: Canvas) -> Markup:
-    return element(
-        "li",
-        element("h3", f"{number}. {step.title}"),
-        element("p", step.says, class_="says"),
-        element("div", canvas.draw(step), class_="picture", tabindex=0, role="region", aria_label="Picture"),
-        element("p", sent_words(step.sent), class_="sent") if any(step.sent) else None,
-        id=f"step-{number}",
-        class_="step card",
-    )
-
-
-def _sum(story: Story) -> Markup:
-    """Return the formulas beside what was counted, and what each rank has sent."""
-    rows = [[one.name, one.symbols, one.numbers, one.result, one.counted] for one in story.formulas]
-    columns = ["what", "formula", "with numbers", "is#", "counted step by step#"]
-    total = ", ".join(f"rank {rank}: {byte_count(count)}" for rank, count in enumerate(story.sent))
-    return element(
-        "section",
-        element("h2", "What it comes to"),
-        join(table(columns, rows, "Formulas")),
-        element("ul", [element("li", text) for text in (f"Sent by {total}.", *story.remarks)], class_="remarks"),
-        id="sum",
-    )
+def _draw_line(x: float, begin: float, end: float, kind: str = "near") -> Markup:
+    """Return a straight arrow with its point at the end."""
+    back = -4 if end > begin else 4
+    path = f"M{x:.1f} {begin:.1f}V{end:.1f}m-3.5 {back}L{x:.1f} {end:.1f}l3.5 {back}"
+    return build_element("path", d=path, class_=f"arrow {kind}")

@@ -1,17 +1,20 @@
-"""An explanation as data: steps, each with a sentence, a picture and the bytes that ranks send in it; no torch.
+"""An explanation as data: steps, each with a sentence, a diagram and the bytes that ranks send in it. No torch.
 
-What is drawn is plain boxes in rows, so that one way of drawing does for a terminal (`terminal`) and one for a page
-(`drawing`), whatever is explained.
+Diagrams are plain boxes in rows, so that one renderer for terminals (`terminal`) and one for pages (`page`) can draw
+every topic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cornstarch.report.number_format import format_bytes
+
 Tone = Literal["c1", "c2", "c3", "c4", "c5", "c6", "n", "f", "b", "i", "w"]
-"""The colour of a box, by the name of its class on a page (`cornstarch.report.style`): c1 to c6 are series, n is
-nothing of note, the others are what a place of a pipeline does."""
+"""The colour of a box, by its CSS class (`report/templates/style.css`): c1 to c6 are series, n is neutral, the others
+are the kinds of pipeline actions."""
 
 SERIES: tuple[Tone, ...] = ("c1", "c2", "c3", "c4", "c5", "c6")
 
@@ -20,33 +23,32 @@ NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Box:
-    """A piece of something that a rank holds, or something that it does."""
+class DiagramBox:
+    """A piece of data on a rank, or an action of it."""
 
     start: float
     end: float
-    """Where it stands in its row, in any unit."""
+    """Its place in the row, in any unit."""
     text: str
     tone: Tone = "n"
-    said: str = ""
-    """What it is, in words."""
+    tooltip: str = ""
     fresh: bool = False
-    """Whether this step has brought it."""
+    """Whether it is new in this step."""
 
 
 @dataclass(frozen=True)
-class Row:
+class DiagramRow:
     """One rank."""
 
     name: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[DiagramBox, ...]
     beside: str = ""
-    """What this rank does in the step, or holds: a few words."""
+    """A short note on this rank in this step."""
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """A message from one row to another, in the column at which it stands."""
+    """A message from one row to another, at a place in units of the boxes."""
 
     source: int
     target: int
@@ -54,19 +56,19 @@ class Arrow:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step: what happens and why, and how things stand after it."""
+class StoryStep:
+    """One step: what happens and why, and the state after it."""
 
     title: str
-    says: str
-    rows: tuple[Row, ...]
-    head: tuple[Box, ...] = ()
-    """What stands over the columns."""
+    description: str
+    rows: tuple[DiagramRow, ...]
+    head: tuple[DiagramBox, ...] = ()
+    """The column headers."""
     sent: tuple[float, ...] = ()
     """Bytes that each rank sends in this step; empty: none."""
     arrows: tuple[Arrow, ...] = ()
     text: str = ""
-    """The picture for a terminal, where it is not the table of the boxes."""
+    """The diagram for a terminal; empty: the table of the boxes."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Formula:
     """2 × 3 / 4 × 32 B"""
     result: str
     counted: str
-    """What the steps come to."""
+    """The sum over the steps."""
 
 
 @dataclass(frozen=True)
@@ -90,39 +92,41 @@ class Story:
     topic: str
     title: str
     lead: str
-    """What it is for, in a sentence or two."""
-    steps: tuple[Step, ...]
+    """What the technique is for, in a sentence or two."""
+    steps: tuple[StoryStep, ...]
     formulas: tuple[Formula, ...] = ()
     remarks: tuple[str, ...] = ()
-    """What else is to be known."""
     legend: tuple[tuple[Tone, str], ...] = ()
     """What the colours mean."""
 
     @property
     def sent(self) -> tuple[float, ...]:
         """The bytes that each rank has sent after the last step."""
-        ranks = len(self.steps[0].rows)
-        return tuple(sum(step.sent[rank] for step in self.steps if step.sent) for rank in range(ranks))
+        return sum_sent(self.steps)
 
 
-def byte_count(count: float) -> str:
+def sum_sent(steps: Sequence[StoryStep]) -> tuple[float, ...]:
+    """Return the bytes that each rank sends in all these steps together."""
+    ranks = range(len(steps[0].rows))
+    return tuple(float(sum(step.sent[rank] for step in steps if step.sent)) for rank in ranks)
+
+
+def format_byte_count(count: float) -> str:
     """Return a number of bytes: exact while it is short, else with a unit."""
-    from cornstarch.report.figures import size
-
-    return f"{count:,.10g} B" if count < 10_000 else size(count).replace("\u00a0", " ")
+    return f"{count:,.10g} B" if count < 10_000 else format_bytes(count).replace("\u00a0", " ")
 
 
-def sent_words(sent: tuple[float, ...]) -> str:
-    """Say who sends how much in a step; nothing where nobody does."""
+def describe_sent(sent: tuple[float, ...]) -> str:
+    """Return how much each rank sends in a step; "" if none sends anything."""
     if not any(sent):
         return ""
     if len({*sent}) == 1:
-        return f"Sent in this step: {byte_count(sent[0])} by every rank."
-    each = ", ".join(f"{byte_count(count)} by rank {rank}" for rank, count in enumerate(sent) if count)
+        return f"Sent in this step: {format_byte_count(sent[0])} by every rank."
+    each = ", ".join(f"{format_byte_count(count)} by rank {rank}" for rank, count in enumerate(sent) if count)
     return f"Sent in this step: {each}."
 
 
-def same_or_range(values: tuple[float, ...]) -> str:
+def format_range(values: tuple[float, ...]) -> str:
     """Return the bytes of all ranks as one figure, or the least and the most."""
     low, high = min(values), max(values)
-    return byte_count(low) if high - low < 0.5 else f"{byte_count(low)} to {byte_count(high)}"
+    return format_byte_count(low) if high - low < 0.5 else f"{format_byte_count(low)} to {format_byte_count(high)}"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cornstarch.explain.story import Box, Formula, Row, Step, Story, Tone, sent_words
+from cornstarch.explain.story import DiagramBox, DiagramRow, Formula, Story, StoryStep, Tone, describe_sent
 
 _STYLES: dict[Tone, str] = {
     "c1": "green", "c2": "dark_orange", "c3": "medium_purple", "c4": "magenta", "c5": "yellow", "c6": "dodger_blue1",
@@ -21,38 +21,35 @@ _ACTIONS = re.compile(r"\b([FBIW])\d+(?:@\d+)?-*")
 
 
 def show(story: Story, console: Console, only: int | None = None) -> None:
-    """Print all steps, or one of them, and what they come to.
-
-    only: the number of the step, from 1.
-    """
+    """Print all steps, or the step with the number `only` (from 1), and the formulas."""
     console.print(Text(story.title, style="bold"))
     console.print(Text(story.lead))
     if story.legend:
         console.print(Text("  ").join(Text(f"■ {meaning}", style=_STYLES[tone]) for tone, meaning in story.legend))
     for number, step in enumerate(story.steps, 1):
         if only in (None, number):
-            _show_step(number, len(story.steps), step, console)
+            _print_step(number, len(story.steps), step, console)
     console.print()
-    console.print(_formulas(story.formulas))
+    console.print(_build_formula_table(story.formulas))
     for remark in story.remarks:
         console.print(Text(remark, style="dim"))
 
 
-def _show_step(number: int, steps: int, step: Step, console: Console) -> None:
+def _print_step(number: int, steps: int, step: StoryStep, console: Console) -> None:
     console.print()
     console.print(Text.assemble((f"{number}/{steps} ", "dim"), (step.title, "bold")))
-    console.print(Text(step.says))
+    console.print(Text(step.description))
     if step.text:
-        for line in folded(step.text, console.width).splitlines():
-            console.print(_coloured(line), no_wrap=True, crop=False)
+        for line in fold_timeline(step.text, console.width).splitlines():
+            console.print(_colour_actions(line), no_wrap=True, crop=False)
     else:
-        console.print(_table(step))
-    if said := sent_words(step.sent):
-        console.print(Text(said, style="dim"))
+        console.print(_build_table(step))
+    if text := describe_sent(step.sent):
+        console.print(Text(text, style="dim"))
 
 
-def folded(text: str, width: int) -> str:
-    """Return the text of a timeline in blocks no wider than the terminal; names stand before each of them."""
+def fold_timeline(text: str, width: int) -> str:
+    """Return the text of a timeline in blocks no wider than the terminal, each with the names before it."""
     lines = text.splitlines()
     first = re.match(r"^(.*?\d+)  ", lines[0])
     if first is None or max(map(len, lines)) <= width:
@@ -67,7 +64,7 @@ def folded(text: str, width: int) -> str:
     return "\n\n".join(blocks)
 
 
-def _coloured(line: str) -> Text:
+def _colour_actions(line: str) -> Text:
     text = Text(line)
     for found in _ACTIONS.finditer(line):
         tone: Tone = {"F": "f", "B": "b", "I": "i", "W": "w"}[found[1]]  # type: ignore[assignment]
@@ -75,8 +72,8 @@ def _coloured(line: str) -> Text:
     return text
 
 
-def _table(step: Step) -> Table:
-    """Return the boxes as a table: a column for each head, or for each box of a row where there are none."""
+def _build_table(step: StoryStep) -> Table:
+    """Return the boxes as a table: a column for each header, or for each box of a row if there are none."""
     table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     heads = step.head or tuple(replace(cell, text="") for cell in step.rows[0].boxes)
     table.add_column("", no_wrap=True)
@@ -84,12 +81,11 @@ def _table(step: Step) -> Table:
         table.add_column(head.text, overflow="fold")
     table.add_column("", no_wrap=True)
     for row in step.rows:
-        table.add_row(row.name, *(_cell(row, head) for head in heads), Text(row.beside, style="dim"))
+        table.add_row(row.name, *(_build_cell(row, head) for head in heads), Text(row.beside, style="dim"))
     return table
 
 
-def _cell(row: Row, head: Box) -> Text:
-    """Return what a row has under a head."""
+def _build_cell(row: DiagramRow, head: DiagramBox) -> Text:
     inside = [cell for cell in row.boxes if head.start <= cell.start < head.end]
     wide = max((len(cell.text) for cell in inside), default=0) if len(inside) > 1 else 0
     return Text(" ").join(
@@ -101,7 +97,7 @@ def _cell(row: Row, head: Box) -> Text:
     )
 
 
-def _formulas(formulas: Sequence[Formula]) -> Table:
+def _build_formula_table(formulas: Sequence[Formula]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name in ("", "formula", "with numbers", "is", "counted step by step"):
         table.add_column(name, overflow="fold")

@@ -1,4 +1,4 @@
-"""What can be explained, with which options, and with which sizes where none are given."""
+"""The topics that can be explained, with their options and default sizes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from cornstarch.errors import ConfigError
-from cornstarch.explain.collectives import all_gather_story, all_reduce_story, reduce_scatter_story
-from cornstarch.explain.context import ring_story, ulysses_story
-from cornstarch.explain.pipelines import POLICY_OF, pipeline_story
-from cornstarch.explain.shares import ddp_story, fsdp_story, zero1_story, zero2_story, zero3_story
+from cornstarch.explain.collectives import build_all_gather, build_all_reduce, build_reduce_scatter
+from cornstarch.explain.context_parallel import build_ring, build_ulysses
+from cornstarch.explain.data_parallel import build_ddp, build_fsdp, build_zero1, build_zero2, build_zero3
+from cornstarch.explain.pipeline_schedules import POLICY_OF, build_pipeline
 from cornstarch.explain.story import Story
-from cornstarch.explain.tensor import tensor_story
-from cornstarch.plan.mistakes import nearest, shorten
+from cornstarch.explain.tensor_parallel import build_tensor_parallel
+from cornstarch.plan.validation import nearest, shorten
 
 MOST = {"ranks": 8, "microbatches": 32, "elements": 65_536, "parameters": 10**15}
-"""The largest value of each option: more cannot be drawn, or told apart."""
+"""The largest value of each option: more cannot be drawn, or read."""
 LEAST = {"ranks": 2, "microbatches": 1, "elements": 1, "parameters": 64}
 
 _ALIASES = {
@@ -40,16 +40,16 @@ _ALIASES = {
 class Topic:
     """Something that can be explained."""
 
-    tell: Callable[..., Story]
+    build: Callable[..., Story]
     sizes: dict[str, int]
-    """Its options, with what they are if they are not given."""
+    """Its options with their defaults."""
     grows: frozenset[str] = frozenset()
-    """Of which of them there are more with more ranks, unless they are given."""
+    """The options whose defaults grow with the number of ranks."""
 
 
 _BY_RANK = frozenset({"elements"})
 _COLLECTIVE = {"ranks": 4, "elements": 8}
-_SHARES = {"ranks": 4, "parameters": 2**20}
+_SHARDED = {"ranks": 4, "parameters": 2**20}
 _SCHEDULES = {
     "naive": {"ranks": 3, "microbatches": 3},
     "gpipe": {"ranks": 4, "microbatches": 4},
@@ -59,23 +59,23 @@ _SCHEDULES = {
 }
 
 TOPICS: dict[str, Topic] = {
-    "allreduce": Topic(all_reduce_story, _COLLECTIVE, _BY_RANK),
-    "allgather": Topic(all_gather_story, _COLLECTIVE, _BY_RANK),
-    "reducescatter": Topic(reduce_scatter_story, _COLLECTIVE, _BY_RANK),
-    "ddp": Topic(ddp_story, _SHARES),
-    "zero1": Topic(zero1_story, _SHARES),
-    "zero2": Topic(zero2_story, _SHARES),
-    "zero3": Topic(zero3_story, _SHARES),
-    "fsdp": Topic(fsdp_story, _SHARES),
-    "tp": Topic(tensor_story, {"ranks": 2, "elements": 4}, _BY_RANK),
-    "ulysses": Topic(ulysses_story, {"ranks": 4, "elements": 16}, _BY_RANK),
-    "ring": Topic(ring_story, {"ranks": 4, "elements": 16}, _BY_RANK),
+    "allreduce": Topic(build_all_reduce, _COLLECTIVE, _BY_RANK),
+    "allgather": Topic(build_all_gather, _COLLECTIVE, _BY_RANK),
+    "reducescatter": Topic(build_reduce_scatter, _COLLECTIVE, _BY_RANK),
+    "ddp": Topic(build_ddp, _SHARDED),
+    "zero1": Topic(build_zero1, _SHARDED),
+    "zero2": Topic(build_zero2, _SHARDED),
+    "zero3": Topic(build_zero3, _SHARDED),
+    "fsdp": Topic(build_fsdp, _SHARDED),
+    "tp": Topic(build_tensor_parallel, {"ranks": 2, "elements": 4}, _BY_RANK),
+    "ulysses": Topic(build_ulysses, {"ranks": 4, "elements": 16}, _BY_RANK),
+    "ring": Topic(build_ring, {"ranks": 4, "elements": 16}, _BY_RANK),
     **{
-        name: Topic(partial(pipeline_story, name), {**sizes, "elements": 1024}, frozenset({"microbatches"}))
+        name: Topic(partial(build_pipeline, name), {**sizes, "elements": 1024}, frozenset({"microbatches"}))
         for name, sizes in _SCHEDULES.items()
     },
 }
-"""By name, in the order in which one would learn them."""
+"""By name, in the order in which to learn them."""
 assert {*POLICY_OF} <= {*TOPICS}
 
 
@@ -90,12 +90,12 @@ def explain(
 
     Args:
         topic: One of `TOPICS`.
-        ranks: How many take part.
-        microbatches: Of a step of a pipeline.
+        ranks: The number of ranks.
+        microbatches: The microbatches of a pipeline's step.
         elements: Numbers of a list, tokens of a row, channels of a layer or numbers of an activation, by topic.
-        parameters: Of the model.
+        parameters: The model's parameters.
     """
-    name = _known(topic)
+    name = _resolve_name(topic)
     found = TOPICS[name]
     named = {"ranks": ranks, "microbatches": microbatches, "elements": elements, "parameters": parameters}
     given = {option: value for option, value in named.items() if value is not None}
@@ -105,11 +105,11 @@ def explain(
             raise ConfigError(f"--{option} {value}: {name} has no {option}. It takes {takes}.")
         if not LEAST[option] <= value <= MOST[option]:
             raise ConfigError(f"--{option} {value}: expected {LEAST[option]:,} to {MOST[option]:,}.")
-    return found.tell(**_sizes(found, given))
+    return found.build(**_select_sizes(found, given))
 
 
-def _known(topic: str) -> str:
-    """Return the name of a topic, however it is written."""
+def _resolve_name(topic: str) -> str:
+    """Return the name of a topic, whose spelling may differ."""
     plain = topic.strip().lower().replace("_", "-").replace(" ", "-")
     name = plain if plain in TOPICS else _ALIASES.get(plain, plain)
     if name in TOPICS:
@@ -119,8 +119,8 @@ def _known(topic: str) -> str:
     raise ConfigError(f"There is no explanation of {shorten(topic)!r}.{advice}\nTopics: {', '.join(TOPICS)}.")
 
 
-def _sizes(found: Topic, given: Mapping[str, int]) -> dict[str, int]:
-    """Return all sizes, of which those that were not given fit the ranks: as many for each as in the example."""
+def _select_sizes(found: Topic, given: Mapping[str, int]) -> dict[str, int]:
+    """Return all sizes; defaults that grow with the ranks keep their ratio to them."""
     default = found.sizes
     ranks = given.get("ranks", default["ranks"])
     grown = {option: value // default["ranks"] * ranks for option, value in default.items() if option in found.grows}

@@ -1,1 +1,1 @@
-"""What is trained."""
+"""Models: composition, import, preprocessing and storage."""

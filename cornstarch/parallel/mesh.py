@@ -1,4 +1,4 @@
-"""The processes of a run as one of them sees them: its replica, and device meshes over process groups."""
+"""Device meshes of a layout, and the replica that this process belongs to."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel import processes
-from cornstarch.parallel.carriage import backend_of
+from cornstarch.parallel import distributed
+from cornstarch.parallel.distributed import get_device_backend
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.stages import place_of
 
@@ -22,61 +22,66 @@ class Replica:
     """The processes that work on the same samples, as one of them sees them."""
 
     index: int = 0
-    """Which of the replicas this process belongs to."""
+    """The data-parallel index of this replica."""
     count: int = 1
-    """Replicas; each has samples of its own."""
+    """The number of replicas; each has samples of its own."""
     size: int = 1
-    """Processes of a replica."""
-    alike: int = 1
-    """So many processes of a replica compute the same loss, as with tensor parallelism; others have other tokens, or
-    none."""
-    share: int = 0
-    """Which of all shares of a step's tokens this process has."""
-    leads: bool = True
-    """Whether this process is the first of those of its replica that have a loss, and speaks for it."""
-    shares: int = 1
-    """Processes that have different shares of a step's tokens."""
+    """The number of processes in a replica."""
+    loss_copies: int = 1
+    """How many processes of a replica compute the same loss, as with tensor parallelism. A sum of losses over all ranks
+    counts it that many times."""
+    token_shard: int = 0
+    """The index of this process's shard of the tokens of a step."""
+    is_leader: bool = True
+    """Whether this process is the first one of its replica that has a loss. It reports for the replica."""
+    token_shards: int = 1
+    """The number of shards that the tokens of a step are divided into."""
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Replica:
         """Return the replica of a rank."""
         place, size = layout.place(rank), layout.plan.replica
-        last, plan = list(layout.plan.modules.items())[-1]  # what has the loss: the language model is the last
-        shares, leads = layout.dp * plan.cp, place.cp == place.tp == 0
+        # The last module has the loss: it is the language model.
+        last, plan = list(layout.plan.modules.items())[-1]
+        shards, is_first = layout.dp * plan.cp, place.cp == place.tp == 0
         if not layout.plan.is_pipeline:
-            share = place.dp * plan.cp + place.cp % plan.cp
-            return cls(place.dp, layout.dp, size, size // plan.cp, share, leads, shares)
-        # Stages draw different random numbers, but not the processes that matrices are cut over.
-        share = (place_of(layout, rank) * layout.dp + place.dp) * layout.span(place.modules[-1]).cp + place.cp
+            shard = place.dp * plan.cp + place.cp % plan.cp
+            return cls(place.dp, layout.dp, size, size // plan.cp, shard, is_first, shards)
+        # The shard seeds random numbers. Stages must draw different ones; tensor-parallel ranks of a stage the same.
+        shard = (place_of(layout, rank) * layout.dp + place.dp) * layout.span(place.modules[-1]).cp + place.cp
         has_loss = last in place.modules and place.stage == layout.span(last).stages_of(last) - 1
-        return cls(place.dp, layout.dp, size, plan.tp, share, has_loss and leads, shares)
+        return cls(place.dp, layout.dp, size, plan.tp, shard, has_loss and is_first, shards)
 
     @classmethod
     def here(cls) -> Replica:
         """Return this process as a replica of its own."""
-        return cls(processes.rank(), processes.size(), share=processes.rank(), shares=processes.size())
+        rank, world = distributed.rank(), distributed.world_size()
+        return cls(rank, world, token_shard=rank, token_shards=world)
 
 
-class Meshes:
+class DeviceMeshes:
     """The device meshes of a layout in which all modules share their ranks.
 
-    All processes must make it, and ask for the same sizes of `context` in the same order.
+    All processes must create it and call `context` with the same sizes in the same order: each call creates process
+    groups, which is a collective operation.
     """
 
     data: DeviceMesh
-    """The processes that hold the same parts of matrices: one axis, or two for HSDP. A module that is there several
-    times in a replica is on all of them."""
+    """The ranks that hold the same tensor-parallel shards: one axis, or two for HSDP. Context-parallel ranks are among
+    them, because they hold the same parameters, too."""
     tensor: DeviceMesh | None
-    """The processes that matrices are cut over."""
+    """The tensor-parallel ranks."""
 
     def __init__(self, layout: Layout, device_type: str) -> None:
         (self._span,) = layout.placement.spans
         self._layout, self._device = layout, device_type
         tp, replicate = self._span.tp, layout.replicate
-        shares = layout.world // tp
-        if layout.plan.data.kind == "ddp" and tp > 1:  # DDP knows no parts of matrices: FSDP 2, in shards of one
-            replicate = shares
-        axes = _data_axes(shares, replicate)
+        ranks = layout.world // tp
+        if layout.plan.data.kind == "ddp" and tp > 1:
+            # DDP does not know DTensors. FSDP 2 with shards of one rank does the same.
+            replicate = ranks
+        axes = _data_axes(ranks, replicate)
+        # tp is the innermost axis, so that its ranks are neighbours on the fastest link.
         whole = {**axes, "tp": tp} if tp > 1 else axes
         mesh = _mesh_of_all(device_type, tuple(whole.values()), tuple(whole))
         self.data = mesh[tuple(axes)] if tp > 1 else mesh
@@ -84,27 +89,27 @@ class Meshes:
         self._context: dict[int, DeviceMesh] = {}
 
     def context(self, cp: int) -> DeviceMesh:
-        """Return the processes among which tokens are dealt out in `cp` parts."""
+        """Return the ranks that share the tokens of a row when it is split into `cp` parts."""
         if cp not in self._context:
             shape = (self._layout.dp * self._span.cp // cp, cp, self._span.tp)
             self._context[cp] = _mesh_of_all(self._device, shape, ("other", "cp", "tp"))["cp"]
         return self._context[cp]
 
     def replicas(self) -> DeviceMesh:
-        """Return the processes with this one's place in each replica, over a process group that nothing else uses."""
-        rank = processes.rank()
+        """Return the ranks at this rank's place in each replica, with a process group that nothing else uses."""
+        rank = distributed.rank()
         line = self._layout.group("dp", self._span.modules[0], rank)
         return _mesh_of(line, ("replica",), rank, self._device)
 
 
 class StageMeshes:
-    """The device meshes of one stage, whose ranks are its own.
+    """The device meshes of one pipeline stage, which has ranks of its own.
 
-    Only the processes of a group make it, so that many stages cost no more than one.
+    Only the ranks of a group create it, so that the cost does not grow with the number of stages.
     """
 
     def __init__(self, layout: Layout, device_type: str) -> None:
-        rank = processes.rank()
+        rank = distributed.rank()
         place = layout.place(rank)
         ranks = layout.mesh(place.modules[0])[place.stage]
         dp, cp, tp = ranks.shape
@@ -112,32 +117,32 @@ class StageMeshes:
         whole = {**axes, "tp": tp} if tp > 1 else axes
         mesh = _mesh_of(ranks.reshape(tuple(whole.values())), tuple(whole), rank, device_type)
         self.data: DeviceMesh = mesh[tuple(axes)] if tp > 1 else mesh
-        """The processes that hold the same parts of matrices: one axis, or two for HSDP."""
+        """The ranks that hold the same tensor-parallel shards: one axis, or two for HSDP."""
         self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None
-        """The processes that matrices are cut over."""
+        """The tensor-parallel ranks."""
         self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), rank, device_type) if cp > 1 else None
 
     def context(self, cp: int) -> DeviceMesh:
-        """Return the processes among which tokens, or items, are dealt out in `cp` parts."""
+        """Return the ranks that share the tokens of a row, or the items of an encoder."""
         assert self._context is not None and self._context.size() == cp
         return self._context
 
-    def every(self) -> list[DeviceMesh]:
-        """Return all of them."""
+    def all_meshes(self) -> list[DeviceMesh]:
+        """Return all meshes that exist."""
         return [mesh for mesh in (self.data, self.tensor, self._context) if mesh is not None]
 
 
-def _data_axes(shares: int, replicate: int | None) -> dict[str, int]:
-    """Return the axes of data parallelism: one, or two for HSDP."""
-    return {"dp": shares} if replicate is None else {"replicate": replicate, "shard": shares // replicate}
+def _data_axes(ranks: int, replicate: int | None) -> dict[str, int]:
+    return {"dp": ranks} if replicate is None else {"replicate": replicate, "shard": ranks // replicate}
 
 
 def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], rank: int, device_type: str) -> DeviceMesh:
-    """Return a mesh over some of all processes, of which this one is one."""
+    """Return a mesh over some of all ranks; `rank`, this process, is one of them."""
     at = np.argwhere(ranks == rank)[0]
     groups = []
     for axis in range(ranks.ndim):
         line = ranks[tuple(slice(None) if i == axis else int(at[i]) for i in range(ranks.ndim))]
+        # Local synchronization: the ranks of other stages do not take part in this call.
         groups.append(dist.new_group(line.tolist(), use_local_synchronization=True))
     whole = torch.from_numpy(np.ascontiguousarray(ranks)).to(torch.int)
     return DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], device_type, whole, mesh_dim_names=names)
@@ -148,7 +153,7 @@ def data_mesh(device_type: str, replicate: int | None = None) -> DeviceMesh:
 
     Args:
         device_type: cpu or cuda.
-        replicate: How many replicas there are, each sharded over the other processes (HSDP).
+        replicate: The number of replicas, each of which is sharded over the other processes (HSDP).
     """
     world = dist.get_world_size()
     if replicate is None:
@@ -162,9 +167,8 @@ def data_mesh(device_type: str, replicate: int | None = None) -> DeviceMesh:
 
 
 def _mesh_of_all(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Return a mesh over all processes, whose groups carry what the group of all does."""
-    # Some versions of torch take NCCL for a mesh of GPUs wherever the group of all is called "gloo", also where
-    # processes share a GPU, which NCCL refuses.
-    is_gloo = device_type != "cpu" and dist.is_initialized() and backend_of(None, device_type) == "gloo"
+    # Some versions of torch choose NCCL for a mesh of GPUs wherever the world's backend is called "gloo", also where
+    # processes share a GPU, which NCCL refuses. So the backend of the world is passed on explicitly.
+    is_gloo = device_type != "cpu" and dist.is_initialized() and get_device_backend(None, device_type) == "gloo"
     override: dict[Any, Any] | None = dict.fromkeys(names, "gloo") if is_gloo else None
     return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override)

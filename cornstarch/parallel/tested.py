@@ -44,7 +44,7 @@ class Sweep:
         return {name: verdict for group in self.groups.values() for name, verdict in group.items()}
 
 
-def read(path: Path = PATH) -> dict[str, Sweep]:
+def read_table(path: Path = PATH) -> dict[str, Sweep]:
     """Return the table: by the way to cut, as a plan calls it (tp, cp)."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {
@@ -57,7 +57,7 @@ def _verdicts(found: Mapping[str, Any]) -> dict[str, Verdict]:
     return {name: Verdict(**{**said, "whole": tuple(said.get("whole", ()))}) for name, said in found.items()}
 
 
-def write(table: Mapping[str, Sweep], path: Path = PATH) -> None:
+def write_table(table: Mapping[str, Sweep], path: Path = PATH) -> None:
     """Store the table, one model in a line, so that what a new release changes can be read in a diff."""
     axes = []
     for axis, sweep in table.items():
@@ -77,9 +77,9 @@ def _data(verdict: Verdict) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def shipped() -> dict[str, Sweep]:
+def read_shipped_table() -> dict[str, Sweep]:
     """Return the table that came with the package."""
-    return read()
+    return read_table()
 
 
 def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:
@@ -87,7 +87,7 @@ def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:
 
     Between releases (5.22 and 5.23) models are rewritten; between 5.22.1 and 5.22.2 they are not.
     """
-    sweep = shipped().get(axis)
+    sweep = read_shipped_table().get(axis)
     if sweep is None or _release(sweep.versions["transformers"]) != _release(transformers_version):
         return False
     verdict = sweep.verdicts.get(model_class)
@@ -98,4 +98,4 @@ def _release(version: str) -> list[str]:
     return version.split(".")[:2]
 
 
-__all__ = ["Sweep", "Verdict", "is_tested", "read", "shipped", "write"]
+__all__ = ["Sweep", "Verdict", "is_tested", "read_shipped_table", "read_table", "write_table"]

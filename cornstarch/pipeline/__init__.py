@@ -1,23 +1,22 @@
-"""How stages work together: cutting a model into them, what they hand on, and running them."""
+"""Pipeline parallelism: splitting a model into stages, communication between them, and running a schedule."""
 
 from typing import TYPE_CHECKING
 
 from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
-    from cornstarch.pipeline.engine import PipelineEngine, initialize
-    from cornstarch.pipeline.module import LayerSpec, PipelineModule
-    from cornstarch.pipeline.pipe import Pipe
+    from cornstarch.api.pipe import Pipe
+    from cornstarch.api.pipeline_module import LayerSpec, PipelineEngine, PipelineModule, initialize
 
 __all__ = ["LayerSpec", "Pipe", "PipelineEngine", "PipelineModule", "initialize"]
 
 # Looked up when first asked for (PEP 562): they import more than those need who only cut a model.
 _MODULES = {
-    "LayerSpec": "cornstarch.pipeline.module",
-    "Pipe": "cornstarch.pipeline.pipe",
-    "PipelineEngine": "cornstarch.pipeline.engine",
-    "PipelineModule": "cornstarch.pipeline.module",
-    "initialize": "cornstarch.pipeline.engine",
+    "LayerSpec": "cornstarch.api.pipeline_module",
+    "Pipe": "cornstarch.api.pipe",
+    "PipelineEngine": "cornstarch.api.pipeline_module",
+    "PipelineModule": "cornstarch.api.pipeline_module",
+    "initialize": "cornstarch.api.pipeline_module",
 }
 
 __getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -1,14 +1,17 @@
-"""Carries out a schedule: the actions of this process's place, with its own stages, against the other places.
+"""Execution of a schedule: the actions of this process's place, in order, against the other places.
 
-Everything that two places do together was decided before: the order of the actions is the schedule's, and which
-tensors travel follows from the inputs of a microbatch, which all processes of a replica have.
+Two places never negotiate. The schedule fixes the order of the actions, and the shapes of the tensors between stages
+follow from the inputs of a microbatch, which all processes of a replica have.
+
+Deadlocks are avoided by three rules. Sends never block. Receives are posted ahead of the action that needs them, in the
+order of the actions, so that messages along one edge match in order. A process that fails wakes all others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,107 +21,97 @@ from torch import Tensor, nn
 
 from cornstarch.compat import backward_of_inputs, backward_of_weights
 from cornstarch.errors import ConfigError
-from cornstarch.pipeline.payload import Form, Payload, put_together, take_apart
-from cornstarch.pipeline.transfer import Arrival, Edge, Post, signature
+from cornstarch.pipeline.message import Payload, PayloadSpec, flatten_payload, unflatten_payload
+from cornstarch.pipeline.p2p import P2PChannel, PendingReceive, StageEdge, compute_shape_signature
 from cornstarch.schedule.actions import Action, Kind, Schedule
 
-_MOST_SENT = 4  # payloads of frozen stages that are on their way
-_SOON = 3  # computations whose receives have begun,
-_AHEAD = 16  # and up to so many when there are less: the other end is told of all of them at once,
-_AWAITED = 2**25  # unless their buffers take more bytes than this
+_MAX_SENT = 4  # payloads in flight from stages to which nothing is sent back
+# Receives are posted for the next `_MIN_AHEAD` actions, and in bursts for up to `_MAX_AHEAD` of them, because gloo
+# notifies the sender once for a burst; the buffers of a burst are limited to `_MAX_BUFFER_BYTES`.
+_MIN_AHEAD = 3
+_MAX_AHEAD = 16
+_MAX_BUFFER_BYTES = 2**25
 
 Inputs = Mapping[str, Any]
 Finish = Callable[[int, Any], "Tensor | None"]
-"""Takes the number of a microbatch and what the last stage made of it; returns the loss to send gradients back from."""
+"""Takes the index of a microbatch and the output of the last stage; returns the loss, from which backward starts."""
 
 
-class Program(Protocol):
-    """What a stage computes."""
+class StageFunction(Protocol):
+    """The forward computation of a stage."""
 
     def __call__(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
-        """Return what the stage hands on, or, of the last, what the loss is made of."""
+        """Return the payload for the next stages; on the last stage, the input of `Finish`."""
         ...
 
 
 class StageError(RuntimeError):
-    """Something went wrong in a stage, here or in another process."""
+    """A stage failed, in this process or in another one."""
 
 
 @dataclass(slots=True)
-class Event:
-    """One action, as it was in time."""
+class ActionEvent:
+    """The times of one action."""
 
     action: Action
-    begin: float
-    """Seconds since the step began."""
+    begin: float  # seconds since the beginning of the step
     end: float
-    waited: float
-    """Of it, seconds spent waiting for other places."""
+    waited: float  # seconds of it that were spent waiting for other places
 
 
 @dataclass(slots=True)
-class _Held:
-    """What a stage keeps of a microbatch between forward and backward."""
+class _MicrobatchState:
+    """The tensors that a stage keeps of a microbatch between forward and backward."""
 
-    leaves: dict[int, tuple[Form, list[Tensor]]] = field(default_factory=dict)
-    """By the stage they come from: the form of what was received, and those of it that take a gradient."""
-    outputs: list[Tensor] = field(default_factory=list)
-    """What takes a gradient of what was handed on."""
-    form: Form | None = None
+    leaves: dict[int, tuple[PayloadSpec, list[Tensor]]] = field(default_factory=dict)
+    """By source stage: the spec of the received payload, and its tensors that require a gradient."""
+    outputs: list[Tensor] = field(default_factory=list)  # the sent tensors that require a gradient
+    spec: PayloadSpec | None = None
     loss: Tensor | None = None
-    weights_left: Any = None
-    """Between the gradients of the inputs and those of the weights."""
+    weight_backward: Any = None  # the graph that is left between the gradients of inputs and those of weights
 
 
 class Runtime:
     """Runs the stages of one place.
 
     Args:
-        schedule: What all places do.
-        place: This process's.
-        programs: Its stages, by number.
-        edges: The edges between a stage here and one elsewhere, by (source, target).
-        post: What carries their messages.
-        takes_part: Whether a stage has anything to do with a microbatch; all processes of a replica must think the
-            same of all stages. Default: it has.
-        before_backward: Called with a stage and whether it is its last backward of the step.
-        by_value: Names of inputs with one number per token that sizes between stages follow from.
+        schedule: The actions of all places.
+        place: The place of this process.
+        programs: The stages of the place, by number.
+        edges: The edges between a stage here and a stage of another place, by (source, target).
+        channel: Sends and receives the messages of the edges.
+        is_active: Whether a stage computes anything for a microbatch. All processes of a replica must give the same
+            answer for all stages. Default: always.
+        before_backward: Called before each backward with the stage and whether it is the stage's last of the step.
+        by_value: Names of inputs with one number per token whose values determine sizes between stages.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         place: int,
-        programs: Mapping[int, Program],
-        edges: Mapping[tuple[int, int], Edge],
-        post: Post | None,
-        takes_part: Callable[[int, Inputs], bool] | None = None,
+        programs: Mapping[int, StageFunction],
+        edges: Mapping[tuple[int, int], StageEdge],
+        channel: P2PChannel | None,
+        is_active: Callable[[int, Inputs], bool] | None = None,
         before_backward: Callable[[int, bool], None] | None = None,
         by_value: Collection[str] = (),
     ) -> None:
-        self.by_value = by_value
-        self.graph = schedule.graph
-        self.place, self.programs, self.edges, self.post = place, dict(programs), dict(edges), post
-        self._takes_part, self._before_backward = takes_part, before_backward
-        self.events: list[Event] = []
-        """What the last step did when."""
-        self.use(schedule)
+        self.schedule, self.graph, self.by_value = schedule, schedule.graph, by_value
+        self.place, self.programs, self.edges, self.channel = place, dict(programs), dict(edges), channel
+        self.is_active, self.before_backward = is_active, before_backward
+        self.events: list[ActionEvent] = []
+        """The actions of the last step, with their times."""
+        self._actions = schedule.actions[place]
+        backwards = [(n, action.stage) for n, action in enumerate(self._actions) if action.kind is not Kind.F]
+        self.last_backward = {stage: number for number, stage in backwards}
+        self.acknowledged = self._find_acknowledged_gradients()
 
-    def use(self, schedule: Schedule) -> None:
-        """Take another schedule over the same stages, for another number of microbatches."""
-        assert schedule.graph == self.graph
-        self.schedule = schedule
-        self._actions = schedule.actions[self.place]
-        self._last_backward: dict[int, int] = {}
-        for number, action in enumerate(self._actions):
-            if action.kind in (Kind.B, Kind.W, Kind.I):
-                self._last_backward[action.stage] = number
-        self._returned = self._gradients_before()
+    def _find_acknowledged_gradients(self) -> dict[tuple[int, int], list[int]]:
+        """Return, by (source stage, microbatch), whose gradients the source needs since its previous forward.
 
-    def _gradients_before(self) -> dict[tuple[int, int], list[int]]:
-        """Return, by stage elsewhere and microbatch: whose gradients it needs between the forward before and this one.
-
-        Once its payload is here, what was sent back to it for those has arrived.
+        When the payload of that microbatch arrives, the source has received those gradients: they can be released
+        without a message that says so.
         """
         found: dict[tuple[int, int], list[int]] = {}
         for source in {source for source, target in self.edges if target in self.programs}:
@@ -130,10 +123,8 @@ class Runtime:
                     needed.append(action.microbatch)
         return found
 
-    # -------------------------------------------------------------------------------------------- a step
-
     def train(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
-        """Do forward and backward of all microbatches; gradients are left in the parameters."""
+        """Run forward and backward of all microbatches; gradients are accumulated in the parameters."""
         if len(microbatches) != self.schedule.microbatches:
             raise ConfigError(
                 f"The schedule is for {self.schedule.microbatches} microbatches; {len(microbatches)} were given."
@@ -141,60 +132,54 @@ class Runtime:
         self._run(self._actions, microbatches, finish)
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
-        """Do forward alone, without keeping anything for a backward."""
+        """Run forward only, without keeping anything for backward."""
         stages = sorted(self.programs)
         actions = [Action(Kind.F, s, m) for m in range(len(microbatches)) for s in stages]
         with torch.no_grad():
             self._run(actions, microbatches, finish)
 
     def _run(self, actions: Sequence[Action], microbatches: Sequence[Inputs], finish: Finish) -> None:
-        run = Run(self, actions, microbatches, finish)
-        self.events = run.events
-        self.guarded(run.all, run)
+        step = StepExecution(self, actions, microbatches, finish)
+        self.events = step.events
+        self.run_guarded(step.run, step)
 
     # -------------------------------------------------------------------------------------------- failures
 
-    def guarded(self, work: Callable[[], object], run: Run | None = None) -> None:
-        """Do something with the other places; if it fails, let them know, and say what went wrong first, anywhere."""
-        lines = self.post
-        if lines is not None and lines.broken is not None:
-            raise StageError(f"The pipeline has stopped: {lines.broken}")
+    def run_guarded(self, work: Callable[[], object], step: StepExecution | None = None) -> None:
+        """Call a function that communicates with other places; if any process fails, all raise the first failure."""
+        channel = self.channel
+        if channel is not None and channel.failure is not None:
+            raise StageError(f"The pipeline has stopped: {channel.failure}")
         try:
-            with nullcontext() if lines is None else lines.alarm.listening():
+            with nullcontext() if channel is None else channel.failure_signal.watch():
                 work()
-                if lines is not None:
-                    lines.flush()
+                if channel is not None:
+                    channel.flush()
         except BaseException as error:
-            said = self._stop(error, None if run is None else run.at)
-            if isinstance(error, KeyboardInterrupt) or said == str(error):
+            message = self._describe_error(error, None if step is None else step.current)
+            if channel is not None:
+                # Report before aborting: the aborted processes look for the reason, and an echo is not one.
+                message = channel.failure_signal.report(message, is_echo=_is_connection_error(error))
+                channel.abort(message)
+                channel.close()
+            if isinstance(error, KeyboardInterrupt) or message == str(error):
                 raise
-            raise StageError(said) from (None if _is_line_cut(error) else error)
+            raise StageError(message) from (None if _is_connection_error(error) else error)
 
-    def _stop(self, error: BaseException, at: Action | None) -> str:
-        """Let all others know, and return what went wrong first, here or elsewhere."""
-        told = self._told(error, at)
-        if self.post is None:
-            return told
-        # Whoever comes first has said it; what follows from it is no news.
-        said = self.post.alarm.sound(told, is_echo=_is_line_cut(error))
-        self.post.cut(because=said)
-        self.post.close()
-        return said
-
-    def _told(self, error: BaseException, at: Action | None) -> str:
+    def _describe_error(self, error: BaseException, at: Action | None) -> str:
         rank = dist.get_rank() if dist.is_initialized() else 0
         where = "" if at is None else f", stage {at.stage} ({self.graph.nodes[at.stage]}), microbatch {at.microbatch}"
         what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         return f"rank {rank}{where}: {what}"
 
 
-def _is_line_cut(error: BaseException) -> bool:
-    words = str(error).lower()
-    lines = ("connection closed", "connection reset", "connection refused", "socket closed", "application timeout")
-    return isinstance(error, RuntimeError) and any(line in words for line in (*lines, "read error", "write error"))
+def _is_connection_error(error: BaseException) -> bool:
+    message = str(error).lower()
+    closed = ("connection closed", "connection reset", "connection refused", "socket closed", "application timeout")
+    return isinstance(error, RuntimeError) and any(one in message for one in (*closed, "read error", "write error"))
 
 
-class Run:
+class StepExecution:
     """One pass through a list of actions."""
 
     def __init__(
@@ -203,212 +188,215 @@ class Run:
         self.runtime, self.graph = runtime, runtime.graph
         self.actions, self.microbatches, self.finish = actions, microbatches, finish
         training = any(isinstance(p, nn.Module) and p.training for p in runtime.programs.values())
-        self.keys: list[Hashable] = [signature(inputs, training, runtime.by_value) for inputs in microbatches]
-        self.held: dict[tuple[int, int], _Held] = {}
-        self.local: dict[tuple[int, int, int], tuple[Form, list[Tensor]]] = {}
-        self.local_gradients: dict[tuple[int, int, int], list[Tensor]] = {}
-        self.payloads: dict[tuple[int, int, int], Arrival] = {}
-        self.gradients: dict[tuple[int, int, int], list[Arrival]] = {}
-        self.parts = self._parts()
-        # Where nothing ever comes back, as in stages that are frozen from the first, all would be sent at once.
-        returns = [stage for stage in runtime.programs if self.graph.backward(stage) != "none"]
-        self.runs_ahead = not (returns and torch.is_grad_enabled())
-        self.events: list[Event] = []
-        self.at: Action | None = None
-        self.waited = 0.0
-        self.awaited = 0  # bytes
-
-    def _parts(self) -> list[tuple[bool, ...]]:
-        """Return, by stage, in which microbatches it takes part: encoders may have nothing to do."""
-        asked = self.runtime._takes_part
-        return [
-            tuple(asked is None or asked(stage, inputs) for inputs in self.microbatches)
+        self._keys: list[Hashable] = [compute_shape_signature(one, training, runtime.by_value) for one in microbatches]
+        self._states: dict[tuple[int, int], _MicrobatchState] = {}
+        # By (source, target, microbatch): between stages of this place, and receives that were posted.
+        self._local: dict[tuple[int, int, int], tuple[PayloadSpec, list[Tensor]]] = {}
+        self._local_gradients: dict[tuple[int, int, int], list[Tensor]] = {}
+        self._payloads: dict[tuple[int, int, int], PendingReceive] = {}
+        self._gradients: dict[tuple[int, int, int], list[PendingReceive]] = {}
+        # By stage and microbatch: encoders may have nothing to do.
+        is_active = runtime.is_active
+        self._active = [
+            [is_active is None or is_active(stage, inputs) for inputs in microbatches]
             for stage in range(len(self.graph.nodes))
         ]
+        # A place to which nothing is ever sent back, as that of frozen first stages, would send all payloads at once.
+        has_backward = any(self.graph.backward(stage) != "none" for stage in runtime.programs)
+        self._limits_sends = not (has_backward and torch.is_grad_enabled())
+        self.events: list[ActionEvent] = []
+        self.current: Action | None = None
+        self._waited = 0.0
+        self._pending_bytes = 0
 
-    def takes_part(self, stage: int, microbatch: int) -> bool:
-        return self.parts[stage][microbatch]
-
-    def all(self) -> None:
-        began = time.perf_counter()
-        expected = 0
+    def run(self) -> None:
+        """Carry out the actions."""
+        start = time.perf_counter()
+        posted = 0  # the receives of all actions before this one are posted
         for number, action in enumerate(self.actions):
-            self.at = action
-            if expected < number + _SOON:
-                expected = self._expect_from(max(expected, number), number)
-            if not self.takes_part(action.stage, action.microbatch):
+            self.current = action
+            if posted < number + _MIN_AHEAD:
+                posted = self._post_receives(max(posted, number), number)
+            if not self._active[action.stage][action.microbatch]:
                 continue
-            begin, self.waited = time.perf_counter(), 0.0
-            match action.kind:
-                case Kind.F:
-                    self._forward(action.stage, action.microbatch)
-                case Kind.B | Kind.I | Kind.W:
-                    if self.runtime._before_backward is not None:
-                        is_last = self.runtime._last_backward[action.stage] == number
-                        self.runtime._before_backward(action.stage, is_last)
-                    self._backward(action)
-            self.events.append(Event(action, begin - began, time.perf_counter() - began, self.waited))
-        self.at = None
+            begin, self._waited = time.perf_counter(), 0.0
+            if action.kind is Kind.F:
+                self._forward(action.stage, action.microbatch)
+            else:
+                if self.runtime.before_backward is not None:
+                    is_last = self.runtime.last_backward[action.stage] == number
+                    self.runtime.before_backward(action.stage, is_last)
+                self._backward(action)
+            self.events.append(ActionEvent(action, begin - start, time.perf_counter() - start, self._waited))
+        self.current = None
 
-    # -------------------------------------------------------------------------------------------- receiving
+    @contextmanager
+    def _measure_wait(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
 
-    def _expect_from(self, expected: int, number: int) -> int:
-        """Begin receives of the actions that follow; return the first whose receives have not begun."""
-        while expected < min(len(self.actions), number + _AHEAD):
-            is_far = expected >= number + _SOON and self.awaited > _AWAITED
-            if is_far or not self._expect(self.actions[expected]):
+    # -------------------------------------------------------------------------------------------- receives
+
+    def _post_receives(self, posted: int, number: int) -> int:
+        """Post the receives of the actions from `posted` on; return the first action whose receives are not posted.
+
+        Posting stops at the first action whose spec is unknown: a later receive on the same edge would otherwise match
+        its message.
+        """
+        while posted < min(len(self.actions), number + _MAX_AHEAD):
+            is_full = posted >= number + _MIN_AHEAD and self._pending_bytes > _MAX_BUFFER_BYTES
+            if is_full or not self._post_receives_of(self.actions[posted]):
                 break
-            expected += 1
-        return expected
+            posted += 1
+        return posted
 
-    def _expect(self, action: Action) -> bool:
-        """Begin the receives of an action; return False if not even their form is known yet."""
+    def _post_receives_of(self, action: Action) -> bool:
+        """Post the receives of an action; return False if their spec is not known yet."""
         stage, m = action.stage, action.microbatch
-        if not self.takes_part(stage, m):
+        if not self._active[stage][m]:
             return True
         if action.kind is Kind.F:
             for source in self.graph.predecessors(stage):
-                place = (source, stage, m)
-                edge = self.runtime.edges.get((source, stage))
-                if edge is None or not self.takes_part(source, m) or place in self.payloads:
+                key, edge = (source, stage, m), self.runtime.edges.get((source, stage))
+                if edge is None or not self._active[source][m] or key in self._payloads:
                     continue
-                if (arrival := edge.expect(self.keys[m])) is None:
+                if (pending := edge.post_receive(self._keys[m])) is None:
                     return False
-                self.payloads[place] = arrival
-                self.awaited += arrival.form.bytes
-        elif action.kind is Kind.W and self.graph.backward(stage) == "both":
-            return True  # it goes on from what its inputs' gradients have left
-        else:
-            held = self.held.get((stage, m))
+                self._payloads[key] = pending
+                self._pending_bytes += pending.spec.num_bytes
+        elif not self._is_second_half(action):
+            state = self._states.get((stage, m))
             for target in self.graph.successors(stage):
                 edge = self.runtime.edges.get((stage, target))
-                if edge is None or (stage, target, m) in self.gradients:
+                if edge is None or (stage, target, m) in self._gradients:
                     continue
-                form = edge.known_form(self.keys[m]) if held is None else held.form
-                if form is None:
-                    return False  # its forward comes first
-                self.gradients[stage, target, m] = edge.expect_gradients(form)
-                self.awaited += form.gradients.bytes
+                spec = edge.get_spec(self._keys[m]) if state is None else state.spec
+                if spec is None:
+                    return False  # the forward comes first
+                self._gradients[stage, target, m] = edge.post_gradient_receives(spec)
+                self._pending_bytes += spec.gradients.num_bytes
         return True
 
-    def _received(self, source: int, stage: int, m: int) -> tuple[Form, list[Tensor]]:
-        if (place := (source, stage, m)) in self.local:
-            return self.local.pop(place)
-        began, edge = time.perf_counter(), self.runtime.edges[source, stage]
-        if (arrival := self.payloads.pop(place, None)) is not None:
-            self.awaited -= arrival.form.bytes
-        found = edge.receive(self.keys[m], arrival)
-        for earlier in self.runtime._returned.get((source, m), ()):
-            edge.gradients_have_arrived(earlier)
-        self.waited += time.perf_counter() - began
-        return found
+    def _is_second_half(self, action: Action) -> bool:
+        """Whether the action continues the split backward that its `I` began, and so receives nothing."""
+        return action.kind is Kind.W and self.graph.backward(action.stage) == "both"
+
+    def _receive(self, source: int, stage: int, m: int) -> tuple[PayloadSpec, list[Tensor]]:
+        if (key := (source, stage, m)) in self._local:
+            return self._local.pop(key)
+        edge = self.runtime.edges[source, stage]
+        with self._measure_wait():
+            if (pending := self._payloads.pop(key, None)) is not None:
+                self._pending_bytes -= pending.spec.num_bytes
+            received = edge.receive(self._keys[m], pending)
+            for earlier in self.runtime.acknowledged.get((source, m), ()):
+                edge.release_gradients(earlier)
+        return received
 
     # -------------------------------------------------------------------------------------------- forward
 
     def _forward(self, stage: int, m: int) -> None:
-        held, received = _Held(), {}
-        keeps = torch.is_grad_enabled()
-        if self.runs_ahead and self.runtime.post is not None:
-            began = time.perf_counter()
-            self.runtime.post.wait_for_room(_MOST_SENT)
-            self.waited += time.perf_counter() - began
+        state, received = _MicrobatchState(), {}
+        keeps_graph = torch.is_grad_enabled()
+        if self._limits_sends and self.runtime.channel is not None:
+            with self._measure_wait():
+                self.runtime.channel.limit_in_flight(_MAX_SENT)
         for source in self.graph.predecessors(stage):
-            if not self.takes_part(source, m):
+            if not self._active[source][m]:
                 continue
-            form, tensors = self._received(source, stage, m)
-            if keeps:
-                for one, tensor in zip(form.tensors, tensors, strict=True):
-                    tensor.requires_grad_(one.takes_gradient)
-                held.leaves[source] = form, [tensor for tensor in tensors if tensor.requires_grad]
-            received[source] = put_together(form, tensors)
-        made = self.runtime.programs[stage](self.microbatches[m], received)
+            spec, tensors = self._receive(source, stage, m)
+            if keeps_graph:
+                # Received tensors are the leaves of this stage's graph: backward stops there, and sends their `grad`.
+                for one, tensor in zip(spec.tensors, tensors, strict=True):
+                    tensor.requires_grad_(one.requires_grad)
+                state.leaves[source] = spec, [tensor for tensor in tensors if tensor.requires_grad]
+            received[source] = unflatten_payload(spec, tensors)
+        output = self.runtime.programs[stage](self.microbatches[m], received)
         if stage == self.graph.sink:
-            held.loss = self.finish(m, made)
+            state.loss = self.finish(m, output)
         else:
-            self._hand_on(stage, m, made, held)
-        if keeps and self.graph.backward(stage) != "none":
-            self.held[stage, m] = held
+            self._send(stage, m, output, state)
+        if keeps_graph and self.graph.backward(stage) != "none":
+            self._states[stage, m] = state
 
-    def _hand_on(self, stage: int, m: int, made: Payload, held: _Held) -> None:
-        held.form, tensors = take_apart(made)
-        if not self.graph.wants_gradient(stage):
-            held.form, tensors = held.form.without_gradient(), [tensor.detach() for tensor in tensors]
-        held.outputs = [tensor for tensor in tensors if tensor.requires_grad]
+    def _send(self, stage: int, m: int, output: Payload, state: _MicrobatchState) -> None:
+        state.spec, tensors = flatten_payload(output)
+        if not self.graph.wants_gradient(stage):  # the target must not wait for, or compute, a gradient nobody wants
+            state.spec, tensors = state.spec.detach(), [tensor.detach() for tensor in tensors]
+        state.outputs = [tensor for tensor in tensors if tensor.requires_grad]
         for target in self.graph.successors(stage):
             edge = self.runtime.edges.get((stage, target))
             if edge is None:  # at the same place
-                self.local[stage, target, m] = held.form, [tensor.detach() for tensor in tensors]
+                self._local[stage, target, m] = state.spec, [tensor.detach() for tensor in tensors]
             else:
-                held.form = edge.send(self.keys[m], held.form, tensors, m)
+                state.spec = edge.send(self._keys[m], state.spec, tensors, m)
 
     # -------------------------------------------------------------------------------------------- backward
 
     def _backward(self, action: Action) -> None:
         stage, m = action.stage, action.microbatch
-        if action.kind is Kind.W and self.graph.backward(stage) == "both":
-            held = self.held.pop((stage, m))
-            if held.weights_left is not None:
-                backward_of_weights(self._weights(stage), held.weights_left)
+        if self._is_second_half(action):
+            state = self._states.pop((stage, m))
+            if state.weight_backward is not None:
+                backward_of_weights(self._get_weights(stage), state.weight_backward)
             return
         is_split = action.kind is Kind.I and self.graph.backward(stage) == "both"
-        held = self.held[stage, m] if is_split else self.held.pop((stage, m))
-        roots, gradients = self._roots(stage, m, held)
-        leaves = [leaf for _, one in held.leaves.values() for leaf in one]
-        if roots and is_split and leaves and not _uses_a_weight_twice(roots, leaves):
-            held.weights_left = backward_of_inputs(roots, gradients, leaves, self._weights(stage))
-        elif roots and is_split:
-            held.weights_left = None
-            torch.autograd.backward(roots, gradients)
+        state = self._states[stage, m] if is_split else self._states.pop((stage, m))
+        roots, gradients = self._get_roots(stage, m, state)
+        leaves = [leaf for _, one in state.leaves.values() for leaf in one]
+        if roots and is_split and leaves and not uses_weight_twice(roots, leaves):
+            state.weight_backward = backward_of_inputs(roots, gradients, leaves, self._get_weights(stage))
         elif roots:
             torch.autograd.backward(roots, gradients)
-        held.outputs, held.loss = [], None
-        for source, (form, inputs) in held.leaves.items():
+        state.outputs, state.loss = [], None
+        for source, (spec, inputs) in state.leaves.items():
+            # A zero where there is no gradient: the other end has posted a receive for every tensor of the spec.
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs]
             edge = self.runtime.edges.get((source, stage))
             if edge is None:
-                self.local_gradients[source, stage, m] = found
+                self._local_gradients[source, stage, m] = found
             else:
-                edge.send_gradients(form, found, m)
+                edge.send_gradients(spec, found, m)
             for leaf in inputs:
                 leaf.grad = None
-        held.leaves = {}
+        state.leaves = {}
 
-    def _roots(self, stage: int, m: int, held: _Held) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return where the backward of a stage begins, and with which gradients."""
+    def _get_roots(self, stage: int, m: int, state: _MicrobatchState) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Return the tensors at which the backward of a stage starts, and their gradients."""
         if stage == self.graph.sink:
-            loss = held.loss
+            loss = state.loss
             return ([loss] if loss is not None and loss.requires_grad else []), None
         total: list[Tensor] | None = None
         for target in self.graph.successors(stage):
-            found = self._gradients(stage, target, m, held)
+            found = self._receive_gradients(stage, target, m, state)
             total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
-        return held.outputs, total
+        return state.outputs, total
 
-    def _gradients(self, stage: int, target: int, m: int, held: _Held) -> list[Tensor]:
-        if (place := (stage, target, m)) in self.local_gradients:
-            return self.local_gradients.pop(place)
+    def _receive_gradients(self, stage: int, target: int, m: int, state: _MicrobatchState) -> list[Tensor]:
+        if (key := (stage, target, m)) in self._local_gradients:
+            return self._local_gradients.pop(key)
         edge = self.runtime.edges[stage, target]
-        assert held.form is not None
-        began = time.perf_counter()
-        if (arrivals := self.gradients.pop(place, None)) is None:
-            arrivals = edge.expect_gradients(held.form)
-        else:
-            self.awaited -= held.form.gradients.bytes
-        found = edge.gradients(arrivals)
-        edge.has_arrived(m)
-        self.waited += time.perf_counter() - began
-        return found
+        assert state.spec is not None
+        with self._measure_wait():
+            if (pending := self._gradients.pop(key, None)) is None:
+                pending = edge.post_gradient_receives(state.spec)
+            else:
+                self._pending_bytes -= state.spec.gradients.num_bytes
+            gradients = edge.wait_gradients(pending)
+            edge.release_payload(m)  # gradients for it are here, so it has arrived
+        return gradients
 
-    def _weights(self, stage: int) -> list[nn.Parameter]:
+    def _get_weights(self, stage: int) -> list[nn.Parameter]:
         program = self.runtime.programs[stage]
         assert isinstance(program, nn.Module)
         return [parameter for parameter in program.parameters() if parameter.requires_grad]
 
 
-def _uses_a_weight_twice(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Say whether a weight takes part in several places of a graph, as tied embeddings do in a stage with both ends.
+def uses_weight_twice(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Return whether a weight occurs several times in a graph, as a tied embedding does in a stage with both ends.
 
-    The gradients of such a weight cannot be left for later: the graph between its places would be gone through twice.
+    The gradient of such a weight cannot be deferred: the graph between its occurrences would be traversed twice.
     """
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen, weights, received = set(nodes), set(), set(map(id, inputs))
@@ -424,6 +412,3 @@ def _uses_a_weight_twice(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> b
                 seen.add(node)
                 nodes.append(node)
     return False
-
-
-__all__ = ["Event", "Finish", "Program", "Run", "Runtime", "StageError"]

@@ -1,18 +1,23 @@
-"""Which modules of a model each pipeline stage has."""
+"""Which modules of a model each pipeline stage has, and where to split so that all stages cost the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import nn
 
+from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.errors import ConfigError
-from cornstarch.pipeline.anatomy import Frame, frame_of, full_name
-from cornstarch.pipeline.balance import Cost, best_starts
-from cornstarch.pipeline.findings import Survey
-from cornstarch.pipeline.survey import check_entry
-from cornstarch.pipeline.survey import survey as find_out
+from cornstarch.pipeline.model_analysis import ModelAnalysis, WrappedModel, find_wrapped_model, get_class_name
+from cornstarch.pipeline.split import analyze_model, check_embedding_stage
+
+BALANCE_METHODS = ("parameters", "flops", "time", "uniform")
+_TIMED_PASSES = 3  # the fastest counts
 
 
 class PipelineTemplate:
@@ -22,8 +27,8 @@ class PipelineTemplate:
         PipelineTemplate(PipelineTemplate.get_model_name(model), [modules[:17], modules[17:]])
 
     Args:
-        model_name: The class of the model that it is for, as `get_model_name` gives it.
-        modules_per_stage: For each stage, the names of its modules; together they are those of `get_modules`, in order.
+        model_name: The class of the model, as `get_model_name` returns it.
+        modules_per_stage: The names of the modules of each stage; together they are those of `get_modules`, in order.
     """
 
     def __init__(self, model_name: str, modules_per_stage: Sequence[Sequence[str]]) -> None:
@@ -39,12 +44,12 @@ class PipelineTemplate:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.modules_per_stage)
 
     @property
     def num_layers(self) -> int:
-        """How many modules there are in all."""
+        """The number of modules of all stages."""
         return sum(map(len, self.modules_per_stage))
 
     def __repr__(self) -> str:
@@ -52,34 +57,34 @@ class PipelineTemplate:
         return f"PipelineTemplate({self.model_name}, {self.num_stages} stages)"
 
     def __eq__(self, other: object) -> bool:
-        """Two templates that say the same of the same class are equal."""
+        """Compare model name and modules."""
         if not isinstance(other, PipelineTemplate):
             return NotImplemented
         return (self.model_name, self.modules_per_stage) == (other.model_name, other.modules_per_stage)
 
     def __hash__(self) -> int:
-        """Equal templates have equal hashes."""
+        """Hash model name and modules."""
         return hash((self.model_name, tuple(map(tuple, self.modules_per_stage))))
 
-    # ------------------------------------------------------------------ asking about a model
+    # ------------------------------------------------------------------ queries
 
     @staticmethod
     def get_model_name(model: nn.Module) -> str:
-        """Return the class of a model, with its module; of a `ModalEncoderModule`, that of its encoder."""
-        return full_name(frame_of(model).inner)
+        """Return the qualified class name of a model; of a `ModalEncoderModule`, that of its encoder."""
+        return get_class_name(find_wrapped_model(model).inner)
 
     @staticmethod
-    def get_modules(model: nn.Module, survey: Survey | None = None) -> list[str]:
+    def get_modules(model: nn.Module, survey: ModelAnalysis | None = None) -> list[str]:
         """Return the names of a model's modules that have parameters, in the order of its forward pass.
 
-        Those of a `ModalEncoderModule` begin with `module.`, and its projector comes last. What PEFT adds to names is
+        Those of a `ModalEncoderModule` begin with `module.`, and its projector comes last. The prefixes of PEFT are
         left out, so that a template is the same with adapters and without.
 
         Args:
             model: The model.
-            survey: How it is made, if that is known already: for a module of your own.
+            survey: The analysis of the model, if it is known already: for a module of your own.
         """
-        return _listed(survey or find_out(model), frame_of(model))
+        return _list_names(survey or analyze_model(model), find_wrapped_model(model))
 
     @staticmethod
     def find_pipeline_template(
@@ -88,7 +93,7 @@ class PipelineTemplate:
         """Return the first template with a number of stages, or None."""
         return next((template for template in pipeline_templates if template.num_stages == num_stages), None)
 
-    # ------------------------------------------------------------------ making one
+    # ------------------------------------------------------------------ construction
 
     @classmethod
     def split(
@@ -99,82 +104,77 @@ class PipelineTemplate:
         *,
         inputs: Mapping[str, Any] | None = None,
         trained_upstream: bool = False,
-        survey: Survey | None = None,
+        survey: ModelAnalysis | None = None,
     ) -> PipelineTemplate:
-        """Cut a model into stages whose costs differ as little as possible.
+        """Split a model into stages whose costs differ as little as possible.
 
-        What is frozen costs a forward pass, and a backward pass through it if something before it is trained; what is
-        trained costs three times its forward pass. Freeze the model first.
+        A frozen module costs a forward pass, and a backward pass if something before it is trained; a trained module
+        costs three times its forward pass. Freeze the model first.
 
         Args:
             model: The model.
-            num_stages: How many stages.
+            num_stages: The number of stages.
             by: "parameters": by the number of parameters; "flops": by the multiplications for one token; "time": by the
-                time that a forward pass of `inputs` takes; "uniform": by the number of layers.
-            inputs: What the forward pass is timed on.
-            trained_upstream: Whether something is trained whose results go into this model: a projector, say.
-            survey: How the model is made, if that is known already.
+                time of a forward pass of `inputs`; "uniform": by the number of layers.
+            inputs: The batch for "time".
+            trained_upstream: Whether a module is trained whose output goes into this model, such as a projector.
+            survey: The analysis of the model, if it is known already.
         """
-        known = survey or find_out(model)
-        cost = Cost(model, known, by, inputs, trained_upstream)
-        starts = best_starts(cost.segments(), known.boundaries, num_stages, type(frame_of(model).inner).__name__)
-        return cls._beginning(model, known, starts)
+        analysis = survey or analyze_model(model)
+        costs = _compute_segment_costs(model, analysis, by, inputs, trained_upstream)
+        name = type(find_wrapped_model(model).inner).__name__
+        return cls._from_starts(model, analysis, balance_stages(costs, analysis.boundaries, num_stages, name))
 
     @classmethod
     def of_layers(cls, model: nn.Module, layers: Sequence[int]) -> PipelineTemplate:
-        """Cut a model into stages of so many layers each.
+        """Split a model into stages with given numbers of layers.
 
-        What comes before the first layer belongs to it. What comes behind the last one, the head of a language model or
-        a projector, counts as a layer if a stage may begin with it; layers between which a model cannot be cut count as
-        one.
+        Modules before the first layer belong to it. Modules behind the last layer, the head of a language model or a
+        projector, count as a layer if a stage may begin with them. Layers that cannot be separated count as one.
 
         Args:
             model: The model.
-            layers: By stage, how many.
+            layers: The number of layers of each stage.
         """
-        known, name = find_out(model), type(frame_of(model).inner).__name__
-        places = [0, *known.boundaries]
+        analysis, name = analyze_model(model), type(find_wrapped_model(model).inner).__name__
+        places = [0, *analysis.boundaries]
         if sum(layers) != len(places) or min(layers) < 1:
             raise ConfigError(
                 f"layers = {', '.join(map(str, layers))}: they add up to {sum(layers)}; {name} has {len(places)}, what "
                 "follows the last one included. Every stage has one at least."
             )
         firsts = [sum(layers[:stage]) for stage in range(len(layers))]
-        return cls._beginning(model, known, [places[first] for first in firsts])
+        return cls._from_starts(model, analysis, [places[first] for first in firsts])
 
     @classmethod
-    def _beginning(cls, model: nn.Module, known: Survey, starts: Sequence[int]) -> PipelineTemplate:
-        """Return a template whose stages begin with some segments."""
-        listed = _listed(known, frame_of(model))
-        segments = [known.segment_of(name) for name in known.modules]
-        ends = [*starts[1:], len(known.layers) + 1]
+    def _from_starts(cls, model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int]) -> PipelineTemplate:
+        """Return the template whose stages begin with the given segments."""
+        listed = _list_names(analysis, find_wrapped_model(model))
+        segments = [analysis.segment_of(name) for name in analysis.modules]
+        ends = [*starts[1:], len(analysis.layers) + 1]
         stages = [
             [name for name, segment in zip(listed, segments, strict=True) if start <= segment < end]
             for start, end in zip(starts, ends, strict=True)
         ]
         return cls(cls.get_model_name(model), stages)
 
-    # ------------------------------------------------------------------ checking it
+    # ------------------------------------------------------------------ checks
 
     def check(self, model: nn.Module) -> None:
-        """Raise `ConfigError` unless this template is one of this model, and it can be cut so."""
-        self.starts(model, find_out(model))
+        """Raise `ConfigError` unless this template fits the model, and the model can be split this way."""
+        self.starts(model, analyze_model(model))
 
-    def starts(self, model: nn.Module, known: Survey) -> list[int]:
-        """Return the segment with which each stage begins; see `findings`."""
-        frame = frame_of(model)
-        name = full_name(frame.inner)
+    def starts(self, model: nn.Module, known: ModelAnalysis) -> list[int]:
+        """Return the segment with which each stage begins; see `model_analysis`."""
+        wrapped = find_wrapped_model(model)
+        name = get_class_name(wrapped.inner)
         if self.model_name != name:
             raise ConfigError(f"{self!r} is not for {name}. Make one of its modules: PipelineTemplate.get_modules.")
-        expected = _listed(known, frame)
-        stages = self._without_weightless(known, frame)
-        self._check_names(stages, expected)
-        return self._starts(stages, known, frame)
-
-    def _without_weightless(self, known: Survey, frame: Frame) -> list[list[str]]:
-        """Leave out modules without parameters (dropout, rotary embeddings): every stage has them."""
-        free = {_shown(name, frame) for name, unit in known.units.items() if not unit.weighs}
-        return [[name for name in names if name not in free] for names in self.modules_per_stage]
+        # Modules without parameters (dropout, rotary embeddings) are on every stage, wherever they are listed.
+        free = {_get_template_name(n, wrapped) for n, one in known.side_modules.items() if not one.has_parameters}
+        stages = [[name for name in names if name not in free] for names in self.modules_per_stage]
+        self._check_names(stages, _list_names(known, wrapped))
+        return self._find_starts(stages, known, wrapped)
 
     def _check_names(self, stages: Sequence[Sequence[str]], expected: Sequence[str]) -> None:
         places = [(name, stage) for stage, names in enumerate(stages) for name in names]
@@ -182,7 +182,7 @@ class PipelineTemplate:
         for name, stage in places:
             if name not in expected:
                 raise ConfigError(
-                    f"{self!r}: stage {stage} has {name}, which is none of the model's modules ({_few(expected)})."
+                    f"{self!r}: stage {stage} has {name}, which is none of the model's modules ({_shorten(expected)})."
                 )
             if name in seen:
                 raise ConfigError(f"{self!r}: {name} is there twice, in stage {seen[name]} and in stage {stage}.")
@@ -191,16 +191,17 @@ class PipelineTemplate:
         if missing:
             before = expected[: expected.index(missing[0])]
             where = f"behind {before[-1]} in stage {seen[before[-1]]}" if before else "at the beginning of stage 0"
-            raise ConfigError(f"{self!r}: {_few(missing)} missing; {missing[0]} belongs {where}.")
+            raise ConfigError(f"{self!r}: {_shorten(missing)} missing; {missing[0]} belongs {where}.")
         for (name, stage), right in zip(places, expected, strict=True):
             if name != right:
                 raise ConfigError(
-                    f"{self!r}: stage {stage} has {name} where {right} belongs; modules stand in the order of the "
-                    "forward pass, as PipelineTemplate.get_modules lists them."
+                    f"{self!r}: stage {stage} has {name} where {right} belongs; modules are listed in the order of the "
+                    "forward pass, as by PipelineTemplate.get_modules."
                 )
 
-    def _starts(self, stages: Sequence[Sequence[str]], known: Survey, frame: Frame) -> list[int]:
-        segments = {_shown(name, frame): known.segment_of(name) for name in known.modules}
+    def _find_starts(self, stages: Sequence[Sequence[str]], known: ModelAnalysis, wrapped: WrappedModel) -> list[int]:
+        segments = {_get_template_name(name, wrapped): known.segment_of(name) for name in known.modules}
+        layers = [_get_template_name(name, wrapped) for name in known.layers]
         starts = [0]
         for number, names in enumerate(stages):
             if not names:
@@ -208,33 +209,156 @@ class PipelineTemplate:
             if number == 0:
                 continue
             last, first = stages[number - 1][-1], names[0]
-            place = segments[first]
-            if number == 1 and first == _shown(known.layers[0], frame):
-                check_entry(frame.inner)  # the first stage has embeddings alone
+            start = segments[first]
+            if number == 1 and first == layers[0]:  # the first stage has embeddings only
+                check_embedding_stage(wrapped.inner)
                 starts.append(0)
                 continue
-            if segments[last] == place or last not in {_shown(name, frame) for name in known.layers}:
+            if segments[last] == start or last not in layers:
                 raise ConfigError(
                     f"{self!r}: stage {number} begins with {first}, but stages end behind a layer, and {last} is none. "
-                    f"Let it begin behind {_shown(known.layers[min(place, len(known.layers) - 1)], frame)}, say."
+                    f"Let it begin behind {layers[min(start, len(layers) - 1)]}, for example."
                 )
-            if place in known.barred:
-                raise ConfigError(f"{self!r}: cannot be cut before {first}: {known.barred[place]}.")
-            starts.append(place)
+            if start in known.barred:
+                raise ConfigError(f"{self!r}: cannot be cut before {first}: {known.barred[start]}.")
+            starts.append(start)
         return starts
 
 
-def _listed(known: Survey, frame: Frame) -> list[str]:
-    return [_shown(name, frame) for name in known.modules]
+def _list_names(analysis: ModelAnalysis, wrapped: WrappedModel) -> list[str]:
+    return [_get_template_name(name, wrapped) for name in analysis.modules]
 
 
-def _shown(name: str, frame: Frame) -> str:
-    """Return how a template calls a module."""
-    return frame.shown + name.removeprefix(frame.path) if name.startswith(frame.path) else name
+def _get_template_name(name: str, wrapped: WrappedModel) -> str:
+    return wrapped.template_prefix + name.removeprefix(wrapped.path) if name.startswith(wrapped.path) else name
 
 
-def _few(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-__all__ = ["PipelineTemplate"]
+# ---------------------------------------------------------------------------------------------------- costs
+
+
+def _compute_segment_costs(
+    model: nn.Module, analysis: ModelAnalysis, by: str, inputs: Mapping[str, Any] | None, trained_upstream: bool
+) -> list[float]:
+    """Return the cost of each segment, forward and backward; `requires_grad` flags say what is trained."""
+    if by not in BALANCE_METHODS:
+        raise ConfigError(f"by = {by!r}: expected one of {', '.join(BALANCE_METHODS)}.")
+    if by == "time" and inputs is None:
+        raise ConfigError('by = "time": say what a forward pass is timed on (inputs).')
+    names = analysis.modules
+    if by == "uniform":
+        forward = {name: float(name in analysis.layers) for name in names}
+    elif by == "time":
+        forward = _time_modules(model, names, inputs or {})
+    else:
+        count = _count_flops if by == "flops" else _count_parameters
+        forward = {name: float(count(model.get_submodule(name))) for name in names}
+    total = [0.0] * (len(analysis.layers) + 1)
+    upstream = trained_upstream
+    for name in names:
+        module, cost = model.get_submodule(name), forward[name]
+        parameters = _count_parameters(module)
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad) / parameters if parameters else 0.0
+        input_gradient = cost if upstream or trained else 0.0  # gradients pass through it, or begin inside it
+        total[analysis.segment_of(name)] += cost + input_gradient + trained * cost
+        upstream = upstream or trained > 0
+    return total
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _count_flops(module: nn.Module) -> float:
+    """Return the floating-point operations for one token: two for each parameter that is multiplied.
+
+    Embeddings are looked up, not multiplied; of experts that are stacked in one tensor, only the chosen ones are read.
+    """
+    total = 0.0
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):
+            continue
+        chosen = getattr(getattr(part, "config", None), "num_experts_per_tok", None) or getattr(part, "top_k", None)
+        for parameter in part.parameters(recurse=False):
+            experts = parameter.shape[0] if parameter.dim() == 3 else 0
+            fraction = chosen / experts if experts and isinstance(chosen, int) and chosen <= experts else 1.0
+            total += 2.0 * parameter.numel() * fraction
+    return total
+
+
+def _time_modules(model: nn.Module, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds that each module takes in the fastest of a few forward passes."""
+    best = dict.fromkeys(names, float("inf"))
+    started: dict[str, float] = {}
+    spent: dict[str, float] = {}
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise ConfigError('by = "time": the model is on the meta device and cannot be run. Use by="flops".')
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def enter(name: str) -> Any:
+        return lambda *_: started.__setitem__(name, now())
+
+    def leave(name: str) -> Any:
+        return lambda *_: spent.__setitem__(name, spent.get(name, 0.0) + now() - started[name])
+
+    with ExitStack() as stack, use_eval_mode(model), torch.no_grad():
+        for name in names:
+            module = model.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+            stack.callback(module.register_forward_hook(leave(name)).remove)
+        for _ in range(_TIMED_PASSES):
+            spent.clear()
+            model(inputs["input"]) if isinstance(model, nn.Sequential) else model(**inputs)
+            for name in names:
+                best[name] = min(best[name], spent.get(name, 0.0))
+    return best
+
+
+def balance_stages(costs: Sequence[float], boundaries: Sequence[int], stages: int, name: str) -> list[int]:
+    """Return the first segment of each stage so that the most expensive stage is as cheap as possible.
+
+    A stage may begin with the first segment or one of `boundaries`; `name` is for error messages.
+    """
+    places = [0, *boundaries]
+    if not isinstance(stages, int) or stages < 1:
+        raise ConfigError(f"{stages!r} stages: expected a number from 1.")
+    if stages > len(places):
+        raise ConfigError(f"{name} can be cut into at most {len(places)} stages; {stages} were asked for.")
+    ends = [*places[1:], len(costs)]
+    pieces = [sum(costs[start:end]) for start, end in zip(places, ends, strict=True)]
+    limit = _minimize(pieces, stages, max)[0] * (1 + 1e-9)
+    # Of all splits within the limit, take the one whose stages differ least: the sum of squares is smallest.
+    _, firsts = _minimize(pieces, stages, lambda total, cost: total + (cost**2 if cost <= limit else float("inf")))
+    return [places[first] for first in firsts]
+
+
+def _minimize(
+    pieces: Sequence[float], stages: int, combine: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Return the smallest combined cost of a split into ranges, and the first piece of each range."""
+    sums = list(accumulate(pieces, initial=0.0))
+    count = len(pieces)
+    best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * count  # by the number of pieces split so far
+    for stage in range(stages):
+        new: list[tuple[float, list[int]] | None] = [None] * (count + 1)
+        for end in range(stage + 1, count + 1):
+            for start in range(stage, end):
+                known = best[start]
+                if known is None:
+                    continue
+                cost = combine(known[0], sums[end] - sums[start])
+                found = new[end]
+                if found is None or cost < found[0]:
+                    new[end] = (cost, [*known[1], start])
+        best = new
+    result = best[count]
+    assert result is not None
+    return result

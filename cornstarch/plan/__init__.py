@@ -1,11 +1,11 @@
-"""What is intended: plans and layouts, as plain data that is made before any process starts."""
+"""Plans, layouts, cost model and search: plain data and pure functions, without a process group."""
 
 from typing import TYPE_CHECKING
 
 from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
-    from cornstarch.plan.exchange import Asynchronous, Compression, Gossip, Local
+    from cornstarch.plan.compression import Asynchronous, Compression, Gossip, Local
     from cornstarch.plan.layout import AXES, Axis, Layout, Place, unexecutable
     from cornstarch.plan.memory import Memory, ModelSize, memory_of
     from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan, read_plan
@@ -15,17 +15,17 @@ __all__ = [
     "ModelSize", "ModulePlan", "Place", "Plan", "memory_of", "read_plan", "unexecutable",
 ]  # fmt: skip
 
-# Looked up when first asked for (PEP 562): who only reads a plan must not wait for NumPy.
+# Imported on first use (PEP 562): reading a plan must not import NumPy.
 _MODULES = {
     "AXES": "cornstarch.plan.layout",
-    "Asynchronous": "cornstarch.plan.exchange",
+    "Asynchronous": "cornstarch.plan.compression",
     "Axis": "cornstarch.plan.layout",
-    "Compression": "cornstarch.plan.exchange",
+    "Compression": "cornstarch.plan.compression",
     "DataKind": "cornstarch.plan.plan",
     "DataPlan": "cornstarch.plan.plan",
-    "Gossip": "cornstarch.plan.exchange",
+    "Gossip": "cornstarch.plan.compression",
     "Layout": "cornstarch.plan.layout",
-    "Local": "cornstarch.plan.exchange",
+    "Local": "cornstarch.plan.compression",
     "Memory": "cornstarch.plan.memory",
     "ModelSize": "cornstarch.plan.memory",
     "ModulePlan": "cornstarch.plan.plan",

@@ -1,58 +1,136 @@
-"""Clusters as YAML: reading with every mistake and its line, and writing; no torch."""
+"""Clusters as YAML: reading, with the line of every mistake, and writing; numbers with units; no torch.
+
+read(Path("cluster.yaml")), as_yaml(cluster)
+parse_quantity("450 GB/s", "B/s"), format_quantity(3.4e-6, "s")
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan import mistakes
-from cornstarch.plan.cluster import Cluster, joined
-from cornstarch.plan.devices import DTYPES, Device, device, device_or_unknown, this_cpu, with_rates
-from cornstarch.plan.links import BETWEEN_NODES, COLLECTIVES, LINKS, Link
-from cornstarch.plan.mistakes import Mistake, shown, suggestion
-from cornstarch.plan.quantities import Unit, quantity, written
+from cornstarch.plan import validation as mistakes
+from cornstarch.plan.cluster import (
+    DTYPES,
+    Cluster,
+    Device,
+    device,
+    find_device_or_unknown,
+    find_node_link,
+    replace_rates,
+    this_cpu,
+)
+from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Link
+from cornstarch.plan.validation import Mistake, format_value, suggestion
+
+# ------------------------------------------------------------------------------------------------ quantities
+
+Unit = Literal["B", "B/s", "s", "FLOP/s"]
+
+_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_BITS = {"kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8, "Tbit/s": 1e12 / 8}
+_UNITS: dict[Unit, dict[str, float]] = {
+    "B": _BYTES,
+    "B/s": {f"{name}/s": factor for name, factor in _BYTES.items()} | _BITS,
+    "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "FLOP/s": {"FLOP/s": 1, "MFLOP/s": 1e6, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15},
+}
+_EXAMPLES: dict[Unit, str] = {
+    "B": "a size such as `80 GB` or `79.1 GiB`",
+    "B/s": "bytes a second such as `450 GB/s` or `400 Gbit/s`",
+    "s": "a time such as `5 us`",
+    "FLOP/s": "operations a second such as `989 TFLOP/s`",
+}
+_MAX_INTEGER = 10**300
+_QUANTITY = re.compile(r"\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)\s*([^\d\s].*?)?\s*")
+
+
+def parse_quantity(value: Any, unit: Unit, least: float | None = None) -> float:
+    """Return a number in `unit`, from a number or a text with its unit; ValueError says what was expected.
+
+    Args:
+        value: The value in a file.
+        unit: The unit of the result.
+        least: The smallest allowed number. Default: it must be above 0.
+    """
+    expected = f"Expected {_EXAMPLES[unit]}"
+    number = value if isinstance(value, float) or (type(value) is int and abs(value) < _MAX_INTEGER) else None
+    if isinstance(value, str) and (found := _QUANTITY.fullmatch(value)):
+        factor = _find_factor(found[2] or "", unit)
+        if factor is None:
+            raise ValueError(f"{expected}. The unit {found[2]!r} is none of {', '.join(_UNITS[unit])}.")
+        number = float(Decimal(found[1]) * Decimal(str(factor)))  # 3.4 × 10⁻⁶ is no product of two floats
+    if number is None:
+        raise ValueError(f"{expected}.")
+    if not (math.isfinite(number) and (number > 0 if least is None else number >= least)):
+        raise ValueError(f"{expected}, {'more than 0' if least is None else f'at least {least:g}'}.")
+    return float(number)
+
+
+def _find_factor(text: str, unit: Unit) -> float | None:
+    """Return the factor of a unit in any capitalization that is not ambiguous; None if there is none."""
+    if not text:
+        return 1.0
+    known = _UNITS[unit]
+    lowered = re.sub(r"flops$", "flop/s", text.lower())
+    return known.get(text) or {name.lower(): factor for name, factor in known.items()}.get(lowered)
+
+
+def format_quantity(value: float, unit: Unit) -> str:
+    """Return a number with a unit that makes it short, or without one where that would lose digits."""
+    decimal = [(factor, name) for name, factor in _UNITS[unit].items() if "i" not in name and name != "µs"]
+    factor, name = max((one for one in decimal if one[0] <= value), default=min(decimal))
+    text = f"{value / factor:.6g} {name}"
+    exact = parse_quantity(text, unit, least=0) == value
+    return text if exact else repr(value)
+
+
+# ------------------------------------------------------------------------------------------------ reading
 
 _CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured"]
 _DEVICE = ["name", "memory", "bandwidth", "flops", "bf16"]
 _LINK = ["bandwidth", "latency"]
-_LARGEST = 1_000_000  # bytes of a file
+_MAX_BYTES = 1_000_000
 
 _MISSING = object()
 
 
 def read(path: Path) -> Cluster:
     """Return the cluster that a file describes."""
-    data, lines = _loaded(path)
+    data, lines = _load_yaml(path)
     reader = _Reader()
-    cluster = reader.cluster(data)
+    cluster = reader.read_cluster(data)
     if reader.found:
-        told = []
+        messages = []
         for one in reader.found:
             line = next((lines[one.path[:n]] for n in range(len(one.path), -1, -1) if one.path[:n] in lines), None)
-            told.append(f"{path}{f':{line}' if line else ''}  {one}")
-        raise ConfigError("\n".join([f"{len(told)} mistakes:", *told] if len(told) > 1 else told))
+            messages.append(f"{path}{f':{line}' if line else ''}  {one}")
+        raise ConfigError("\n".join([f"{len(messages)} mistakes:", *messages] if len(messages) > 1 else messages))
     assert cluster is not None
     return cluster if cluster.name else replace(cluster, name=path.stem)
 
 
-def _loaded(path: Path) -> tuple[Any, dict[mistakes.Path, int]]:
-    """Return what a YAML file holds, and the line of each key."""
+def _load_yaml(path: Path) -> tuple[Any, dict[mistakes.Path, int]]:
+    """Return the content of a YAML file, and the line of each key."""
     import yaml
 
     try:
         content = path.read_bytes()
-        if len(content) > _LARGEST:
+        if len(content) > _MAX_BYTES:
             raise ConfigError(f"{path} has {len(content)} bytes; expected the description of a cluster.")
         loader = yaml.SafeLoader(content.decode("utf-8-sig"))
         node = loader.get_single_node()
         if node is None:
             return None, {}
         lines: dict[mistakes.Path, int] = {}
-        _note_lines(path, node, (), lines)
+        _collect_lines(path, node, (), lines)
         return loader.construct_document(node), lines
     except FileNotFoundError:
         raise ConfigError(
@@ -67,12 +145,12 @@ def _loaded(path: Path) -> tuple[Any, dict[mistakes.Path, int]]:
         raise
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8. Save the file as UTF-8.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none; brackets without end
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date; unclosed brackets
         raise ConfigError(f"{path}: this is not YAML: {str(error).splitlines()[0]}.") from error
 
 
-def _note_lines(file: Path, node: Any, path: mistakes.Path, lines: dict[mistakes.Path, int]) -> None:
-    """Note the line of each key, as deep as a description of a cluster goes; a key given twice is a mistake."""
+def _collect_lines(file: Path, node: Any, path: mistakes.Path, lines: dict[mistakes.Path, int]) -> None:
+    """Collect the line of each key, as deep as a cluster description goes; refuse a key that is given twice."""
     import yaml
 
     if not isinstance(node, yaml.MappingNode) or len(path) > 3:
@@ -80,147 +158,145 @@ def _note_lines(file: Path, node: Any, path: mistakes.Path, lines: dict[mistakes
     for key, value in node.value:
         here, line = (*path, str(key.value)), key.start_mark.line + 1
         if here in lines:
-            raise ConfigError(f"{file}:{line}  {mistakes.dotted(here)} is given twice; first in line {lines[here]}.")
+            raise ConfigError(f"{file}:{line}  {mistakes.join_path(here)} is given twice; first in line {lines[here]}.")
         lines[here] = line
-        _note_lines(file, value, here, lines)
+        _collect_lines(file, value, here, lines)
 
 
 class _Reader:
-    """Reads data as a cluster, and collects what is wrong with it."""
+    """Reads plain data as a cluster and collects every mistake in it."""
 
     def __init__(self) -> None:
         self.found: list[Mistake] = []
-        self._processes = 1
-        """Those that share a node's CPU."""
+        self._processes = 1  # that divide a node's CPU
 
-    def cluster(self, data: Any) -> Cluster | None:
-        given = self._keys(data, _CLUSTER, ())
+    def read_cluster(self, data: Any) -> Cluster | None:
+        given = self._read_mapping(data, _CLUSTER, ())
         if given is None:
             return None
-        nodes = self._count(given.get("nodes", 1), ("nodes",))
-        per_node = self._count(given.get("per_node", _MISSING), ("per_node",))
+        nodes = self._read_count(given.get("nodes", 1), ("nodes",))
+        per_node = self._read_count(given.get("per_node", _MISSING), ("per_node",))
         self._processes = per_node or 1
-        one = self._device(given.get("device", _MISSING))
-        inside = self._link(given["inside"], ("inside",)) if "inside" in given else joined(one) if one else None
-        between = self._link(given["between"], ("between",)) if "between" in given else LINKS[BETWEEN_NODES]
-        disks = [self._number(given[key], "B/s", (key,)) if key in given else None for key in ("disk", "disk_read")]
+        one = self._read_device(given.get("device", _MISSING))
+        inside = (
+            self._read_link(given["inside"], ("inside",)) if "inside" in given else find_node_link(one) if one else None
+        )
+        between = self._read_link(given["between"], ("between",)) if "between" in given else LINKS[BETWEEN_NODES]
+        disks = [
+            self._read_quantity(given[key], "B/s", (key,)) if key in given else None for key in ("disk", "disk_read")
+        ]
         name, measured = given.get("name", ""), given.get("measured", False)
         if not isinstance(name, str):
-            self._complain(("name",), name, "Expected a text.")
+            self._add_mistake(("name",), name, "Expected a text.")
         if not isinstance(measured, bool):
-            self._complain(("measured",), measured, "Expected true or false.")
+            self._add_mistake(("measured",), measured, "Expected true or false.")
         if self.found or None in (nodes, per_node) or one is None or inside is None or between is None:
             return None
         assert nodes is not None and per_node is not None
         return Cluster(nodes, per_node, one, inside, between, disks[0], name, disks[1], measured)
 
-    def _device(self, data: Any) -> Device | None:
+    def _read_device(self, data: Any) -> Device | None:
         path = ("device",)
         if data is _MISSING:
-            self._complain(path, _MISSING, "Give a name of the catalogue, or name, memory, bandwidth and flops.")
+            self._add_mistake(path, _MISSING, "Give a name of the catalogue, or name, memory, bandwidth and flops.")
             return None
         if isinstance(data, str):
-            return self._known(data, path)
-        given = self._keys(data, _DEVICE, path)
+            return self._find_device(data, path)
+        given = self._read_mapping(data, _DEVICE, path)
         if given is None:
             return None
         name = given.get("name", _MISSING)
         if not isinstance(name, str) or not name:
-            self._complain((*path, "name"), name, "Expected what the device is called.")
+            self._add_mistake((*path, "name"), name, "Expected the name of the device.")
             return None
         needed = ("memory", "bandwidth", "flops")
-        if not all(key in given for key in needed):  # the rest is the catalogue's
-            base = self._known(name, path, [key for key in needed if key not in given])
+        if not all(key in given for key in needed):  # the catalogue has the rest
+            base = self._find_device(name, path, [key for key in needed if key not in given])
         else:
-            base = device_or_unknown(name)
+            base = find_device_or_unknown(name)
         if base is None:
             return None
         if "memory" in given:
-            base = replace(base, memory=int(self._number(given["memory"], "B", (*path, "memory")) or 0))
+            base = replace(base, memory=int(self._read_quantity(given["memory"], "B", (*path, "memory")) or 0))
         if "bandwidth" in given:
-            base = replace(base, bandwidth=self._number(given["bandwidth"], "B/s", (*path, "bandwidth")))
+            base = replace(base, bandwidth=self._read_quantity(given["bandwidth"], "B/s", (*path, "bandwidth")))
         if "flops" in given:
-            base = self._with_rates(base, given["flops"], (*path, "flops"))
+            base = self._read_rates(base, given["flops"], (*path, "flops"))
         has_bf16 = given.get("bf16", base.has_bf16)
         if not isinstance(has_bf16, bool):
-            self._complain(
-                (*path, "bf16"), has_bf16, "Expected true or false: whether it computes in bfloat16 by itself."
-            )
+            text = "Expected true or false: whether the hardware computes in bfloat16."
+            self._add_mistake((*path, "bf16"), has_bf16, text)
             return None
         return replace(base, has_bf16=has_bf16)
 
-    def _known(self, name: str, path: mistakes.Path, missing: list[str] | None = None) -> Device | None:
+    def _find_device(self, name: str, path: mistakes.Path, missing: list[str] | None = None) -> Device | None:
         try:
             found = device(name)
             return this_cpu(self._processes) if found.is_cpu else found
         except ConfigError as error:
-            more = (
-                f"\nOr describe it: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing."
-                if missing
-                else ""
-            )
-            self._complain((*path, "name") if missing else path, name, f"{error}{more}")
+            are = "is" if len(missing or ()) == 1 else "are"
+            more = f"\nOr describe it: {', '.join(missing)} {are} missing." if missing else ""
+            self._add_mistake((*path, "name") if missing else path, name, f"{error}{more}")
             return None
 
-    def _with_rates(self, base: Device, data: Any, path: mistakes.Path) -> Device:
-        """Return a device whose operations per second are those of a file, and of no catalogue."""
-        given = self._keys(data, list(DTYPES), path) or {}
+    def _read_rates(self, base: Device, data: Any, path: mistakes.Path) -> Device:
+        """Return a device with the FLOP/s of the file, and none from the catalogue."""
+        given = self._read_mapping(data, list(DTYPES), path) or {}
         if isinstance(data, Mapping) and not data:
-            self._complain(path, None, f"Expected the operations a second of at least one of {', '.join(DTYPES)}.")
-        rates = {dtype: self._number(given[dtype], "FLOP/s", (*path, dtype)) for dtype in DTYPES if dtype in given}
+            self._add_mistake(path, None, f"Expected the operations a second of at least one of {', '.join(DTYPES)}.")
+        rates = {
+            dtype: self._read_quantity(given[dtype], "FLOP/s", (*path, dtype)) for dtype in DTYPES if dtype in given
+        }
         known = {dtype: rate for dtype, rate in rates.items() if rate is not None}
-        return replace(with_rates(base, known), has_bf16="bf16" in rates)
+        return replace(replace_rates(base, known), has_bf16="bf16" in rates)
 
-    def _link(self, data: Any, path: mistakes.Path) -> Link | None:
+    def _read_link(self, data: Any, path: mistakes.Path) -> Link | None:
         if isinstance(data, str):
             if data not in LINKS:
                 meant = mistakes.nearest(data, [name.lower().replace(" ", "_") for name in LINKS])
                 close = [name for name in LINKS if name.lower().replace(" ", "_") == meant]
                 advice = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(LINKS)}."
-                self._complain(path, data, f"There is no such link in the catalogue. {advice}")
+                self._add_mistake(path, data, f"There is no such link in the catalogue. {advice}")
             return LINKS.get(data)
         kinds = [] if len(path) > 1 else list(COLLECTIVES)
-        given = self._keys(data, [*_LINK, *kinds], path)
+        given = self._read_mapping(data, [*_LINK, *kinds], path)
         if given is None:
             return None
-        bandwidth = self._number(given.get("bandwidth", _MISSING), "B/s", (*path, "bandwidth"))
-        latency = self._number(given.get("latency", _MISSING), "s", (*path, "latency"), least=0)
-        each = [(kind, self._link(given[kind], (*path, kind))) for kind in COLLECTIVES if kind in given]
+        bandwidth = self._read_quantity(given.get("bandwidth", _MISSING), "B/s", (*path, "bandwidth"))
+        latency = self._read_quantity(given.get("latency", _MISSING), "s", (*path, "latency"), least=0)
+        each = [(kind, self._read_link(given[kind], (*path, kind))) for kind in COLLECTIVES if kind in given]
         if bandwidth is None or latency is None:
             return None
         return Link(bandwidth, latency, tuple((kind, link) for kind, link in each if link is not None))
 
-    # -------------------------------------------------------------------------------------------- values
-
-    def _keys(self, data: Any, known: list[str], path: mistakes.Path) -> dict[str, Any] | None:
+    def _read_mapping(self, data: Any, known: list[str], path: mistakes.Path) -> dict[str, Any] | None:
         if not isinstance(data, Mapping):
             where = path or ("the file",)
-            self._complain(where, data, f"Expected a mapping with some of these keys: {', '.join(known)}.")
+            self._add_mistake(where, data, f"Expected a mapping with some of these keys: {', '.join(known)}.")
             return None
         for key in data:
             if key not in known:
                 _, text = suggestion(str(key), known, path)
-                self.found.append(Mistake((*path, str(key)), shown(data[key]), text))
+                self.found.append(Mistake((*path, str(key)), format_value(data[key]), text))
         return {key: value for key, value in data.items() if key in known}
 
-    def _count(self, value: Any, path: mistakes.Path) -> int | None:
+    def _read_count(self, value: Any, path: mistakes.Path) -> int | None:
         if type(value) is int and 1 <= value < 2**31:
             return value
-        self._complain(path, value, "Expected a whole number of at least 1.")
+        self._add_mistake(path, value, "Expected a whole number of at least 1.")
         return None
 
-    def _number(self, value: Any, unit: Unit, path: mistakes.Path, least: float | None = None) -> float | None:
+    def _read_quantity(self, value: Any, unit: Unit, path: mistakes.Path, least: float | None = None) -> float | None:
         try:
-            return quantity(None if value is _MISSING else value, unit, least)
+            return parse_quantity(None if value is _MISSING else value, unit, least)
         except ValueError as error:
-            self._complain(path, value, str(error))
+            self._add_mistake(path, value, str(error))
             return None
 
-    def _complain(self, path: mistakes.Path, value: Any, text: str) -> None:
+    def _add_mistake(self, path: mistakes.Path, value: Any, text: str) -> None:
         missing = value is _MISSING
-        self.found.append(
-            Mistake(path, None if missing else shown(value), f"It is missing. {text}" if missing else text)
-        )
+        text = f"It is missing. {text}" if missing else text
+        self.found.append(Mistake(path, None if missing else format_value(value), text))
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -237,27 +313,25 @@ def as_yaml(cluster: Cluster) -> str:
         "device:",
         f"  name: {json.dumps(one.name)}",
         f"  memory: {one.memory}",
-        *([f"  bandwidth: {written(one.bandwidth, 'B/s')}"] if one.bandwidth is not None else []),
+        *([f"  bandwidth: {format_quantity(one.bandwidth, 'B/s')}"] if one.bandwidth is not None else []),
         "  flops:",
-        *(f"    {dtype}: {written(rate, 'FLOP/s')}" for dtype, rate in rates.items()),
+        *(f"    {dtype}: {format_quantity(rate, 'FLOP/s')}" for dtype, rate in rates.items()),
         f"  bf16: {json.dumps(one.has_bf16)}",
-        *_link_lines("inside", cluster.inside),
-        *_link_lines("between", cluster.between),
+        *_format_link("inside", cluster.inside),
+        *_format_link("between", cluster.between),
     ]
     for key, speed in (("disk", cluster.disk), ("disk_read", cluster.disk_read)):
-        lines += [f"{key}: {written(speed, 'B/s')}"] if speed is not None else []
+        lines += [f"{key}: {format_quantity(speed, 'B/s')}"] if speed is not None else []
     lines += ["measured: true"] if cluster.measured else []
     return "\n".join(lines) + "\n"
 
 
-def _link_lines(name: str, link: Link) -> list[str]:
-    each = [f"  {kind}: {{{_figures(one)}}}" for kind, one in link.collectives]
-    return [f"{name}: {{{_figures(link)}}}"] if not each else [f"{name}:", *_indented(link), *each]
+def _format_link(name: str, link: Link) -> list[str]:
+    each = [f"  {kind}: {{{_format_figures(one)}}}" for kind, one in link.collectives]
+    if not each:
+        return [f"{name}: {{{_format_figures(link)}}}"]
+    return [f"{name}:", *(f"  {figure}" for figure in _format_figures(link).split(", ")), *each]
 
 
-def _indented(link: Link) -> list[str]:
-    return [f"  {figure}" for figure in _figures(link).split(", ")]
-
-
-def _figures(link: Link) -> str:
-    return f"bandwidth: {written(link.bandwidth, 'B/s')}, latency: {written(link.latency, 's')}"
+def _format_figures(link: Link) -> str:
+    return f"bandwidth: {format_quantity(link.bandwidth, 'B/s')}, latency: {format_quantity(link.latency, 's')}"

@@ -1,14 +1,15 @@
-"""What ranks exchange, and how long it takes: the alpha-beta model of rings and messages; arithmetic only, no torch.
+"""Links, and the time of collectives over them: the alpha-beta model of rings and messages; arithmetic only, no torch.
 
     all_reduce(size, ranks=8, link)          # seconds
     all_reduce_bytes(size, ranks=8)          # bytes that each rank sends, and receives
+    fit_link(timings)                        # the link that explains measured times best
 
-A message of n bytes takes `link.latency + n / link.bandwidth` (alpha + beta n). A ring of N ranks goes in rounds, in
-each of which every rank sends a part of 1/N to the next one: N - 1 rounds bring each part to everybody (all-gather), or
+A message of n bytes takes `link.latency + n / link.bandwidth` (alpha + beta n). A ring of N ranks runs in rounds, in
+each of which every rank sends a part of 1/N to the next one: N - 1 rounds bring each part to all ranks (all-gather), or
 to one rank, summed (reduce-scatter); an all-reduce is both. The bandwidth is that of one rank, one way, over the
-slowest link of the group. `size` is that of the whole tensor: what a rank has after an all-gather or an all-reduce, and
-what it has before a reduce-scatter or an all-to-all. Where a link was measured for each collective, its own figures
-count (`Link.of`).
+slowest link of the group. `size` is that of the whole tensor: the output of an all-gather or an all-reduce, the input
+of a reduce-scatter or an all-to-all. A link that was measured for each collective has its own figures for each
+(`Link.of`).
 
 Source of the model: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005);
 of the bytes per rank, which no algorithm can lower: Patarasuk and Yuan, "Bandwidth optimal all-reduce" (2009).
@@ -16,37 +17,74 @@ of the bytes per rank, which no algorithm can lower: Patarasuk and Yuan, "Bandwi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple, get_args
 
-if TYPE_CHECKING:
-    from cornstarch.plan.cluster import Link
+from cornstarch.errors import ConfigError
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+
+
+@dataclass(frozen=True)
+class Link:
+    """The path of a rank's messages: a message of n bytes takes `latency + n / bandwidth`."""
+
+    bandwidth: float
+    """Bytes per second that one rank sends while it receives as many."""
+    latency: float
+    """Seconds per message, independent of its size."""
+    collectives: tuple[tuple[Collective, Link], ...] = ()
+    """The figures of each collective that was measured by itself."""
+
+    def of(self, kind: Collective) -> Link:
+        """Return the link as a collective experiences it."""
+        return dict(self.collectives).get(kind, self)
+
+
+# Seconds per round of a ring, as in NCCL's own model: `hwLat` (Ring, Simple) in src/graph/tuning.cc.
+_NVLINK_LATENCY = 3.4e-6
+_PCI_LATENCY = 5.7e-6
+_NETWORK_LATENCY = 14e-6
+
+# Vendors state both directions together; these are one direction, half of it.
+LINKS = {
+    "NVLink 5": Link(900e9, _NVLINK_LATENCY),
+    "NVLink 4": Link(450e9, _NVLINK_LATENCY),
+    "NVLink 3": Link(300e9, _NVLINK_LATENCY),
+    "NVLink 2": Link(150e9, _NVLINK_LATENCY),
+    "Infinity Fabric": Link(448e9, _NVLINK_LATENCY),
+    "PCIe 5": Link(64e9, _PCI_LATENCY),
+    "PCIe 4": Link(32e9, _PCI_LATENCY),
+    "PCIe 3": Link(16e9, _PCI_LATENCY),
+    "InfiniBand 400": Link(50e9, _NETWORK_LATENCY),
+    "loopback": Link(1.69e9, 83e-6),  # gloo between two processes of one machine, measured
+}
+"""The catalogue; docs/clusters.md has the sources."""
+BETWEEN_NODES = "InfiniBand 400"
+"""The default between nodes: 400 Gbit/s for each device, as in a DGX H100."""
 
 
 # ------------------------------------------------------------------------------------------------ bytes per rank
 
 
 def all_gather_bytes(size: float, ranks: int) -> float:
-    """Return what each rank sends until everybody has the parts of all: (N - 1) / N × size."""
-    return _others(ranks) * size / ranks
+    """Return the bytes that each rank sends in an all-gather: all parts but its own, (N - 1) / N × size."""
+    return _count_others(ranks) * size / ranks
 
 
-def reduce_scatter_bytes(size: float, ranks: int) -> float:
-    """Return what each rank sends until each has one part, summed: (N - 1) / N × size."""
-    return _others(ranks) * size / ranks
+reduce_scatter_bytes = all_to_all_bytes = all_gather_bytes
 
 
 def all_reduce_bytes(size: float, ranks: int) -> float:
-    """Return what each rank sends until everybody has the sum: a reduce-scatter, then an all-gather."""
+    """Return the bytes that each rank sends in an all-reduce: a reduce-scatter, then an all-gather."""
     return reduce_scatter_bytes(size, ranks) + all_gather_bytes(size, ranks)
 
 
-def all_to_all_bytes(size: float, ranks: int) -> float:
-    """Return what each rank sends where it has a part for everybody: all but its own, (N - 1) / N × size."""
-    return _others(ranks) * size / ranks
-
-
 def send_bytes(size: float) -> float:
-    """Return what one rank sends to another."""
+    """Return the bytes that one rank sends to another."""
     return size
 
 
@@ -55,33 +93,103 @@ def send_bytes(size: float) -> float:
 
 def all_gather(size: float, ranks: int, link: Link) -> float:
     """Return the seconds of a ring all-gather: N - 1 rounds."""
-    return _seconds(_others(ranks), all_gather_bytes(size, ranks), link.of("all_gather"))
+    return _message_seconds(_count_others(ranks), all_gather_bytes(size, ranks), link.of("all_gather"))
 
 
 def reduce_scatter(size: float, ranks: int, link: Link) -> float:
     """Return the seconds of a ring reduce-scatter: N - 1 rounds."""
-    return _seconds(_others(ranks), reduce_scatter_bytes(size, ranks), link.of("reduce_scatter"))
+    return _message_seconds(_count_others(ranks), reduce_scatter_bytes(size, ranks), link.of("reduce_scatter"))
 
 
 def all_reduce(size: float, ranks: int, link: Link) -> float:
     """Return the seconds of a ring all-reduce: 2 (N - 1) rounds."""
-    return _seconds(2 * _others(ranks), all_reduce_bytes(size, ranks), link.of("all_reduce"))
+    return _message_seconds(2 * _count_others(ranks), all_reduce_bytes(size, ranks), link.of("all_reduce"))
 
 
 def all_to_all(size: float, ranks: int, link: Link) -> float:
     """Return the seconds of an all-to-all: N - 1 messages of each rank, one to every other."""
-    return _seconds(_others(ranks), all_to_all_bytes(size, ranks), link.of("all_to_all"))
+    return _message_seconds(_count_others(ranks), all_to_all_bytes(size, ranks), link.of("all_to_all"))
 
 
 def send(size: float, link: Link) -> float:
     """Return the seconds of a message from one rank to another."""
-    return _seconds(1, send_bytes(size), link.of("send"))
+    return _message_seconds(1, send_bytes(size), link.of("send"))
 
 
-def _seconds(rounds: int, size: float, link: Link) -> float:
+def collective_seconds(kind: Collective, size: float, ranks: int, link: Link) -> float:
+    """Return the seconds of a collective, or a message, over a link."""
+    if kind == "send":
+        return send(size, link)
+    times = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
+    }
+    return times[kind](size, ranks, link)
+
+
+def _message_seconds(rounds: int, size: float, link: Link) -> float:
     return rounds * link.latency + size / link.bandwidth
 
 
-def _others(ranks: int) -> int:
+def _count_others(ranks: int) -> int:
     assert ranks >= 1, ranks
     return ranks - 1
+
+
+# ------------------------------------------------------------------------------------------------ fitting
+
+
+class Timing(NamedTuple):
+    """The measured time of one collective."""
+
+    kind: Collective
+    size: float
+    """Bytes of the whole tensor, as in the functions above."""
+    ranks: int
+    seconds: float
+
+
+def fit_link(timings: Sequence[Timing]) -> Link:
+    """Return the link that fits measured times best, by least squares of the relative errors.
+
+    Relative errors give times from microseconds to seconds the same weight. Where noise makes the best latency or
+    bandwidth negative, the latency is 0 and the bandwidth is fitted alone.
+    """
+    if not timings:
+        raise ConfigError("A link cannot be fitted without any times: measure with at least 2 processes.")
+    if wrong := [one for one in timings if not (one.seconds > 0 and one.size > 0 and one.ranks > 1)]:
+        raise ConfigError(
+            f"A link cannot be fitted to {wrong[0]}: times and sizes must be positive, with at least 2 ranks."
+        )
+    # Each row: rounds / seconds × alpha + bytes / seconds × beta = 1. A link without bandwidth costs gives the rounds,
+    # one without latency and with a bandwidth of 1 the bytes.
+    rows = [
+        (
+            collective_seconds(one.kind, 0.0, one.ranks, Link(1.0, 1.0)) / one.seconds,
+            collective_seconds(one.kind, one.size, one.ranks, Link(1.0, 0.0)) / one.seconds,
+        )
+        for one in timings
+    ]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if alpha >= 0 and beta > 0:
+            return Link(1 / beta, alpha)
+    return Link(bb / b, 0.0)
+
+
+def fit_links(timings: Sequence[Timing]) -> Link:
+    """Return the link that fits all times together, with one for each collective that was measured."""
+    kinds = [kind for kind in COLLECTIVES if any(one.kind == kind for one in timings)]
+    each = tuple((kind, fit_link([one for one in timings if one.kind == kind])) for kind in kinds)
+    overall = fit_link(timings)
+    return Link(overall.bandwidth, overall.latency, each)
+
+
+def fit_error(timings: Sequence[Timing], link: Link) -> float:
+    """Return the median relative error of a link's times against measured ones."""
+    return median(abs(collective_seconds(one.kind, one.size, one.ranks, link) / one.seconds - 1) for one in timings)

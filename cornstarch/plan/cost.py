@@ -1,81 +1,102 @@
-"""What the layers of a run cost: times, parameters and bytes of one microbatch on one device; no torch.
+"""The cost of layers: times, parameters and bytes of one microbatch, on one device and on one of several ranks.
 
     cost = RunCost((vision, language_model), samples=1, batch=64, tokens=4096)
-    scaled(layer, tp=2, cp=1, samples=2, device)
+    scale_layer(layer, tp=2, cp=1, samples=2, device)
+    compute_rank_cost(cost, ModuleSharding("vision", tp=2, cp=1, samples=1.0, links=links), device)
 
-Costs are counted from a trace, or measured; they are those of one device that has everything (tp = cp = 1). Here they
-are scaled to what one of several ranks has. What ranks exchange is added later (`cornstarch.plan.passes`).
-"""
+Costs come from a trace or from measurements of one device without parallelism (tp = cp = 1). They are scaled to one
+rank here, and communication inside a layer is added:
+
+- tp: each forward pass all-reduces `sums` tensors as large as the output over the tensor-parallel ranks, and so does
+  the backward pass of inputs. Nothing overlaps with that.
+- cp: keys and values circulate once in a forward pass, and twice in a backward pass, with their gradients.
+- activation checkpointing: a backward pass repeats the forward pass, including its communication.
+- zero3: parameters are gathered before each pass while the previous layer computes, so the longer of both counts. zero2
+  keeps them from forward to backward, and gathers them for the forward pass of the next microbatch. On the cores of one
+  machine, which both move parameters and compute, the times add up."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cornstarch.errors import ConfigError
-from cornstarch.plan.facts import between
+from cornstarch.plan.communication import all_gather, all_reduce
+from cornstarch.plan.data_statistics import interpolate
+from cornstarch.plan.placement import GroupLinks
 from cornstarch.plan.plan import LANGUAGE_MODEL
+from cornstarch.plan.stages import best_parts
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Device
 
-Cut = Literal["always", "vocabulary", "never"]
+TensorSplit = Literal["always", "vocabulary", "never"]
+Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer: the least that a stage can hold."""
+    """One layer: the smallest unit of a stage."""
 
     name: str
     forward: float
-    """Seconds of a microbatch, of the forward pass; so are the next two."""
+    """Seconds of a microbatch's forward pass."""
     input_gradient: float
-    """Of the gradients of what goes in."""
+    """Seconds of the gradients of inputs."""
     weight_gradient: float
-    """Of the gradients of the weights; counted where the layer is trained."""
+    """Seconds of the gradients of weights; counted where the layer is trained."""
     parameters: int
     parameter_bytes: int
-    """Of all of them."""
+    """Bytes of all parameters."""
     activation_bytes: int
-    """Kept from the forward to the backward of a microbatch."""
+    """Saved from the forward to the backward pass of a microbatch."""
     activation_bytes_recomputed: int
-    """What is kept of them if the rest is computed again."""
+    """Saved with activation checkpointing."""
     output_bytes: int
-    """What goes to the next layer."""
+    """Sent to the next layer."""
     trained: bool = True
     trained_parameters: int | None = None
-    """Those that change, where the layer is trained only in part (adapters). Default: all, or none."""
+    """The trained parameters of a layer that is trained only in part (adapters). Default: all, or none."""
     sums: int = 2
-    """How often tp sums a tensor as large as the output in a forward pass: after attention and feed-forward."""
+    """All-reduces of tp in a forward pass, each as large as the output: after attention and feed-forward."""
     kv_bytes: int = 0
-    """Keys and values, which cp sends round."""
-    tp_cuts: Cut = "always"
-    """Whether tp cuts the layer; `vocabulary`: with `tp_vocabulary` only."""
+    """Keys and values, which cp circulates."""
+    tp_cuts: TensorSplit = "always"
+    """Whether tp shards the layer; `vocabulary`: only with `tp_vocabulary`."""
     whole_bytes: int = 0
-    """Those of the activations that tp leaves whole, if `tp_sequence` does not cut them either."""
+    """Activations that tp does not shard without `tp_sequence`."""
     working_bytes: int = 0
-    """What is there for a moment while a pass is computed, beside what is kept: gradients, a head's logits."""
+    """Temporary memory of a pass beside the saved activations: gradients, the logits of a head."""
     again: float | None = None
-    """Seconds of the forward pass that checkpointing computes again: all but a head's. Default: all of it."""
+    """Seconds of the forward pass that checkpointing repeats: all but a head's. Default: all of it."""
     shared_bytes: int = 0
-    """Of trained weights that an earlier layer has: a tied head's. Their gradients are there from its backward on."""
+    """Trained weights tied to an earlier layer (a tied head). Their gradients exist from this layer's backward on."""
     items: float = 0.0
-    """What cp deals out whole, of a microbatch: an encoder's images or tiles. 0: it cuts tokens, evenly."""
+    """Items of a microbatch that cp distributes whole: images or tiles of an encoder. 0: cp splits tokens evenly."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < float("inf"):
                 raise ConfigError(f"Layer {self.name}: {name} = {value}; expected at least 0.")
         if max(self.activation_bytes_recomputed, self.whole_bytes) > self.activation_bytes:
-            raise ConfigError(f"Layer {self.name}: more is kept of its activations than there is.")
+            raise ConfigError(f"Layer {self.name}: its parts of the activations are larger than activation_bytes.")
 
     @property
-    def changing(self) -> int:
-        """The parameters that are trained."""
+    def num_trainable(self) -> int:
+        """The number of trained parameters."""
         if not self.trained:
             return 0
         return self.parameters if self.trained_parameters is None else self.trained_parameters
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Bytes of the gradients of its weights."""
+        return self.parameter_bytes * self.num_trainable / self.parameters if self.num_trainable else 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +108,9 @@ class ModuleCost:
     feeds: tuple[str, ...] = ()
     """The modules that take its output."""
     tp_sizes: tuple[int, ...] = (1, 2, 4, 8)
-    """Those that divide its heads."""
+    """Sizes that divide its heads."""
     cp_sizes: tuple[int, ...] = (1,)
-    """Those over which its sequences, or images, can be spread."""
+    """Sizes over which its sequences, or images, can be split."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -98,35 +119,35 @@ class ModuleCost:
 
     @property
     def trained(self) -> bool:
-        """Whether anything in it is."""
+        """Whether any of its layers is trained."""
         return any(layer.trained for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class RunCost:
-    """All modules, and what a step is."""
+    """The costs of all modules, and the size of a step."""
 
     modules: tuple[ModuleCost, ...]
     """Encoders, then the language model; or a whole model."""
     samples: int = 1
-    """Those of the microbatch that the costs are of."""
+    """Samples of the microbatch that the costs are of."""
     batch: int = 1
     """Samples of a step, over all replicas."""
     tokens: float = 0.0
-    """Of a sample, in the language model."""
+    """Tokens of a sample in the language model."""
     flops: float = 0.0
-    """Operations that a sample needs, forward and backward; nothing that is computed twice."""
+    """FLOPs of a sample, forward and backward, without recomputation."""
     precision: str = "bf16"
-    """What matrices are multiplied in."""
+    """The data type of matrix multiplications."""
     state_bytes: int = 8
-    """What the optimizer has for each trained parameter: 8 for Adam on float32."""
+    """Optimizer state per trained parameter: 8 for Adam on float32."""
     straggler: tuple[tuple[int, float], ...] = ()
-    """By number of replicas, ascending: the work of the slowest over an even share (`DataFacts.straggler`)."""
+    """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.modules, key=lambda module: module.name == LANGUAGE_MODEL)  # stable, as in a Plan
         object.__setattr__(self, "modules", tuple(ordered))
-        object.__setattr__(self, "straggler", tuple((count, share) for count, share in self.straggler))
+        object.__setattr__(self, "straggler", tuple((count, factor) for count, factor in self.straggler))
         if not self.modules:
             raise ConfigError("There is no module to plan for.")
         if self.samples < 1 or self.batch < 1:
@@ -145,16 +166,16 @@ class RunCost:
         """All modules but the last."""
         return self.modules[:-1]
 
-    def straggling(self, replicas: int) -> float:
-        """Return how much more than an even share the slowest of so many replicas has to do; 1: nothing."""
-        return between(self.straggler, replicas)
+    def straggler_factor(self, replicas: int) -> float:
+        """Return the work of the slowest of this many replicas over the mean; 1: all are equal."""
+        return interpolate(self.straggler, replicas)
 
-    def trained_before(self, name: str) -> bool:
-        """Say whether something is trained whose results go into a module."""
+    def has_trained_input(self, name: str) -> bool:
+        """Return whether anything is trained before a module."""
         return name == self.modules[-1].name and any(module.trained for module in self.encoders)
 
 
-def scaled(
+def scale_layer(
     layer: LayerCost,
     tp: int = 1,
     cp: int = 1,
@@ -163,49 +184,173 @@ def scaled(
     sequence: bool = False,
     vocabulary: bool = False,
 ) -> LayerCost:
-    """Return what one rank has of a layer.
+    """Return the cost of a layer on one rank.
 
-    Times are spread over tp × cp, parameters over tp, tokens over cp. No pass is faster than the device reads the
-    layer's weights from its memory, so very small microbatches gain nothing.
+    Times are divided by tp × cp, parameters by tp, tokens by cp. No pass is faster than the device reads the layer's
+    weights from its memory, so very small microbatches gain nothing.
 
     Args:
         layer: With tp = cp = 1.
-        tp: Ranks that its matrices are cut over.
-        cp: Ranks that its tokens are cut over.
-        samples: Those of a microbatch, in microbatches that the costs are of.
+        tp: Ranks that its matrices are sharded over.
+        cp: Ranks that its tokens are split over.
+        samples: Of a microbatch, in multiples of the microbatch that the costs are of.
         device: Whose memory is read. Default: reading costs nothing.
-        sequence: Whether tp cuts activations along tokens, too.
-        vocabulary: Whether tp cuts tables of words, too.
+        sequence: Whether tp shards activations along tokens, too.
+        vocabulary: Whether tp shards embeddings and heads by words, too.
     """
-    cuts = layer.tp_cuts == "always" or (layer.tp_cuts == "vocabulary" and vocabulary)
-    over = tp if cuts else 1
+    is_sharded = layer.tp_cuts == "always" or (layer.tp_cuts == "vocabulary" and vocabulary)
+    over = tp if is_sharded else 1
     bandwidth = getattr(device, "bandwidth", None)
     least = layer.parameter_bytes / over / bandwidth if bandwidth else 0.0
+    # Whole items cannot be divided: the rank with the most of them counts.
     tokens = ceil(layer.items * samples / cp) / layer.items if layer.items and cp > 1 else samples / cp
-    whole = layer.activation_bytes if not cuts else 0 if sequence else layer.whole_bytes
+    whole = layer.activation_bytes if not is_sharded else 0 if sequence else layer.whole_bytes
 
-    def seconds(one: float) -> float:
-        return max(one * tokens / over, least) if one else 0.0
+    def scale_time(seconds: float) -> float:
+        return max(seconds * tokens / over, least) if seconds else 0.0
 
-    def kept(size: int) -> int:
+    def scale_activations(size: int) -> int:
         left = min(whole, size)
         return round((left + (size - left) / over) * tokens)
 
     return replace(
         layer,
-        forward=seconds(layer.forward),
-        input_gradient=seconds(layer.input_gradient),
-        weight_gradient=seconds(layer.weight_gradient),
-        again=None if layer.again is None else seconds(layer.again),
+        forward=scale_time(layer.forward),
+        input_gradient=scale_time(layer.input_gradient),
+        weight_gradient=scale_time(layer.weight_gradient),
+        again=None if layer.again is None else scale_time(layer.again),
         parameters=-(-layer.parameters // over),
         parameter_bytes=-(-layer.parameter_bytes // over),
         trained_parameters=None if layer.trained_parameters is None else -(-layer.trained_parameters // over),
-        activation_bytes=kept(layer.activation_bytes),
-        activation_bytes_recomputed=kept(layer.activation_bytes_recomputed),
+        activation_bytes=scale_activations(layer.activation_bytes),
+        activation_bytes_recomputed=scale_activations(layer.activation_bytes_recomputed),
         output_bytes=round(layer.output_bytes * tokens),
         working_bytes=round(layer.working_bytes * tokens / over),
         kv_bytes=round(layer.kv_bytes * samples / over),
         shared_bytes=-(-layer.shared_bytes // over),
         whole_bytes=0,
-        sums=layer.sums if cuts else 0,
+        sums=layer.sums if is_sharded else 0,
     )
+
+
+# ------------------------------------------------------------------------------------------------ one rank
+
+
+@dataclass(frozen=True)
+class ModuleSharding:
+    """How the layers of a module are computed: everything that their costs depend on."""
+
+    module: str
+    tp: int
+    cp: int
+    samples: float
+    """Of a microbatch, in multiples of the microbatch that the costs are of."""
+    links: GroupLinks
+    checkpointing: bool = False
+    sequence: bool = False
+    vocabulary: bool = False
+    gathered_over: int = 1
+    """zero2, zero3: ranks that parameters are gathered from."""
+    gathered_again: bool = True
+    """zero3: gather for the backward pass, too."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankCost:
+    """A module's costs by layer, for one microbatch on one rank. Times include the communication inside a layer."""
+
+    layers: tuple[LayerCost, ...]
+    """Scaled to the rank."""
+    forward: Numbers
+    inputs: Numbers
+    """Gradients of inputs, and recomputation."""
+    weights: Numbers
+    tensor: Numbers
+    """The communication of tp in all passes."""
+    context: Numbers
+    """The communication of cp in all passes."""
+    gather: Numbers
+    """Gathering parameters, as far as computation does not hide it."""
+    again: Numbers
+    """Recomputation, without its communication."""
+    kept: Numbers
+    """Bytes saved for the backward pass; 0 where there is none."""
+    working: Numbers
+    """Bytes in use while one layer computes, beside the saved ones."""
+    gradients: Numbers
+    """Bytes of the gradients of its weights."""
+    shared: Numbers
+    """Bytes of gradients for weights tied to an earlier layer."""
+
+    @cached_property
+    def total(self) -> Numbers:
+        """The seconds of a microbatch."""
+        return self.forward + self.inputs + self.weights
+
+    @cached_property
+    def sums(self) -> tuple[float, float, float]:
+        """Forward, gradients of inputs and gradients of weights, of all layers."""
+        return float(self.forward.sum()), float(self.inputs.sum()), float(self.weights.sum())
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[int, int, float], tuple[int, ...]]:
+        return {}
+
+    def cut(self, stages: int, virtual: int = 1, before: float = 0.0) -> tuple[int, ...]:
+        """Return the first layer of each part of each stage; cached."""
+        key = (stages, virtual, before)
+        if key not in self._cuts:
+            self._cuts[key] = best_parts(self.total, *key)
+        return self._cuts[key]
+
+
+def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -> RankCost:
+    """Return the costs of a module's layers on one rank."""
+    upstream = cost.has_trained_input(sharding.module)
+    rows: list[tuple[float, ...]] = []
+    layers: list[LayerCost] = []
+    known: dict[tuple[object, ...], tuple[LayerCost, tuple[float, ...]]] = {}
+    for layer in cost.module(sharding.module).layers:  # layers of a stack mostly differ only in their names
+        key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
+        if key not in known:
+            flags = (sharding.sequence, sharding.vocabulary)
+            one = scale_layer(layer, sharding.tp, sharding.cp, sharding.samples, device, *flags)
+            known[key] = one, _compute_row(one, sharding, upstream)
+        one, row = known[key]
+        layers.append(one)
+        rows.append(row)
+        upstream = upstream or layer.trained
+    return RankCost(tuple(layers), *np.array(rows, dtype=np.float64).T)
+
+
+def _compute_row(one: LayerCost, sharding: ModuleSharding, upstream: bool) -> tuple[float, ...]:
+    """Return the numbers of a layer, in the order of `RankCost`; upstream: whether anything before it is trained."""
+    has_backward = upstream or one.trained
+    links = sharding.links
+    tensor = one.sums * all_reduce(one.output_bytes, sharding.tp, links.tp) if sharding.tp > 1 else 0.0
+    context = all_gather(one.kv_bytes, sharding.cp, links.cp) if sharding.cp > 1 else 0.0
+    # A layer whose activations are all saved anyway, such as a head, is not recomputed.
+    saves_all = one.activation_bytes_recomputed >= one.activation_bytes
+    recomputed = sharding.checkpointing and has_backward and not saves_all
+    again = (one.forward if one.again is None else one.again) if recomputed else 0.0
+    communication = tensor + context
+    forward = one.forward + communication
+    inputs = again + (communication if recomputed else 0.0)
+    inputs += one.input_gradient + tensor if upstream else 0.0
+    inputs += 2 * context if has_backward else 0.0
+    weights = one.weight_gradient if one.trained else 0.0
+    gather = 0.0
+    if sharding.gathered_over > 1:
+        whole = all_gather(one.parameter_bytes, sharding.gathered_over, links.data)
+        hidden = (forward, inputs + weights) if links.overlaps else (0.0, 0.0)
+        late = max(0.0, whole - hidden[0])
+        later = max(0.0, whole - hidden[1]) if has_backward and sharding.gathered_again else 0.0
+        forward, inputs, gather = forward + late, inputs + later, late + later
+    times = 1 + recomputed
+    tensor *= times + upstream
+    context *= times + 2 * has_backward
+    kept = one.activation_bytes_recomputed if sharding.checkpointing else one.activation_bytes
+    kept = kept if has_backward else 0
+    working = one.activation_bytes - kept + one.working_bytes
+    memory = (kept, working, one.gradient_bytes, one.shared_bytes)
+    return forward, inputs, weights, tensor, context, gather, again, *memory

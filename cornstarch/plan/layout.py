@@ -1,4 +1,4 @@
-"""Who holds what: a plan and a number of ranks become places and groups; pure arithmetic, no process group, no torch.
+"""The layout of a plan over a number of ranks: places and process groups; pure arithmetic, no process group, no torch.
 
 layout = Layout.of(plan, world=54)
 layout.place(40)                           # Place(modules=('language_model',), stage=2, dp=1, cp=0, tp=0)
@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.mistakes import nearest, shown
-from cornstarch.plan.options import APART, exchange_conflicts
+from cornstarch.plan.conflicts import sync_conflicts
+from cornstarch.plan.kinds import REPLICATED, SHARDED, SPLIT_BACKWARD, UNSYNCHRONIZED
 from cornstarch.plan.placement import (
     Placement,
     Ranks,
@@ -29,6 +29,7 @@ from cornstarch.plan.placement import (
     place_spans,
 )
 from cornstarch.plan.plan import Plan
+from cornstarch.plan.validation import format_value, nearest
 
 MOST_RANKS = 10_000_000
 
@@ -37,29 +38,29 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 class Place(NamedTuple):
-    """What one rank holds."""
+    """The place of one rank."""
 
     modules: tuple[str, ...]
-    """One module, or those that share their ranks."""
+    """One module, or all that share these ranks."""
     stage: int
     """The pipeline stage of the module."""
     dp: int
     """The replica."""
     cp: int
-    """Which share of each sequence."""
+    """The shard of each sequence."""
     tp: int
-    """Which share of each matrix."""
+    """The shard of each matrix."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan spread over a number of ranks. Make one with `Layout.of`."""
+    """A plan on a number of ranks. Build one with `Layout.of`."""
 
     plan: Plan
     world: int
     """All ranks."""
     ranks_per_node: int
-    """Ranks on each node, which follow one another: rank 9 is on node 1 if there are 8."""
+    """Consecutive ranks on each node: rank 9 is on node 1 if there are 8."""
     replicate: int | None
     """hsdp: copies of the model, each of them sharded; None for every other kind."""
     placement: Placement
@@ -67,10 +68,10 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, world: int, ranks_per_node: int = 8) -> Layout:
-        """Return the layout for `world` ranks; the number of replicas (dp) is what fits into them."""
+        """Return the layout for `world` ranks; the number of replicas (dp) follows."""
         for name, number, most in (("world", world, MOST_RANKS), ("ranks_per_node", ranks_per_node, 2**31)):
             if type(number) is not int or not 1 <= number <= most:
-                raise ConfigError(f"{name} = {shown(number)}: expected a whole number from 1 to {most:,}.")
+                raise ConfigError(f"{name} = {format_value(number)}: expected a whole number from 1 to {most:,}.")
         dp = _infer_dp(plan, world)
         placement = place_spans(_spans(plan), dp, ranks_per_node)
         layout = cls(plan, world, ranks_per_node, _infer_replicate(plan, dp, ranks_per_node), placement)
@@ -95,41 +96,40 @@ class Layout:
         if module not in spans:
             meant = nearest(str(module), list(spans))
             advice = f"did you mean {meant!r}?" if meant else f"expected one of {', '.join(spans)}."
-            raise ConfigError(f"The plan has no module {shown(module)!r}; {advice}")
+            raise ConfigError(f"The plan has no module {format_value(module)!r}; {advice}")
         return spans[module]
 
     def data_shape(self, module: str) -> tuple[int, int]:
-        """Return (copies, shards): how often, and over how many ranks, the data parallelism of a module spreads it.
+        """Return (copies, shards) of a module under its data parallelism; their product is dp × cp.
 
-        Together they are dp × cp: context-parallel ranks hold the same parameters, as replicas do. What is sharded
-        under zero1 is only the optimizer's state.
+        Context-parallel ranks have the same parameters, as replicas do. zero1 shards only the optimizer state.
         """
         ranks = self.dp * self.span(module).cp
-        if self.plan.kind(module) in ("ddp", *APART):
+        if self.plan.kind(module) in ("ddp", *UNSYNCHRONIZED):
             return ranks, 1
         copies = self.replicate or 1
         return copies, ranks // copies
 
     @property
     def exchanges_in_passes(self) -> bool:
-        """Whether FSDP exchanges parameters and gradients of some module while passes run.
+        """Whether FSDP communicates parameters and gradients of some module during forward and backward passes.
 
-        All ranks of a data group must then run the same modules in every microbatch. Data groups have dp × cp ranks.
+        All ranks of a data group, dp × cp of them, must then run the same modules in every microbatch.
         """
-        whole = ("ddp", "zero1", *APART)
-        return any(self.plan.kind(name) not in whole and prod(self.data_shape(name)) > 1 for name in self.plan.modules)
+        modules = self.plan.modules
+        return any(self.plan.kind(name) in SHARDED and prod(self.data_shape(name)) > 1 for name in modules)
 
     # ---------------------------------------------------------------------------------------- places
 
     def place(self, rank: int) -> Place:
-        """Return what a rank holds."""
+        """Return the place of a rank."""
         self._check_index("rank", rank, self.world)
         span, dp, offset = self.placement.locate(rank)
         stage, within = divmod(offset, span.stage_ranks)
-        return Place(span.held(stage), stage, dp, *divmod(within, span.tp))
+        return Place(span.modules_at(stage), stage, dp, *divmod(within, span.tp))
 
     def rank(self, module: str, stage: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
-        """Return the rank that holds a place."""
+        """Return the rank of a place."""
         span = self.span(module)
         sizes = {"stage": span.stages_of(module), "dp": self.dp, "cp": span.cp, "tp": span.tp}
         for (name, size), index in zip(sizes.items(), (stage, dp, cp, tp), strict=True):
@@ -156,14 +156,14 @@ class Layout:
         return inside + self.placement.starts(span)[None, :, None, None]
 
     def ranks(self, module: str) -> Ranks:
-        """Return all ranks that hold a part of a module, in ascending order."""
+        """Return all ranks of a module, in ascending order."""
         return np.sort(self.mesh(module), axis=None)
 
     def groups(self, axis: Axis, module: str) -> Ranks:
         """Return every group of a module along an axis, as an array of shape (groups, ranks of a group).
 
         tp, cp, pp, dp: ranks that differ in this coordinate only.
-        data: ranks that hold the same parameters, dp × cp of them; dp counts slowest.
+        data: ranks with the same parameters, dp × cp of them; dp varies slowest.
         shard, replicate: the data groups cut into copies, as `data_shape` says: a shard group holds one copy together,
         and the ranks of a replicate group hold the same shard.
         """
@@ -173,7 +173,7 @@ class Layout:
         """Return the one group along an axis that a rank belongs to, without building the others."""
         place = self.place(rank)
         if module not in place.modules:
-            self.span(module)  # a module that there is not is another mistake
+            self.span(module)  # an unknown module is another mistake
             raise ConfigError(f"Rank {rank} holds {' and '.join(place.modules)}, no part of {module}.")
         mesh = self._mesh_around(module, place, axis)
         if axis not in ("shard", "replicate"):
@@ -184,7 +184,7 @@ class Layout:
         return data[index // shards * shards :][:shards] if axis == "shard" else data[index % shards :: shards]
 
     def _mesh_around(self, module: str, place: Place, axis: Axis) -> Ranks:
-        """Return the part of a module's mesh that holds the group of a place, and nothing else."""
+        """Return the part of a module's mesh with the group of a place, and nothing else."""
         span = self.span(module)
         free = {"pp": (0,), "dp": (1,), "cp": (2,), "tp": (3,)}.get(axis, (1, 2))
         sizes = (span.stages_of(module), self.dp, span.cp, span.tp)
@@ -210,14 +210,14 @@ class Layout:
                     found[module, axis] = shapes[stages, *shape]
         return found
 
-    # ---------------------------------------------------------------------------------------- what to know
+    # ---------------------------------------------------------------------------------------- diagnostics
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
-        """What slows the run down: groups that cross nodes, one line for the innermost axis of each module."""
-        return tuple(warning for span in self.placement.spans if (warning := self._crossing(span)) is not None)
+        """Groups that cross nodes, which slows the run down: one line for the innermost axis of each module."""
+        return tuple(warning for span in self.placement.spans if (warning := self._find_crossing(span)) is not None)
 
-    def _crossing(self, span: Span) -> str | None:
+    def _find_crossing(self, span: Span) -> str | None:
         node, name = self.ranks_per_node, " and ".join(span.modules)
         starts = self.placement.starts(span)
         nested = [
@@ -243,7 +243,7 @@ class Layout:
         return None
 
     def unexecutable(self) -> list[str]:
-        """Return why this layout can be planned but not run yet; nothing if it can be run."""
+        """Return why this layout can be planned but not run yet; empty if it can be run."""
         return unexecutable(self.plan)
 
     def describe(self) -> str:
@@ -265,7 +265,7 @@ class Layout:
         return f"{kind}, {copies:,} × {shards:,}" if kind == "hsdp" else f"{kind} over {copies * shards:,}"
 
     def _check_resharding(self) -> None:
-        """Refuse to shard again after forward over a number of ranks that the shards cannot be joined to."""
+        """Refuse a number of ranks to reshard over after forward that does not divide the shards."""
         size = self.plan.data.reshard_after_forward
         if size is None or isinstance(size, bool):
             return
@@ -284,9 +284,9 @@ class Layout:
 
 
 def unexecutable(plan: Plan) -> list[str]:
-    """Return why a plan can be laid out but not run yet; nothing if it can be run."""
+    """Return why a plan can be laid out but not run yet; empty if it can be run."""
     reasons = _unexecutable_pipeline(plan) if plan.is_pipeline else []
-    reasons += exchange_conflicts(plan.data, plan.modules, plan.is_pipeline)
+    reasons += sync_conflicts(plan.data, plan.modules, plan.is_pipeline)
     largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
         if module.precision:
@@ -315,8 +315,8 @@ def _unexecutable_pipeline(plan: Plan) -> list[str]:
     kind, reasons = plan.data.kind, []
     if kind == "fsdp1":
         reasons.append("data.kind = fsdp1: it cannot shard the stages of a pipeline. Use fsdp2.")
-    if plan.schedule in ("zero_bubble", "auto"):
-        reasons += [f"schedule = {plan.schedule}: {reason}" for reason in _whole_backwards(plan)]
+    if plan.schedule in SPLIT_BACKWARD:
+        reasons += [f"schedule = {plan.schedule}: {reason}" for reason in _split_backward_conflicts(plan)]
     for modules in plan.sharing:
         for name in modules:
             module, (_, cp, tp) = plan.modules[name], plan.sizes(modules)
@@ -328,10 +328,10 @@ def _unexecutable_pipeline(plan: Plan) -> list[str]:
     return reasons
 
 
-def _whole_backwards(plan: Plan) -> list[str]:
-    """Return why backward passes cannot be taken apart, as zero_bubble does, which is what auto may choose."""
+def _split_backward_conflicts(plan: Plan) -> list[str]:
+    """Return why backward passes cannot be split, as zero_bubble does, which auto may choose."""
     kind, reasons = plan.data.kind, []
-    if kind not in ("ddp", "zero1", "fsdp1"):
+    if kind not in (*REPLICATED, "fsdp1"):
         reasons.append(
             f"{kind} gathers parameters for a whole backward pass, which zero_bubble takes apart. Use the kind ddp or "
             "zero1, or the schedule 1f1b or interleaved."
@@ -351,7 +351,7 @@ def check_executable(plan: Plan) -> None:
 
 
 def _spans(plan: Plan) -> list[Span]:
-    """Return the sizes of what stands on ranks of its own, in the plan's order."""
+    """Return the sizes of each set of modules with its own ranks, in the plan's order."""
     encoders = tuple(plan.modules)[:-1] if plan.ranks == "first_stage" else ()
     return [Span(modules, *plan.sizes(modules), first=encoders) for modules in plan.sharing]
 
@@ -367,12 +367,13 @@ def _infer_dp(plan: Plan, world: int) -> int:
     copies = f" and the plan wants {plan.data.replicate} copies (hsdp)" if plan.data.replicate not in (None, 1) else ""
     short = "do not divide evenly" if world > step else "are too few" if world > 1 else "is too few"
     raise ConfigError(
-        f"{world:,} rank{'s' if world > 1 else ''} {short}: a replica takes {plan.replica:,}{_sum(plan)}{copies}.\n"
+        f"{world:,} rank{'s' if world > 1 else ''} {short}: a replica takes {plan.replica:,}"
+        f"{_describe_replica(plan)}{copies}.\n"
         f"Sizes that work are multiples of {step:,}: {' or '.join(works)}."
     )
 
 
-def _sum(plan: Plan) -> str:
+def _describe_replica(plan: Plan) -> str:
     """Return how the ranks of a replica add up: ` (vision 2 + language_model 3 × 2 × 4 = 24)`."""
     words = []
     for span in _spans(plan):
@@ -384,7 +385,7 @@ def _sum(plan: Plan) -> str:
 
 
 def _infer_replicate(plan: Plan, dp: int, ranks_per_node: int) -> int | None:
-    """Return the number of copies under hsdp: the plan's, or as many as make the shards of a copy lie in a node."""
+    """Return the number of copies under hsdp: the plan's, or as many as keep a copy within a node."""
     if plan.data.kind != "hsdp" or plan.data.replicate is not None:
         return plan.data.replicate
     copies = copies_in_nodes(plan.replica, dp, ranks_per_node)

@@ -1,84 +1,93 @@
-"""How many bytes each rank holds: parameters, gradients, states of the optimizer; arithmetic only, no torch.
+"""Memory per rank: parameters, gradients, optimizer states; arithmetic only, no torch.
 
-    held = memory_of(size, DataPlan("zero3"), ranks=8)
-    held.held, held.peak(activations)
+    memory = memory_of(size, DataPlan("zero3"), ranks=8)
+    memory.persistent, memory.peak(activations)
 
-The figures are those of the kinds of data parallelism as they are run here (`cornstarch.parallel`), padding of shards
-included. `textbook` has the well-known formulas, which they come down to when everything divides evenly.
+The figures are those of the data parallelism as this package runs it (`cornstarch.parallel`), padding of shards
+included. `textbook` has the well-known formulas, which are the same where everything divides evenly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.dealing import deal_out
-from cornstarch.plan.options import APART
-from cornstarch.plan.plan import DataPlan
+from cornstarch.plan.kinds import UNSYNCHRONIZED
+from cornstarch.plan.load_balancing import assign_largest_first
+from cornstarch.plan.plan import DataKind, DataPlan
+
+if TYPE_CHECKING:
+    from cornstarch.plan.cost import LayerCost
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_ALIGNED = 16  # bytes to which FSDP 1 aligns each parameter in the string that it makes of a unit's
+_ALIGNMENT = 16  # bytes to which FSDP 1 aligns each parameter in the flat parameter of a unit
+GATHERED = ("zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
+"""Kinds that gather parameters for every forward pass; all but zero2 for every backward pass, too."""
+PREDICTED = ("ddp", "zero1", *GATHERED)
+"""Kinds whose steps can be predicted."""
 
 
 def textbook(parameters: int, ranks: int, weight: int = 2, gradient: int = 2, states: int = 12) -> dict[str, float]:
-    """Return the bytes per rank of each stage of ZeRO, all parameters being trained and everything dividing evenly.
+    """Return the bytes per rank of each ZeRO stage, if all parameters are trained and everything divides evenly.
 
     Args:
         parameters: Ψ.
         ranks: N.
         weight: Bytes of a parameter.
         gradient: Bytes of its gradient.
-        states: K, what the optimizer has for it: 12 for Adam beside half-precision weights (a copy in float32, and two
-            averages), 8 for Adam on float32 weights.
+        states: K, bytes of the optimizer per parameter: 12 for Adam beside half-precision weights (a float32 copy and
+            two moments), 8 for Adam on float32 weights.
     """
-    share = parameters / ranks
+    shard = parameters / ranks
     return {
         "ddp": (weight + gradient + states) * parameters,
-        "zero1": (weight + gradient) * parameters + states * share,
-        "zero2": weight * parameters + (gradient + states) * share,
-        "zero3": (weight + gradient + states) * share,
+        "zero1": (weight + gradient) * parameters + states * shard,
+        "zero2": weight * parameters + (gradient + states) * shard,
+        "zero3": (weight + gradient + states) * shard,
     }
 
 
-# ------------------------------------------------------------------------------------------------ what there is
+# ------------------------------------------------------------------------------------------------ sizes
 
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """A parameter as far as memory is concerned."""
+    """The size of a parameter."""
 
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes of one of its numbers, as they are kept."""
+    """Bytes of one of its numbers, as stored."""
     trained: bool
     unit: int | None = None
-    """The number of the unit that it is gathered with; None: with the model itself."""
+    """The number of the unit that it is gathered with; None: the root unit."""
 
     @property
     def numel(self) -> int:
-        """Its numbers."""
+        """The number of its elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Its bytes, whole."""
+        """Its bytes, unsharded."""
         return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class StateSize:
-    """What an optimizer has for one parameter, in bytes."""
+    """The optimizer state of one parameter, in bytes."""
 
     per_element: int = 0
-    """For each number: 8 for Adam on float32, 4 for SGD with momentum, 0 without."""
+    """Per element: 8 for Adam on float32, 4 for SGD with momentum, 0 without."""
     per_row: int = 0
-    """For each number of what is left without the last dimension: factored states (Adafactor)."""
+    """Per element of the shape without its last dimension: factored states (Adafactor)."""
     per_column: int = 0
-    """For each number of what is left without the last dimension but one."""
+    """Per element of the shape without its second-to-last dimension."""
     constant: int = 0
-    """Counters of steps."""
+    """Step counters."""
 
     def of(self, shape: Sequence[int]) -> int:
         """Return the bytes for a tensor of this shape."""
@@ -88,27 +97,27 @@ class StateSize:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model and its optimizer as far as memory is concerned."""
+    """The sizes of a model and its optimizer."""
 
     parameters: tuple[ParameterSize, ...]
     buffers: int = 0
-    """Bytes; every rank has them whole."""
+    """Bytes; replicated on every rank."""
     states: Mapping[tuple[int, bool], StateSize] = field(default_factory=dict)
-    """By the bytes of a parameter's number, and whether it has several dimensions."""
+    """By the item size of a parameter, and whether it has several dimensions."""
     averaged: bool = False
-    """Whether an average of the trained weights is kept, in float32."""
+    """Whether a moving average of the trained weights is kept, in float32."""
 
     @property
     def trained(self) -> tuple[ParameterSize, ...]:
-        """The parameters that change."""
+        """The trained parameters."""
         return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     def state(self, parameter: ParameterSize, shape: Sequence[int]) -> int:
-        """Return the bytes of the optimizer for a part of a parameter, which has this shape."""
+        """Return the bytes of the optimizer for a shard of a parameter with this shape."""
         return self.states[parameter.itemsize, len(parameter.shape) > 1].of(shape)
 
     def average(self, numbers: int) -> int:
-        """Return the bytes of the average of so many numbers."""
+        """Return the bytes of the moving average of this many numbers."""
         return 4 * numbers if self.averaged else 0
 
 
@@ -122,68 +131,67 @@ class Memory:
     averages: int = 0
     buffers: int = 0
     buckets: int = 0
-    """What DDP copies gradients to, if they do not lie there already."""
+    """DDP's buckets, if gradients are copied there instead of being views of them."""
     exchanged: int = 0
-    """What exchanges over slow links keep: what was not sent yet, weights that all had last, an outer momentum."""
+    """State of the low-bandwidth kinds: compression errors, last synchronized weights, outer momentum."""
     gathered: int = 0
-    """The most that sharded kinds have whole for a moment: parameters, and gradients that are not summed yet."""
+    """The peak of what sharded kinds gather: whole parameters, and gradients that are not reduced yet."""
     gradients_stay: bool = False
-    """Whether the memory of gradients is never given back: DDP's buckets."""
+    """Whether the memory of gradients is never freed: DDP's buckets."""
     offloaded: bool = False
-    """Whether all but the buffers and what is gathered is in the CPU's memory."""
+    """Whether everything but buffers and gathered parameters is in CPU memory."""
 
     @property
-    def held(self) -> int:
-        """What tensors hold that last: parameters, gradients, optimizer, averages and buffers."""
+    def persistent(self) -> int:
+        """Parameters, gradients, optimizer states, averages and buffers."""
         return self.parameters + self.gradients + self.optimizer + self.averages + self.buffers
 
     def peak(self, activations: int = 0, accumulated: bool = False, last: int = 0) -> int:
-        """Return the most bytes of a step on the device that computes.
+        """Return the peak bytes of a step on the device.
 
-        In backward gradients come as activations go, so that they are not all there together, unless gradients are
-        there before: in buckets that stay, or those of an earlier portion of the step (`accumulated`).
+        In a backward pass gradients appear as activations are freed, so they do not add up, unless gradients exist
+        before: in persistent buckets, or those of an earlier microbatch (`accumulated`).
 
         Args:
-            activations: The most that there are.
-            accumulated: Whether a step has several portions.
-            last: Activations that are there until all gradients are: those of the layer whose backward pass is last.
+            activations: The peak of activations.
+            accumulated: Whether a step has several microbatches.
+            last: Activations that live until all gradients exist: those of the layer whose backward pass is last.
         """
         gradients = 0 if self.offloaded else self.gradients
-        resting = self.buffers if self.offloaded else self.held - gradients + self.buckets + self.exchanged
+        resting = self.buffers if self.offloaded else self.persistent - gradients + self.buckets + self.exchanged
         together = self.gradients_stay or accumulated
         passing = gradients + activations if together else max(gradients + last, activations)
         return resting + self.gathered + passing
 
 
-# ------------------------------------------------------------------------------------------------ who holds what
+# ------------------------------------------------------------------------------------------------ by kind
 
 
 def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = None, copies: int = 1) -> Memory:
-    """Return what a rank holds.
+    """Return the memory of a rank.
 
     Args:
         size: The model.
         data: The kind of data parallelism and its options.
-        ranks: Ranks that hold the same parameters together: dp × cp. One: no data parallelism at all.
-        rank: The rank's number among them. Default: the one that holds most.
-        copies: hsdp: how often the model is there, each copy sharded over ranks / copies.
+        ranks: Ranks of the data group: dp × cp. 1: no data parallelism.
+        rank: The rank's index in the group. Default: the one with the most memory.
+        copies: hsdp: copies of the model, each sharded over ranks / copies.
     """
     if ranks == 1:
-        return _whole(size)
-    if data.kind in APART:
-        return replace(_whole(size), exchanged=_exchanged(size, data))
+        return _build_whole(size)
+    if data.kind in UNSYNCHRONIZED:
+        return replace(_build_whole(size), exchanged=_low_bandwidth_bytes(size, data))
     if data.kind == "ddp":
-        return _replicated(size, data)
+        return _build_replicated(size, data)
     if data.kind == "zero1":
-        return _owned(size, data, ranks, rank)
+        return _build_zero1(size, data, ranks, rank)
     shards = ranks // copies if data.kind == "hsdp" else ranks
-    index = 0 if rank is None else rank % shards  # shards are cut so that the first is the largest
-    sharded = _strung if data.kind == "fsdp1" else _sliced
-    return replace(sharded(size, shards, index), gathered=_gathered(size, data), offloaded=data.offload)
+    index = 0 if rank is None else rank % shards  # the first shard is the largest
+    build = _build_fsdp1 if data.kind == "fsdp1" else _build_fsdp2
+    return replace(build(size, shards, index), gathered=_count_gathered_bytes(size, data), offloaded=data.offload)
 
 
-def _whole(size: ModelSize) -> Memory:
-    """One process: everything, once."""
+def _build_whole(size: ModelSize) -> Memory:
     return Memory(
         parameters=sum(parameter.bytes for parameter in size.parameters),
         gradients=sum(parameter.bytes for parameter in size.trained),
@@ -193,122 +201,178 @@ def _whole(size: ModelSize) -> Memory:
     )
 
 
-def _replicated(size: ModelSize, data: DataPlan) -> Memory:
-    """DDP: everything on every rank; its buckets are never given back."""
-    whole = _whole(size)
+def _build_replicated(size: ModelSize, data: DataPlan) -> Memory:
+    """DDP: everything on every rank; its buckets are never freed."""
+    whole = _build_whole(size)
     views = data.gradient_as_bucket_view
     buckets = 0 if views else whole.gradients
-    return replace(whole, buckets=buckets, gradients_stay=views, exchanged=_exchanged(size, data))
+    return replace(whole, buckets=buckets, gradients_stay=views, exchanged=_low_bandwidth_bytes(size, data))
 
 
-def _exchanged(size: ModelSize, data: DataPlan) -> int:
-    """Return what exchanges keep beside the weights, in float32, as often as there are trained numbers."""
+def _low_bandwidth_bytes(size: ModelSize, data: DataPlan) -> int:
+    """Return the state of the low-bandwidth kinds: float32 copies of the trained numbers."""
     remembers = data.compression.kind != "none" and data.compression.error_feedback
     copies = {"local_sgd": 1, "diloco": 2 + data.local.overlap, "async": 1}.get(data.kind, 0) + remembers
     return 4 * copies * sum(parameter.numel for parameter in size.trained)
 
 
-def _owned(size: ModelSize, data: DataPlan, ranks: int, rank: int | None) -> Memory:
-    """ZeRO-1: as DDP, but a rank has states only for the parameters that it owns."""
+def _build_zero1(size: ModelSize, data: DataPlan, ranks: int, rank: int | None) -> Memory:
+    """ZeRO-1: DDP, but a rank has optimizer states only for the parameters that it owns."""
     trained = size.trained
     if len(trained) < ranks:
         raise ConfigError(
-            f"zero1 deals out whole parameters, and there are {len(trained)} for {ranks} processes. "
+            f"zero1 assigns whole parameters, and there are {len(trained)} for {ranks} processes. "
             "Use fewer processes, or ddp."
         )
     states = [0] * ranks
-    owners = deal_out([parameter.numel for parameter in trained], ranks)
+    owners = assign_largest_first([parameter.numel for parameter in trained], ranks)
     for parameter, owner in zip(trained, owners, strict=True):
         states[owner] += size.state(parameter, parameter.shape)
-    return replace(_replicated(size, data), optimizer=max(states) if rank is None else states[rank])
+    return replace(_build_replicated(size, data), optimizer=max(states) if rank is None else states[rank])
 
 
-def _sliced(size: ModelSize, shards: int, index: int) -> Memory:
-    """FSDP 2: each parameter is cut along its first dimension, into slices of as many rows as the largest has.
+def _build_fsdp2(size: ModelSize, shards: int, index: int) -> Memory:
+    """FSDP 2: each parameter is split along its first dimension, and shards are padded to the largest.
 
-    Parameters and gradients lie in memory of that size on every rank; the optimizer has what is really there.
+    Parameters and gradients include the padding; optimizer states do not.
     """
 
-    def slots(parameter: ParameterSize) -> int:
-        return prod(_slice(parameter.shape, shards, 0)) * parameter.itemsize
+    def count_padded_bytes(parameter: ParameterSize) -> int:
+        return prod(_shard_shape(parameter.shape, shards, 0)) * parameter.itemsize
 
-    own = [(parameter, _slice(parameter.shape, shards, index)) for parameter in size.trained]
+    own = [(parameter, _shard_shape(parameter.shape, shards, index)) for parameter in size.trained]
     return Memory(
-        parameters=sum(map(slots, size.parameters)),
-        gradients=sum(map(slots, size.trained)),
+        parameters=sum(map(count_padded_bytes, size.parameters)),
+        gradients=sum(map(count_padded_bytes, size.trained)),
         optimizer=sum(size.state(parameter, shape) for parameter, shape in own),
         averages=size.average(sum(prod(shape) for _, shape in own)),
         buffers=size.buffers,
     )
 
 
-def _slice(shape: tuple[int, ...], shards: int, index: int) -> tuple[int, ...]:
-    """Return the shape of a rank's part."""
+def _shard_shape(shape: tuple[int, ...], shards: int, index: int) -> tuple[int, ...]:
+    """Return the shape of a rank's shard, without padding."""
     rows = shape[0] if shape else 1
     most = -(-rows // shards)
     return (max(0, min(most, rows - index * most)), *shape[1:])
 
 
-def _strung(size: ModelSize, shards: int, index: int) -> Memory:
-    """FSDP 1: a unit's parameters, each filled up to 16 bytes, are strung together and the string is cut evenly.
+def _build_fsdp1(size: ModelSize, shards: int, index: int) -> Memory:
+    """FSDP 1: a unit's parameters, each padded to 16 bytes, form one flat parameter that is split evenly.
 
-    A unit with anything trained in it has gradients for all of it.
+    A unit with any trained parameter has gradients for all of it.
     """
     parameters = gradients = optimizer = numbers = 0
-    for unit in _units(size.parameters).values():
-        spans = list(_spans(unit))
-        share = -(-spans[-1][2] // shards)
-        parameters += share * unit[0].itemsize
+    for unit in _group_by_unit(size.parameters).values():
+        spans = list(_list_flat_spans(unit))
+        shard = -(-spans[-1][2] // shards)
+        parameters += shard * unit[0].itemsize
         if not any(parameter.trained for parameter in unit):
             continue
-        gradients += share * unit[0].itemsize
+        gradients += shard * unit[0].itemsize
         for parameter, start, _ in spans:
-            own = min(start + parameter.numel, (index + 1) * share) - max(start, index * share)
+            own = min(start + parameter.numel, (index + 1) * shard) - max(start, index * shard)
             if parameter.trained and own > 0:
                 optimizer += size.states[parameter.itemsize, False].of((own,))
                 numbers += own
     return Memory(parameters, gradients, optimizer, size.average(numbers), size.buffers)
 
 
-def _units(parameters: Iterable[ParameterSize]) -> dict[int | None, list[ParameterSize]]:
-    """Return what is gathered together; what belongs to the model itself under None."""
+def _group_by_unit(parameters: Iterable[ParameterSize]) -> dict[int | None, list[ParameterSize]]:
+    """Return the parameters of each unit; those of the root unit under None."""
     units: dict[int | None, list[ParameterSize]] = {}
     for parameter in parameters:
         units.setdefault(parameter.unit, []).append(parameter)
     return units
 
 
-def _spans(unit: Sequence[ParameterSize]) -> Iterator[tuple[ParameterSize, int, int]]:
-    """Yield each parameter of a string with its start and its end, filling included."""
+def _list_flat_spans(unit: Sequence[ParameterSize]) -> Iterator[tuple[ParameterSize, int, int]]:
+    """Yield each parameter of a flat parameter with its start and its end, padding included."""
     start = 0
     for parameter in unit:
-        aligned = _ALIGNED // parameter.itemsize
+        aligned = _ALIGNMENT // parameter.itemsize
         end = start + -(-parameter.numel // aligned) * aligned
         yield parameter, start, end
         start = end
 
 
-def _gathered(size: ModelSize, data: DataPlan) -> int:
-    """Return the most that is whole for a moment.
+def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
+    """Return the peak of gathered parameters and unreduced gradients.
 
-    The model itself, what is around its units, is gathered all the time, and its gradients wait for the end. Units are
-    gathered one after the other: one computes while the next comes. zero2 frees none before backward. A unit's
-    gradients are there twice while they are summed: as computed, and as what is sent.
+    The root unit stays gathered, and its gradients wait for the end. Other units are gathered one after the other: one
+    computes while the next is gathered. zero2 frees none before backward. A unit's gradients exist twice while they are
+    reduced: as computed, and in the communication buffer.
     """
 
-    def computed(parameter: ParameterSize) -> int:
+    def compute_bytes(parameter: ParameterSize) -> int:
         return parameter.numel * _BYTES.get(data.param_dtype or "", parameter.itemsize)
 
-    def sent(parameter: ParameterSize) -> int:
+    def reduce_bytes(parameter: ParameterSize) -> int:
         return parameter.numel * _BYTES.get(data.reduce_dtype or data.param_dtype or "", parameter.itemsize)
 
-    units = _units(size.parameters)
+    units = _group_by_unit(size.parameters)
     around = units.pop(None, [])
-    whole = {number: sum(map(computed, unit)) for number, unit in units.items()}
+    whole = {number: sum(map(compute_bytes, unit)) for number, unit in units.items()}
     largest = max(whole.values(), default=0)
     keeps = data.kind == "zero2" if data.reshard_after_forward is None else data.reshard_after_forward is False
     layers = sum(whole.values()) + largest if keeps else largest * (2 + data.prefetch)
     trained = [[parameter for parameter in unit if parameter.trained] for unit in units.values()]
-    summing = max((sum(map(computed, unit)) + sum(map(sent, unit)) for unit in trained), default=0)
+    summing = max((sum(map(compute_bytes, unit)) + sum(map(reduce_bytes, unit)) for unit in trained), default=0)
     root = [parameter for parameter in around if parameter.trained]
-    return sum(map(computed, around)) + sum(map(computed, root)) + max(sum(map(sent, root)), layers + summing)
+    return (
+        sum(map(compute_bytes, around))
+        + sum(map(compute_bytes, root))
+        + max(sum(map(reduce_bytes, root)), layers + summing)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ stages
+
+
+def stage_memory(
+    layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, whole: bool = False, copies: int = 1
+) -> Memory:
+    """Return the memory of each of `ranks` ranks with the same layers.
+
+    zero1 assigns whole parameters; a stage has many, so each rank is assumed to get an equal part.
+
+    Args:
+        layers: Scaled to the rank; each is one unit.
+        kind: The kind of data parallelism.
+        ranks: dp × cp.
+        states: Bytes of the optimizer per trained parameter.
+        whole: Whether gradients are kept whole until the last microbatch, as in the stages of a pipeline.
+        copies: hsdp: copies of the model, each sharded over ranks / copies.
+    """
+    if kind not in PREDICTED:
+        raise ConfigError(f"data.kind = {kind}: its steps cannot be predicted. Use one of {', '.join(PREDICTED)}.")
+    parameters = []
+    for unit, layer in enumerate(layers):
+        itemsize = round(layer.parameter_bytes / layer.parameters) if layer.parameters else 1
+        for numbers, trained in ((layer.num_trainable, True), (layer.parameters - layer.num_trainable, False)):
+            if numbers:
+                parameters.append(ParameterSize((numbers,), itemsize, trained, unit))
+    sizes = {(parameter.itemsize, False): StateSize(per_element=states) for parameter in parameters}
+    size = ModelSize(tuple(parameters), states=sizes)
+    if kind == "zero1":
+        replicated = memory_of(size, _build_data_plan("ddp"), ranks)
+        return replace(replicated, optimizer=-(-replicated.optimizer // ranks))
+    sharded = memory_of(size, _build_data_plan(kind), ranks, copies=copies)
+    return replace(sharded, gradients=sum(one.bytes for one in size.trained)) if whole else sharded
+
+
+@lru_cache
+def _build_data_plan(kind: DataKind) -> DataPlan:
+    return DataPlan(kind)  # validation is slow, and a search asks thousands of times
+
+
+def combine_memory(parts: Iterable[Memory]) -> Memory:
+    """Return the memory of a rank with several parts, which are gathered one after the other."""
+    parts = tuple(parts)
+    return Memory(
+        parameters=sum(one.parameters for one in parts),
+        gradients=sum(one.gradients for one in parts),
+        optimizer=sum(one.optimizer for one in parts),
+        gathered=max((one.gathered for one in parts), default=0),
+        gradients_stay=any(one.gradients_stay for one in parts),
+    )

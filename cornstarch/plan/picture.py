@@ -1,6 +1,6 @@
-"""Pictures of a layout: a table of text for a terminal, and a self-contained SVG; no torch.
+"""Draw a layout: a text table for a terminal, and a self-contained SVG; no torch.
 
-Worlds too large to read are shown by their first replica.
+Layouts that are too large to read are shown by their first replica.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Row:
-    """Ranks that follow one another and hold the same module."""
+class RankRow:
+    """Consecutive ranks with the same modules."""
 
     ranks: Range
     modules: tuple[str, ...]
@@ -39,31 +39,29 @@ class Row:
 
 
 def as_text(layout: Layout) -> str:
-    """Return the sizes, which ranks of which node hold what, and what is to be known about it, as text."""
-    shown = shown_replicas(layout)
+    """Return the sizes, the modules of every rank, and warnings, as text."""
+    shown = count_shown_replicas(layout)
     cells: list[tuple[str, ...]] = [("node", "ranks", "module", "stage", "dp", "cp", "tp")]
     last = None
     for row in rows(layout, shown):
-        nodes = _words(_nodes(layout, row))
-        numbers = [_words(axis) for axis in (row.stage, row.dp, row.cp, row.tp)]
-        cells.append((nodes if nodes != last else "", _words(row.ranks), name_of(row.modules), *numbers))
+        nodes = _format_range(_node_range(layout, row))
+        numbers = [_format_range(axis) for axis in (row.stage, row.dp, row.cp, row.tp)]
+        cells.append((nodes if nodes != last else "", _format_range(row.ranks), format_modules(row.modules), *numbers))
         last = nodes
-    parts = [layout.describe(), "\n".join([*columns(cells), *_more(layout, shown)])]
+    parts = [layout.describe(), "\n".join([*columns(cells), *_describe_hidden(layout, shown)])]
     parts += [f"warning: {warning}" for warning in layout.warnings]
     if reasons := layout.unexecutable():
-        parts.append(
-            "\n".join(["This layout can be planned, but not run yet:", *(f"- {reason}" for reason in reasons)])
-        )
+        parts.append("\n- ".join(["This layout can be planned, but not run yet:", *reasons]))
     return "\n\n".join(parts)
 
 
-def name_of(modules: tuple[str, ...]) -> str:
-    """Return what a rank holds, in one word where there are many modules."""
+def format_modules(modules: tuple[str, ...]) -> str:
+    """Return the names of modules, or their number where there are many."""
     return " + ".join(modules) if len(modules) <= 4 else f"all {len(modules)} modules"
 
 
-def shown_replicas(layout: Layout) -> int:
-    """Return how many replicas a picture shows: all, or those that fit into the first node, but at least one."""
+def count_shown_replicas(layout: Layout) -> int:
+    """Return how many replicas are drawn: all, or those that fit into the first node, but at least one."""
     spans = layout.placement.spans
     whole = sum(layout.dp * span.stages * span.cp * -(-span.tp // layout.ranks_per_node) for span in spans)
     if whole <= MOST_ROWS or (len(spans) == 1 and spans[0].ranks == 1 and layout.nodes <= MOST_ROWS):
@@ -71,7 +69,7 @@ def shown_replicas(layout: Layout) -> int:
     return min(layout.dp, max(1, layout.ranks_per_node // layout.placement.replica))
 
 
-def _more(layout: Layout, shown: int) -> Iterator[str]:
+def _describe_hidden(layout: Layout, shown: int) -> Iterator[str]:
     if shown == layout.dp:
         return
     replica, together = layout.placement.replica, layout.placement.together
@@ -84,82 +82,79 @@ def _more(layout: Layout, shown: int) -> Iterator[str]:
         yield f"{many} together ({together * replica:,} ranks): each module of all of them, then the next module."
 
 
-def _nodes(layout: Layout, row: Row, behind: int = 0) -> Range:
-    """Return the first and the last node of a row, or the one `behind` the last."""
+def _node_range(layout: Layout, row: RankRow, behind: int = 0) -> Range:
+    """Return the first and the last node of a row; `behind`: added to the last."""
     first, last = row.ranks
     return first // layout.ranks_per_node, last // layout.ranks_per_node + behind
 
 
-def _words(span: Range) -> str:
+def _format_range(span: Range) -> str:
     return str(span[0]) if span[0] == span[1] else f"{span[0]}–{span[1]}"
 
 
 # ------------------------------------------------------------------------------------------------ rows
 
 
-def rows(layout: Layout, replicas: int) -> list[Row]:
-    """Return the ranks of the first replicas: by tp group and node, or coarser where that would be too long."""
-    found: list[Row] = []
-    for fine in (_by_group, _by_stage, _by_module):
-        found = sorted((row for span in layout.placement.spans for row in fine(layout, span, replicas)), key=_first)
+def rows(layout: Layout, replicas: int) -> list[RankRow]:
+    """Return the ranks of the first replicas: by tp group and node, or coarser where that is too long."""
+    found: list[RankRow] = []
+    for fine in (_rows_by_group, _rows_by_stage, _rows_by_module):
+        found = sorted(
+            (row for span in layout.placement.spans for row in fine(layout, span, replicas)), key=lambda row: row.ranks
+        )
         if len(found) <= MOST_ROWS:
             break
     return found
 
 
-def _first(row: Row) -> int:
-    return row.ranks[0]
-
-
-def _by_group(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
-    """Yield a row for each tp group, cut where a node ends; replicas of one rank are joined within a node."""
+def _rows_by_group(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
+    """Yield a row for each tp group, cut at the end of a node; replicas of one rank are merged within a node."""
     if span.ranks == 1:
-        yield from _joined(layout, span, replicas)
+        yield from _merge_single_ranks(layout, span, replicas)
         return
     for dp in range(replicas):
         start = layout.placement.start(span, dp)
         for group in range(span.stages * span.cp):
             stage, cp = divmod(group, span.cp)
             first = start + group * span.tp
-            for low, high in _cut(first, first + span.tp - 1, layout.ranks_per_node):
+            for low, high in _cut_at_nodes(first, first + span.tp - 1, layout.ranks_per_node):
                 tp = (low - first, high - first)
-                yield Row((low, high), span.held(stage), (stage, stage), (dp, dp), (cp, cp), tp)
+                yield RankRow((low, high), span.modules_at(stage), (stage, stage), (dp, dp), (cp, cp), tp)
 
 
-def _joined(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+def _merge_single_ranks(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
     starts = layout.placement.starts(span)[:replicas].tolist()
     low = 0
     for dp in range(1, replicas + 1):
         follows = dp < replicas and starts[dp] == starts[dp - 1] + 1
         if not (follows and starts[dp] % layout.ranks_per_node):
-            yield Row((starts[low], starts[dp - 1]), span.modules, (0, 0), (low, dp - 1), (0, 0), (0, 0))
+            yield RankRow((starts[low], starts[dp - 1]), span.modules, (0, 0), (low, dp - 1), (0, 0), (0, 0))
             low = dp
 
 
-def _cut(low: int, high: int, every: int) -> Iterator[Range]:
+def _cut_at_nodes(low: int, high: int, every: int) -> Iterator[Range]:
     while low <= high:
         end = min(high, (low // every + 1) * every - 1)
         yield low, end
         low = end + 1
 
 
-def _by_stage(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
-    for dp in range(replicas):
-        start = layout.placement.start(span, dp)
-        for stage in range(span.stages):
-            first = start + stage * span.stage_ranks
-            ranks = (first, first + span.stage_ranks - 1)
-            yield Row(ranks, span.held(stage), (stage, stage), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
+def _rows_by_stage(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
+    return _rows_of_stages(layout, span, replicas, [(stage, stage) for stage in range(span.stages)])
 
 
-def _by_module(layout: Layout, span: Span, replicas: int) -> Iterator[Row]:
+def _rows_by_module(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
     last = span.stages - 1
-    runs = [(0, 0), (1, last)] if span.first and last else [(0, last)]  # stages that hold the same modules
+    # Stages with the same modules become one row.
+    return _rows_of_stages(layout, span, replicas, [(0, 0), (1, last)] if span.first and last else [(0, last)])
+
+
+def _rows_of_stages(layout: Layout, span: Span, replicas: int, runs: list[Range]) -> Iterator[RankRow]:
     for dp in range(replicas):
         start = layout.placement.start(span, dp)
         for low, high in runs:
             ranks = (start + low * span.stage_ranks, start + (high + 1) * span.stage_ranks - 1)
-            yield Row(ranks, span.held(low), (low, high), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
+            yield RankRow(ranks, span.modules_at(low), (low, high), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
 
 
 # ------------------------------------------------------------------------------------------------ SVG
@@ -178,9 +173,9 @@ stroke-width: 1.6; } .warn { fill: #8a5300; }
 
 
 def as_svg(layout: Layout) -> str:
-    """Return a picture: a panel for each node, a cell for each rank, coloured by module, tp groups framed."""
-    shown = shown_replicas(layout)
-    touched = [range(*_nodes(layout, row, 1)) for row in rows(layout, shown)]
+    """Return an SVG: a panel for each node, a cell for each rank, coloured by module, with frames around tp groups."""
+    shown = count_shown_replicas(layout)
+    touched = [range(*_node_range(layout, row, 1)) for row in rows(layout, shown)]
     nodes = sorted({*chain(*touched)}) if shown < layout.dp else list(range(layout.nodes))
     drawn = nodes[:MOST_NODES]
     wide = min(layout.ranks_per_node, CELLS_IN_A_LINE, layout.world)
@@ -188,18 +183,18 @@ def as_svg(layout: Layout) -> str:
     panel = (wide * _CELL + 2 * _GAP, high * _CELL + _GAP + _TITLE + 4)
     in_a_line = max(1, 1000 // (panel[0] + _GAP))
 
-    parts, top = _heading(layout, len(nodes) - len(drawn), shown)
+    parts, top = _draw_heading(layout, len(nodes) - len(drawn), shown)
     for index, node in enumerate(drawn):
         line, column = divmod(index, in_a_line)
         corner = (_MARGIN + column * (panel[0] + _GAP), top + line * (panel[1] + _GAP))
-        parts += _node(layout, node, corner, panel, wide)
+        parts += _draw_node(layout, node, corner, panel, wide)
     width = max(2 * _MARGIN + min(in_a_line, len(drawn)) * (panel[0] + _GAP) - _GAP, 720)
     height = top + -(-len(drawn) // in_a_line) * (panel[1] + _GAP) + _MARGIN - _GAP
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" role="img">',
-            f"<title>{_escaped(_title(layout))}</title>",
+            f"<title>{_escape(_title(layout))}</title>",
             f"<style>{_STYLE}</style>",
             *parts,
             "</svg>\n",
@@ -211,32 +206,30 @@ def _title(layout: Layout) -> str:
     return layout.describe().splitlines()[0]
 
 
-def _heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str], int]:
-    """Return title, legend and notes, and where the panels begin."""
+def _draw_heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str], int]:
+    """Return title, legend and notes, and the y position of the panels."""
     y = _MARGIN + 12
-    parts = [f'<text class="head" x="{_MARGIN}" y="{y}">{_escaped(_title(layout))}</text>']
+    parts = [f'<text class="head" x="{_MARGIN}" y="{y}">{_escape(_title(layout))}</text>']
     for index, span in enumerate(layout.placement.spans):
         y += 22
         sizes = " × ".join([f"{span.stages} stages", f"dp {layout.dp:,}", f"cp {span.cp}", f"tp {span.tp}"])
-        inside = f", with {name_of(span.first)} in the first" if span.first and span.stages > 1 else ""
-        words = f"{name_of(span.held(span.stages - 1))}: "
+        inside = f", with {format_modules(span.first)} in the first" if span.first and span.stages > 1 else ""
+        words = f"{format_modules(span.modules_at(span.stages - 1))}: "
         words += f"{sizes}{inside}" if span.stages > 1 else sizes.partition(" × ")[2]
         colour = _COLOURS[index % len(_COLOURS)]
         parts.append(f'<rect x="{_MARGIN}" y="{y - 11}" width="13" height="13" rx="3" fill="{colour}"/>')
-        parts.append(f'<text x="{_MARGIN + 20}" y="{y}">{_escaped(words)}</text>')
-    notes = [
-        "In each cell: the rank; s stage, d replica, c share of a sequence, t share of a matrix. Frames: tp groups."
-    ]
-    notes += list(_more(layout, shown))
+        parts.append(f'<text x="{_MARGIN + 20}" y="{y}">{_escape(words)}</text>')
+    notes = ["In each cell: the rank; s stage, d replica, c cp rank, t tp rank. Frames: tp groups."]
+    notes += list(_describe_hidden(layout, shown))
     notes += [f"{left_out:,} more nodes are not drawn."] if left_out else []
     for kind, text in [*(("soft", note) for note in notes), *(("warn", warning) for warning in layout.warnings)]:
         for line in wrap(text, LETTERS_IN_A_LINE):
             y += 18
-            parts.append(f'<text class="{kind}" x="{_MARGIN}" y="{y}">{_escaped(line)}</text>')
+            parts.append(f'<text class="{kind}" x="{_MARGIN}" y="{y}">{_escape(line)}</text>')
     return parts, y + 16
 
 
-def _node(layout: Layout, node: int, corner: Range, panel: Range, wide: int) -> Iterator[str]:
+def _draw_node(layout: Layout, node: int, corner: Range, panel: Range, wide: int) -> Iterator[str]:
     x, y = corner
     first = node * layout.ranks_per_node
     last = min(first + layout.ranks_per_node, layout.world) - 1
@@ -244,10 +237,10 @@ def _node(layout: Layout, node: int, corner: Range, panel: Range, wide: int) -> 
     yield f'<text class="soft" x="{x + _GAP}" y="{y + 19}">node {node:,}</text>'
     for rank in range(first, last + 1):
         line, column = divmod(rank - first, wide)
-        yield from _cell(layout, rank, x + _GAP + column * _CELL, y + _GAP + _TITLE - 4 + line * _CELL)
+        yield from _draw_cell(layout, rank, x + _GAP + column * _CELL, y + _GAP + _TITLE - 4 + line * _CELL)
 
 
-def _cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:
+def _draw_cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:
     span, _, _ = layout.placement.locate(rank)
     place = layout.place(rank)
     colour = _COLOURS[layout.placement.spans.index(span) % len(_COLOURS)]
@@ -255,7 +248,7 @@ def _cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:
     upper = f"s{place.stage} d{place.dp}" if span.stages > 1 else f"d{place.dp}"
     lower = " ".join([f"c{place.cp}"] * (span.cp > 1) + [f"t{place.tp}"] * (span.tp > 1))
     yield '<g class="cell">'
-    yield f"<title>{_escaped(f'rank {rank}: {name_of(place.modules)}')}, stage {place.stage}, dp {place.dp}, "
+    yield f"<title>{_escape(f'rank {rank}: {format_modules(place.modules)}')}, stage {place.stage}, dp {place.dp}, "
     yield f"cp {place.cp}, tp {place.tp}</title>"
     yield f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="5" fill="{colour}"/>'
     large = "number" if rank < 100_000 else "where"
@@ -263,11 +256,11 @@ def _cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:
     yield f'<text class="where" x="{middle}" y="{y + 27}">{upper}</text>'
     yield f'<text class="where" x="{middle}" y="{y + 37}">{lower}</text></g>'
     if span.tp > 1:
-        yield _frame(x, y, opens=place.tp == 0, closes=place.tp == span.tp - 1)
+        yield _draw_frame(x, y, opens=place.tp == 0, closes=place.tp == span.tp - 1)
 
 
-def _frame(x: int, y: int, opens: bool, closes: bool) -> str:
-    """Return the part of a tp group's frame that runs along one cell: above and below, and at the ends."""
+def _draw_frame(x: int, y: int, opens: bool, closes: bool) -> str:
+    """Return the part of a tp group's frame along one cell: above and below, and at the ends."""
     left, right = x - 2, x + _CELL - 2
     top, bottom = y - 2, y + _CELL - 2
     ends = [edge for edge, there in ((left, opens), (right, closes)) if there]
@@ -275,5 +268,5 @@ def _frame(x: int, y: int, opens: bool, closes: bool) -> str:
     return f'<path class="group" d="{path}"/>'
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return escape("".join(letter if letter.isprintable() else "\ufffd" for letter in text))

@@ -1,43 +1,50 @@
-"""Where the ranks of a plan stand: an order of ranks that keeps what talks most inside a node; pure arithmetic.
+"""The order of ranks, and the links that groups of ranks cross; arithmetic only, no torch.
 
-A *span* is what one module takes of a replica: `stages × cp × tp` consecutive ranks, tp innermost, so that the ranks of
-a tensor-parallel group always follow one another. Modules that share their ranks are one span. The spans of a replica
-follow one another, and so do replicas; but several replicas may stand *together*: the same span of each, then the next
-span of each. With spans of 24, 2 and 1 ranks and nodes of 8, replicas one by one would shift against the nodes by 3
-each; 8 together fill 27 nodes exactly, and no group is torn.
+A *span* is one module's part of a replica: `stages × cp × tp` consecutive ranks, tp innermost, so that the ranks of a
+tensor-parallel group are always consecutive. Modules on the same ranks are one span. The spans of a replica are
+consecutive, and so are replicas; but several replicas may be placed *together*: the same span of each, then the next
+span of each. With spans of 24, 2 and 1 ranks and nodes of 8, consecutive replicas would shift against the nodes by 3
+each; 8 together fill 27 nodes exactly, and no group is split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cornstarch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cornstarch.plan.cluster import Cluster, Link
 
 Ranks = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Span:
-    """The ranks that one module, or all modules that share their ranks, takes of every replica."""
+    """The ranks of one module, or of all modules on the same ranks, in every replica."""
 
     modules: tuple[str, ...]
     stages: int
     cp: int
     tp: int
     before: int = 0
-    """Ranks of other spans that stand before it in a replica."""
+    """Ranks of other spans before it in a replica."""
     first: tuple[str, ...] = ()
-    """Those of the modules that the first stage alone holds."""
+    """The modules that only the first stage has."""
 
-    def held(self, stage: int) -> tuple[str, ...]:
-        """Return the modules that a stage holds."""
+    def modules_at(self, stage: int) -> tuple[str, ...]:
+        """Return the modules of a stage."""
         return self.modules if stage == 0 or not self.first else tuple(m for m in self.modules if m not in self.first)
 
     def stages_of(self, module: str) -> int:
-        """Return the number of stages that hold a module."""
+        """Return the number of stages of a module."""
         return 1 if module in self.first else self.stages
 
     @property
@@ -60,7 +67,7 @@ class Placement:
     dp: int
     """Replicas."""
     together: int
-    """Replicas that stand together; the last ones may be fewer."""
+    """Replicas that are placed together; the last group may have fewer."""
 
     @property
     def replica(self) -> int:
@@ -70,7 +77,7 @@ class Placement:
     def starts(self, span: Span) -> Ranks:
         """Return the first rank of a span in every replica."""
         replicas = np.arange(self.dp, dtype=np.int64)
-        first = replicas // self.together * self.together  # of those that stand together
+        first = replicas // self.together * self.together  # of the replicas placed together
         many = np.minimum(self.together, self.dp - first)
         return first * self.replica + many * span.before + (replicas - first) * span.ranks
 
@@ -81,7 +88,7 @@ class Placement:
         return first * self.replica + many * span.before + (dp - first) * span.ranks
 
     def locate(self, rank: int) -> tuple[Span, int, int]:
-        """Return the span and replica that a rank belongs to, and its place among the span's ranks there."""
+        """Return the span and replica of a rank, and its offset among the span's ranks there."""
         first = rank // (self.together * self.replica) * self.together
         many = min(self.together, self.dp - first)
         inside = rank - first * self.replica
@@ -95,44 +102,41 @@ def place_spans(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Placemen
 
     Among equals the simplest wins: modules in the plan's order, one replica after the other.
     """
-    return min(_candidates(spans, dp, ranks_per_node), key=lambda placement: crossings(placement, ranks_per_node))
+    return min(_list_placements(spans, dp, ranks_per_node), key=lambda placement: crossings(placement, ranks_per_node))
 
 
-def _candidates(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Iterator[Placement]:
-    """Yield a handful of orders, the simplest first.
+def _list_placements(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Iterator[Placement]:
+    """Yield a few orders, the simplest first.
 
-    Spans whose stages are largest come first in the second order: sizes that divide one another are then all aligned.
+    In the second order, spans with the largest stages come first: sizes that divide one another are then all aligned.
     """
     replica = sum(span.ranks for span in spans)
-    fill_nodes = ranks_per_node // gcd(replica, ranks_per_node)  # so many replicas end where a node ends
+    fill_nodes = ranks_per_node // gcd(replica, ranks_per_node)  # this many replicas end where a node ends
     largest_first = sorted(spans, key=lambda span: -span.stage_ranks)
     for together in dict.fromkeys([1, min(fill_nodes, dp), dp]):
         for order in (spans, largest_first):
-            yield Placement(_behind_one_another(order), dp, together)
-
-
-def _behind_one_another(spans: Sequence[Span]) -> tuple[Span, ...]:
-    before = np.cumsum([0, *(span.ranks for span in spans)]).tolist()
-    return tuple(replace(span, before=before[index]) for index, span in enumerate(spans))
+            before = np.cumsum([0, *(span.ranks for span in order)]).tolist()
+            placed = tuple(replace(span, before=before[index]) for index, span in enumerate(order))
+            yield Placement(placed, dp, together)
 
 
 def crossings(placement: Placement, ranks_per_node: int) -> tuple[int, int, int, int]:
-    """Return how often groups cross nodes beyond need: tp groups, stages (cp groups), modules (pp), whole replicas."""
+    """Return the avoidable node crossings: of tp groups, stages (cp groups), modules (pp), whole replicas."""
     tp = cp = pp = 0
     lowest = np.full(placement.dp, np.iinfo(np.int64).max)
     highest = np.zeros(placement.dp, dtype=np.int64)
     for span in placement.spans:
         starts = placement.starts(span)
-        tp += beyond_need(group_starts(starts, span.stages * span.cp, span.tp), span.tp, ranks_per_node)
-        cp += beyond_need(group_starts(starts, span.stages, span.stage_ranks), span.stage_ranks, ranks_per_node)
-        pp += beyond_need(starts, span.ranks, ranks_per_node)
+        tp += count_extra_nodes(group_starts(starts, span.stages * span.cp, span.tp), span.tp, ranks_per_node)
+        cp += count_extra_nodes(group_starts(starts, span.stages, span.stage_ranks), span.stage_ranks, ranks_per_node)
+        pp += count_extra_nodes(starts, span.ranks, ranks_per_node)
         np.minimum(lowest, starts, out=lowest)
         np.maximum(highest, starts + span.ranks - 1, out=highest)
     return tp, cp, pp, int((highest // ranks_per_node - lowest // ranks_per_node).sum())
 
 
 def copies_in_nodes(replica: int, dp: int, ranks_per_node: int) -> int:
-    """Return how many copies of a model there are if the shards of each are as many replicas as lie in one node.
+    """Return the copies of a model if each is sharded over the replicas of one node.
 
     replica: the ranks of one of `dp` replicas. One that fills a node, or is larger, is a copy by itself.
     """
@@ -140,15 +144,109 @@ def copies_in_nodes(replica: int, dp: int, ranks_per_node: int) -> int:
 
 
 def group_starts(starts: Ranks, groups: int, size: int) -> Ranks:
-    """Return the first ranks of `groups` groups of `size` that follow one another, from each of `starts`."""
+    """Return the first ranks of `groups` consecutive groups of `size`, from each of `starts`."""
     return (starts[:, None] + np.arange(groups, dtype=np.int64) * size).reshape(-1)
 
 
 def nodes_of(starts: Ranks, size: int, ranks_per_node: int) -> Ranks:
-    """Return on how many nodes each run of `size` ranks lies."""
+    """Return the number of nodes of each run of `size` ranks."""
     return (starts + size - 1) // ranks_per_node - starts // ranks_per_node + 1
 
 
-def beyond_need(starts: Ranks, size: int, ranks_per_node: int) -> int:
-    """Return on how many nodes more than needed runs of `size` ranks lie, all together."""
+def count_extra_nodes(starts: Ranks, size: int, ranks_per_node: int) -> int:
+    """Return the number of nodes beyond the minimum, over all runs of `size` ranks."""
     return int((nodes_of(starts, size, ranks_per_node) + -size // ranks_per_node).sum())
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+@dataclass(frozen=True)
+class GroupLinks:
+    """The slowest links of a module's groups."""
+
+    tp: Link
+    cp: Link
+    data: Link
+    """Of the ranks with the same parameters; with hsdp, of one copy."""
+    copies: Link | None = None
+    """hsdp: between the ranks with the same shard of each copy."""
+    overlaps: bool = True
+    """Whether gradients and parameters move over `data` while ranks compute; else one follows the other."""
+
+
+@dataclass(frozen=True)
+class PipelineLinks:
+    """The links of all groups of each module, and between stages."""
+
+    groups: Mapping[str, GroupLinks]
+    stages: Mapping[str, tuple[Link, ...]]
+    """By module, from each of its stages to the next, and from the last to the first."""
+    to_language_model: Mapping[str, Link]
+    """From an encoder's last stage to the first stage of the language model."""
+
+
+@lru_cache(maxsize=8192)
+def _place_spans_once(spans: tuple[Span, ...], dp: int, per_node: int) -> Placement:
+    return place_spans(spans, dp, per_node)
+
+
+@lru_cache(maxsize=8192)
+def find_links(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int = 1) -> PipelineLinks:
+    """Return the slowest link that any group of each kind crosses; copies: those of hsdp."""
+    placement = _place_spans_once(spans, dp, cluster.per_node)
+    replica = sum(span.ranks for span in spans)
+    if replica * dp > cluster.devices:
+        raise ConfigError(
+            f"The plan takes {replica * dp:,} ranks ({dp:,} replicas of {replica:,}); the cluster has "
+            f"{cluster.devices:,}."
+        )
+    groups: dict[str, GroupLinks] = {}
+    stages: dict[str, tuple[Link, ...]] = {}
+    to_language_model: dict[str, Link] = {}
+    last = next(span for span in placement.spans if span.modules == spans[-1].modules)
+    for span in placement.spans:
+        starts = placement.starts(span)
+        every = (starts[:, None] + np.arange(span.stages) * span.stage_ranks).reshape(-1)
+        tensor = (every[:, None] + np.arange(span.cp) * span.tp).reshape(-1)
+        data = (starts[:, None] + np.arange(span.cp) * span.tp).reshape(copies, -1)
+        data_link = _slowest_of_groups(cluster, data)
+        one = GroupLinks(
+            tp=_slowest_of_runs(cluster, tensor, span.tp),
+            cp=_slowest_of_runs(cluster, every, span.stage_ranks),
+            data=data_link,
+            copies=_slowest_of_groups(cluster, data.T) if copies > 1 else None,
+            # The cores of one machine move messages themselves, so they cannot compute meanwhile.
+            overlaps=not cluster.device.is_cpu or data_link is not cluster.inside,
+        )
+        ends = (starts + span.ranks - span.stage_ranks, placement.starts(last))
+        onward = _slowest_of_pairs(cluster, *ends) if span is not last else one.cp
+        between = _links_between_stages(cluster, span, starts)
+        for name in span.modules:
+            groups[name], stages[name], to_language_model[name] = one, between, onward
+    return PipelineLinks(groups, stages, to_language_model)
+
+
+def _links_between_stages(cluster: Cluster, span: Span, starts: Ranks) -> tuple[Link, ...]:
+    """Return the slowest link from each stage to the next in any replica, and from the last to the first."""
+    nodes = (starts[:, None] + np.arange(span.ranks)) // cluster.per_node
+    nodes = nodes.reshape(len(starts), span.stages, span.stage_ranks)
+    leaves = (nodes != np.roll(nodes, -1, axis=1)).any(axis=(0, 2))
+    return tuple(cluster.between if out else cluster.inside for out in leaves)
+
+
+def _slowest_of_groups(cluster: Cluster, groups: Ranks) -> Link:
+    """Return the link of the group on the most nodes; each row is a group."""
+    nodes = np.sort(groups // cluster.per_node, axis=1)
+    worst = int((nodes[:, 1:] != nodes[:, :-1]).sum(axis=1).argmax())
+    return cluster.link(groups[worst].tolist())
+
+
+def _slowest_of_runs(cluster: Cluster, starts: Ranks, size: int) -> Link:
+    worst = int(starts[int(nodes_of(starts, size, cluster.per_node).argmax())])
+    return cluster.link(range(worst, worst + size))
+
+
+def _slowest_of_pairs(cluster: Cluster, sources: Ranks, targets: Ranks) -> Link:
+    worst = int(np.abs(sources // cluster.per_node - targets // cluster.per_node).argmax())
+    return cluster.link((int(sources[worst]), int(targets[worst])))

@@ -1,8 +1,8 @@
-"""What a parallel run is meant to be: plain data, made before any process starts; no torch.
+"""The parallel plan: the one schema of `parallel:` in a config, of plan files and of Python; no torch.
 
     Plan.from_data({"modules": {"vision": {"tp": 2}, "language_model": {"tp": 4, "stages": 3}}})
 
-The names are the same in YAML and in Python. How many ranks there are is no part of a plan: `Layout.of(plan, world)`
+The names are the same in YAML and in Python. A plan does not say how many ranks there are: `Layout.of(plan, world)`
 infers the number of data-parallel replicas.
 """
 
@@ -10,77 +10,111 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from cornstarch.plan.exchange import Asynchronous, Compression, Gossip, Local, compression_mistakes, described
-from cornstarch.plan.mistakes import (
-    Fields,
-    FieldType,
-    Mistake,
-    Path,
-    nearest,
-    parts_of,
-    raise_mistakes,
-    read_fields,
-    shown,
-    suggestion,
+from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter, model_validator
+
+from cornstarch.plan.compression import Asynchronous, Compression, Gossip, Local, describe_options
+from cornstarch.plan.conflicts import data_conflicts, rank_conflicts
+from cornstarch.plan.kinds import (
+    FULLY_SHARD,
+    LANGUAGE_MODEL,
+    REPLICATED,
+    SHARDED,
+    UNSYNCHRONIZED,
+    WHOLE_MODEL,
+    ZERO_KINDS,
+    CpDistribution,
+    CpMode,
+    DataKind,
+    Precision,
+    RankPlacement,
 )
-from cornstarch.plan.options import conflicts, rank_conflicts
+from cornstarch.plan.schema_words import schema_of
+from cornstarch.plan.validation import (
+    Mistake,
+    NotNegative,
+    Path,
+    Positive,
+    Switch,
+    as_data,
+    as_tuple,
+    check_conflicts,
+    format_value,
+    nearest,
+    not_bool,
+    raise_mistakes,
+    section,
+    validate_data,
+)
 from cornstarch.schedule.policies import Policy
 
-Precision = Literal["fp32", "bf16", "fp16"]
-DataKind = Literal["ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "local_sgd", "diloco", "async", "gossip"]
-Ranks = Literal["auto", "shared", "own", "colocated", "first_stage"]
-
-LANGUAGE_MODEL = "language_model"
-"""The module at which all encoders meet."""
-WHOLE_MODEL = "model"
-"""The module of a model that is not taken apart."""
-
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_MODULE_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
-@dataclass(frozen=True)
+@section
 class ModulePlan:
-    """How one module is spread: an encoder with its projector, the language model, or a whole model."""
+    """How one module is parallelized: an encoder with its projector, the language model, or a whole model."""
 
-    tp: int = field(default=1, metadata={"least": 1})
-    """Ranks that each matrix is cut over (tensor parallelism)."""
-    cp: int = field(default=1, metadata={"least": 1})
-    """Ranks that each sequence is cut over (context parallelism)."""
-    cp_mode: Literal["ring_attn", "all_to_all", "gather"] = "ring_attn"
+    tp: Positive = 1
+    """Ranks that each matrix is sharded over (tensor parallelism)."""
+    cp: Positive = 1
+    """Ranks that each sequence is sharded over (context parallelism)."""
+    cp_mode: CpMode = "ring_attn"
     """How attention sees the tokens of the other ranks: keys and values sent round in a ring, heads exchanged for
     tokens, or all keys and values gathered."""
-    cp_distribution: Literal["uniform", "zigzag", "makespan_min", "auto"] = "auto"
-    """Which tokens each rank gets: equal runs, runs from both ends, what balances the work of the mask, or what fits
-    the mask best."""
-    stages: int = field(default=1, metadata={"least": 1})
-    """Pipeline stages: sets of ranks that hold some of the layers each."""
-    virtual_stages: int = field(default=1, metadata={"least": 1})
-    """Parts of the layers that each of these sets holds: they are cut into stages × virtual_stages parts, which are
-    dealt out in turn (interleaving)."""
-    layers: tuple[int, ...] | None = field(default=None, metadata={"least": 1})
+    cp_distribution: CpDistribution = "auto"
+    """Which tokens each rank gets: uniform: equal runs; zigzag: runs from both ends; makespan_min: balanced by the work
+    of the mask; auto: the best for the mask."""
+    stages: Positive = 1
+    """Pipeline stages: sets of ranks with some of the layers each."""
+    virtual_stages: Positive = 1
+    """Parts of the layers in each of these sets: the layers are split into stages × virtual_stages parts, which are
+    assigned in turn (interleaving)."""
+    layers: Annotated[tuple[Positive, ...], Field(min_length=1), as_tuple] | None = None
     """How many layers each of these parts has, in order; the head of a language model counts as one. Default: parts
-    that weigh the same."""
-    zero: Literal[0, 1, 2, 3] | None = None
-    """The ZeRO stage of this module alone; 0: nothing is sharded. Default: what the plan's `data.kind` says."""
-    activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    of equal weight."""
+    zero: Annotated[Literal[0, 1, 2, 3] | None, not_bool] = None
+    """The ZeRO stage of this module alone; 0: nothing is sharded. Default: that of the plan's `data.kind`."""
+    activation_checkpointing: Switch = False
+    """Recompute activations in the backward pass instead of keeping them."""
     precision: Precision | None = None
-    """What the module is computed in. Default: the run's."""
-    tp_sequence: bool = False
-    """Cut activations between attention and feed-forward layers, too, along tokens (sequence parallelism)."""
-    tp_vocabulary: bool = False
-    """Cut the table of embeddings and the head of a language model, too, by words."""
+    """The precision that the module is computed in. Default: the run's."""
+    tp_sequence: Switch = False
+    """Shard activations between attention and feed-forward layers, too, along tokens (sequence parallelism)."""
+    tp_vocabulary: Switch = False
+    """Shard the embeddings and the head of a language model, too, along the vocabulary."""
 
-    def __post_init__(self) -> None:
-        raise_mistakes(_module_mistakes(read_fields(ModulePlan, vars(self), ("ModulePlan",)), ("ModulePlan",)))
-        if self.layers is not None:  # a list is welcome, but would not be frozen
-            object.__setattr__(self, "layers", tuple(self.layers))
+    _check = model_validator(mode="after")(check_conflicts)
+
+    def conflicts(self, broken: Set[Path] = frozenset()) -> Iterator[tuple[Path, str]]:
+        """Yield (path, message) for every option that makes no sense beside the others."""
+
+        def are_sound(*names: str) -> bool:
+            return not any((name,) in broken for name in names)
+
+        for option in ("tp_sequence", "tp_vocabulary"):
+            if are_sound(option, "tp") and getattr(self, option) and self.tp == 1:
+                text = "It goes with tensor parallelism, and tp is 1: nothing is cut.\nSet tp, or leave it out."
+                yield (option,), text
+        if are_sound("virtual_stages", "stages") and self.virtual_stages > 1 and self.stages == 1:
+            text = "One set of ranks holds all layers, in one part or in several.\nSet stages, or leave it out."
+            yield ("virtual_stages",), text
+        parts = self.stages * self.virtual_stages
+        if are_sound("layers", "virtual_stages", "stages") and self.layers is not None and len(self.layers) != parts:
+            many = f"{self.stages} stages" + (f" × {self.virtual_stages}" if self.virtual_stages > 1 else "")
+            text = f"There are {len(self.layers)} numbers for {many}.\nGive one for each part, or leave it out."
+            yield ("layers",), text
+        is_balanced = self.cp_distribution in ("zigzag", "makespan_min")
+        if are_sound("cp_mode", "cp_distribution") and self.cp_mode == "all_to_all" and is_balanced:
+            text = (
+                "With all_to_all every rank attends over all tokens, for some of the heads: there is nothing to "
+                "balance.\nUse uniform or auto, or the mode ring_attn or gather."
+            )
+            yield ("cp_distribution",), text
 
     @property
     def ranks(self) -> int:
@@ -88,7 +122,7 @@ class ModulePlan:
         return self.stages * self.cp * self.tp
 
     def describe(self) -> str:
-        """Return the sizes, and what differs from the defaults, on one line."""
+        """Return the sizes, and the options that differ from their defaults, on one line."""
         sizes = [f"{self.stages} stages"] if self.stages > 1 else []
         sizes = [f"{sizes[0]} of {self.virtual_stages} parts"] if self.virtual_stages > 1 else sizes
         sizes = [f"{sizes[0]} ({' + '.join(map(str, self.layers))} layers)"] if sizes and self.layers else sizes
@@ -102,88 +136,132 @@ class ModulePlan:
         return ", ".join(words)
 
 
-@dataclass(frozen=True)
+def _check_different(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(names) or len({*names}) != len(names):
+        raise ValueError("expected a list of different names")
+    return names
+
+
+ClassNames = Annotated[
+    tuple[str, ...], Field(min_length=1, json_schema_extra={"uniqueItems": True}), AfterValidator(_check_different),
+    as_tuple,
+]  # fmt: skip
+
+
+@section
 class DataPlan:
     """Data parallelism, the same for every module."""
 
     kind: DataKind = "ddp"
-    """ddp: everything whole on every rank; zero1: optimizer states sharded; zero2: gradients too; zero3, fsdp1, fsdp2:
+    """ddp: full parameters on every rank; zero1: optimizer states sharded; zero2: gradients too; zero3, fsdp1, fsdp2:
     parameters too; hsdp: fsdp2 within each of several copies. Ranks that are not in step (docs/slow_networks.md):
     local_sgd: weights are averaged every few steps; diloco: an outer optimizer applies the mean change; async: changes
     are applied when they arrive; gossip: weights are averaged with neighbours."""
-    replicate: int | None = field(default=None, metadata={"least": 1})
-    """hsdp: the number of copies; each is sharded over dp / replicate replicas. Default: as many as make a copy lie
-    within a node."""
+    replicate: Positive | None = None
+    """hsdp: the number of copies; each is sharded over dp / replicate replicas. Default: as many as keep a copy within
+    a node."""
     param_dtype: Precision | None = None
-    """What sharded parameters are gathered and computed in. Default: what they are kept in."""
+    """The precision that sharded parameters are gathered and computed in. Default: that of the parameters."""
     reduce_dtype: Precision | None = None
-    """What gradients are summed over the ranks in. Default: what they are computed in."""
+    """The precision that gradients are reduced in. Default: that of the gradients."""
     buffer_dtype: Precision | None = None
-    """fsdp1: what buffers are cast to. Default: they are left as they are."""
-    bucket_mb: float | Literal["auto"] | None = field(default=None, metadata={"least": 0.001})
-    """ddp, zero1: megabytes of gradients that are summed together; auto: as many as suit the link that joins the
-    replicas, which is measured when the run begins. Default: torch's."""
-    static_graph: bool = False
+    """fsdp1: the precision that buffers are cast to. Default: they are not cast."""
+    bucket_mb: Annotated[float, Field(strict=True, ge=0.001, allow_inf_nan=False)] | Literal["auto"] | None = None
+    """ddp, zero1: megabytes of gradients that are reduced together; auto: chosen for the link between the replicas,
+    which is measured when the run begins. Default: torch's."""
+    static_graph: Switch = False
     """ddp, zero1: every step uses the same parameters in the same order."""
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: Switch = True
     """ddp, zero1: gradients lie in the buckets, instead of being copied there."""
-    find_unused: bool = True
+    find_unused: Switch = True
     """ddp, zero1: look for parameters that a step did not use (experts without a token, say), instead of failing on
-    them; false saves that walk where every step uses all. With `static_graph` it is not needed."""
-    offload: bool = False
-    """Shards, and the optimizer, wait in the CPU's memory."""
-    reshard_after_forward: bool | int | None = None
+    them; false saves that search where every step uses all. With `static_graph` it is not needed."""
+    offload: Switch = False
+    """Keep the shards and the optimizer state in CPU memory."""
+    reshard_after_forward: Switch | Annotated[int, Field(strict=True, lt=2**63)] | None = None
     """Whether gathered parameters are freed after forward, and gathered again for backward; a number: kept sharded over
-    so many ranks in between. Default: freed, but for zero2."""
-    prefetch: int = field(default=0, metadata={"least": 0})
-    """Units whose parameters are gathered ahead of the one that computes, beyond what torch does by itself."""
-    wrap: Literal["auto", "none"] | tuple[str, ...] = "auto"
-    """The units whose parameters are gathered together: auto: found by themselves; none: the whole model is one; or the
-    names of their classes."""
-    wrap_min_parameters: int | None = field(default=None, metadata={"least": 1})
-    """Units with fewer parameters stay with what is around them."""
-    compression: Compression = field(default=Compression(), metadata={"mistakes": compression_mistakes})
-    """ddp, zero1: of gradients; hsdp: of those that travel between copies; local_sgd, diloco: of changes of weights."""
+    that many ranks in between. Default: freed, except with zero2."""
+    prefetch: NotNegative = 0
+    """Units whose parameters are gathered ahead of the one that computes, beyond torch's own prefetching."""
+    wrap: Literal["auto", "none"] | ClassNames = "auto"
+    """The units whose parameters are gathered together: auto: the layers; none: the whole model; or the names of their
+    classes."""
+    wrap_min_parameters: Positive | None = None
+    """Units with fewer parameters are gathered with the module around them."""
+    compression: Compression = Compression()
+    """ddp, zero1: of gradients; hsdp: of gradients between copies; local_sgd, diloco: of changes of weights."""
     local: Local = Local()
-    """local_sgd, diloco: how often weights are brought together, and how."""
+    """local_sgd, diloco: how often weights are averaged, and how."""
     asynchronous: Asynchronous = Asynchronous()
-    """async: how far ranks may be apart."""
+    """async: how stale a change may be."""
     gossip: Gossip = Gossip()
     """gossip: who the neighbours are."""
 
-    def __post_init__(self) -> None:
-        read = read_fields(DataPlan, vars(self), ("DataPlan",))
-        raise_mistakes(_data_mistakes(read, ("DataPlan",)))
-        for name in parts_of(DataPlan):  # a mapping is welcome, too
-            object.__setattr__(self, name, read.values[name])
-        if self.wrap not in ("auto", "none"):  # a list is welcome, but would not be frozen
-            object.__setattr__(self, "wrap", tuple(self.wrap))
+    _check = model_validator(mode="after")(check_conflicts)
+
+    def conflicts(self, broken: Set[Path] = frozenset()) -> Iterator[tuple[Path, str]]:
+        """Yield (path, message) for every option that makes no sense beside the others."""
+        names = {path[0] for path in broken}
+        values = {name: value for name, value in vars(self).items() if name not in names}
+        for option, text in data_conflicts(values, _DATA_DEFAULTS):
+            yield (option,), text
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has full parameters that each step keeps equal: torch's DistributedDataParallel."""
+        return self.kind in REPLICATED
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded over the replicas."""
+        return self.kind in SHARDED
+
+    @property
+    def uses_fully_shard(self) -> bool:
+        """Whether torch's `fully_shard` shards the parameters."""
+        return self.kind in FULLY_SHARD
+
+    @property
+    def is_unsynchronized(self) -> bool:
+        """Whether every rank has parameters of its own between exchanges."""
+        return self.kind in UNSYNCHRONIZED
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether optimizer states are sharded over the replicas."""
+        return self.kind == "zero1" or self.is_sharded
 
     def describe(self) -> str:
-        """Return the kind, and what differs from the defaults, on one line."""
-        given = [(name, value) for name, value in vars(self).items() if name != "kind" and value != _DATA[name]]
-        said = (f"{name} {described(value) if name in parts_of(DataPlan) else shown(value)}" for name, value in given)
-        return ", ".join([self.kind, *said])
+        """Return the kind, and the options that differ from their defaults, on one line."""
+        words: list[str] = [self.kind]
+        for name, value in vars(self).items():
+            if name != "kind" and value != _DATA_DEFAULTS[name]:
+                is_section = dataclasses.is_dataclass(value)
+                words.append(f"{name} {describe_options(value) if is_section else format_value(value)}")
+        return ", ".join(words)
 
 
-_MODULE = {f.name: f.default for f in dataclasses.fields(ModulePlan)}
-_DATA = {f.name: f.default for f in dataclasses.fields(DataPlan)}
+_DATA_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DataPlan)}
 
 
-@dataclass(frozen=True, eq=False)
+@section
 class Plan:
-    """How a model is spread over ranks. Plans with their modules in another order are not equal."""
+    """How a model is parallelized. Plans with their modules in another order are not equal."""
 
-    modules: Mapping[str, ModulePlan] = field(default_factory=lambda: {WHOLE_MODEL: ModulePlan()})
+    SHOWN_AS: ClassVar[Path] = ()
+
+    modules: Annotated[Mapping[str, ModulePlan], PlainSerializer(dict)] = dataclasses.field(
+        default_factory=lambda: {WHOLE_MODEL: ModulePlan()}
+    )
     """By name: encoders in their order, then `language_model`, which is put last; or `model` alone for a model that is
-    not taken apart."""
-    data: DataPlan = field(default_factory=DataPlan)
+    not split into these."""
+    data: DataPlan = DataPlan()
     """Data parallelism of every module."""
-    ranks: Ranks = "auto"
-    """shared: every rank holds all modules, which then have one stage; a module whose tp or cp is smaller than the
-    largest, which it must divide, is there several times. own: each module has ranks of its own, and its own sizes
-    (modality parallelism). colocated: the encoders share ranks, and the language model has its own. first_stage: the
-    encoders stand on the ranks of the language model's first stage, and run inside it. auto: shared where all have one
+    ranks: RankPlacement = "auto"
+    """shared: every rank has all modules, which then have one stage; a module whose tp or cp is smaller than the
+    largest, which it must divide, is there several times. own: each module has its own ranks and sizes (modality
+    parallelism). colocated: the encoders share ranks, and the language model has its own. first_stage: the encoders
+    are placed on the ranks of the language model's first stage, and run inside it. auto: shared where all have one
     stage and the same tp and cp, else own."""
     schedule: Policy = "1f1b"
     """In which order the stages of a pipeline work (docs/schedules.md)."""
@@ -191,16 +269,38 @@ class Plan:
     def __post_init__(self) -> None:
         ordered = sorted(self.modules.items(), key=lambda item: item[0] == LANGUAGE_MODEL)  # stable
         object.__setattr__(self, "modules", MappingProxyType(dict(ordered)))
-        raise_mistakes([*_name_mistakes(list(self.modules)), *_type_mistakes(self.modules, self.data)])
-        modules = {name: vars(module) for name, module in self.modules.items()}
-        joint = _joint_mistakes(modules, vars(self.data), self.ranks, self.schedule)
-        raise_mistakes([*_choice_mistakes(self.ranks, self.schedule), *joint])
 
-    # ---------------------------------------------------------------------------------------- what follows from it
+    _check = model_validator(mode="after")(check_conflicts)
+
+    def conflicts(self, broken: Set[Path] = frozenset()) -> Iterator[tuple[Path, str]]:
+        """Yield (path, message) for every mistake in the modules, data parallelism, ranks and schedule together."""
+        if not any(path[0] == "modules" and len(path) <= 2 for path in broken):
+            yield from _name_conflicts(list(self.modules))
+        sizes = {name: vars(module) for name, module in self.modules.items()}
+        if not any(path[0] == "modules" and path[-1] in ("modules", *sizes, *_SIZES) for path in broken):
+            text = rank_conflicts(self.ranks, sizes, LANGUAGE_MODEL) if ("ranks",) not in broken else None
+            if text is not None:
+                yield ("ranks",), text
+            is_interleaved = ("schedule",) not in broken and self.schedule == "interleaved"
+            if is_interleaved and all(module.virtual_stages == 1 for module in self.modules.values()):
+                text = "No module has virtual_stages of more than 1: there is nothing to interleave.\n"
+                yield ("schedule",), f"{text}Set them, or use 1f1b."
+        if ("data",) in broken:
+            return
+        for name, module in self.modules.items():
+            kind, computed = self.data.kind, self.data.param_dtype
+            if module.zero is not None and kind in ("fsdp1", "hsdp") and ("data", "kind") not in broken:
+                text = f"data.kind is {kind}, which has no stages of ZeRO.\nLeave it out, or use the kind fsdp2."
+                yield ("modules", name, "zero"), text
+            if None not in (module.precision, computed) and module.precision != computed:
+                text = f"data.param_dtype = {computed} holds for every module.\nGive one of them."
+                yield ("modules", name, "precision"), text
+
+    # ---------------------------------------------------------------------------------------- derived
 
     @property
     def shared(self) -> bool:
-        """Whether every rank holds all modules."""
+        """Whether every rank has all modules."""
         everywhere = self.ranks != "first_stage" or len(self.modules) == 1 or not self.is_pipeline
         return len(self.sharing) == 1 and everywhere
 
@@ -216,47 +316,40 @@ class Plan:
 
     @property
     def sharing(self) -> tuple[tuple[str, ...], ...]:
-        """The modules, those together that stand on the same ranks."""
+        """The modules, grouped by the ranks that they are placed on."""
         *encoders, last = self.modules
-        if self.ranks in ("shared", "first_stage") or (self.ranks == "auto" and self._are_alike):
+        if self.ranks in ("shared", "first_stage") or (self.ranks == "auto" and self._have_equal_sizes):
             return (tuple(self.modules),)
         if self.ranks == "colocated" and encoders:
             return tuple(encoders), (last,)
         return tuple((name,) for name in self.modules)
 
     @property
-    def _are_alike(self) -> bool:
+    def _have_equal_sizes(self) -> bool:
         sizes = {(module.stages, module.cp, module.tp) for module in self.modules.values()}
         return len(self.modules) == 1 or (len(sizes) == 1 and all(stages == 1 for stages, _, _ in sizes))
 
     def sizes(self, modules: Sequence[str]) -> tuple[int, int, int]:
-        """Return the stages, cp and tp of the ranks on which some modules stand together: the largest of each."""
+        """Return the stages, cp and tp of the ranks that modules share: the largest of each."""
         stages, cp, tp = (max(getattr(self.modules[name], axis) for name in modules) for axis in ("stages", "cp", "tp"))
         return stages, cp, tp
 
     def kind(self, module: str) -> DataKind:
         """Return the data parallelism of one module."""
         zero = self.modules[module].zero
-        kinds: tuple[DataKind, ...] = ("ddp", "zero1", "zero2", "zero3")
-        return self.data.kind if zero is None else kinds[zero]
+        return self.data.kind if zero is None else ZERO_KINDS[zero]
 
     def describe(self) -> str:
         """Return the plan as a few lines of text."""
         width = max(map(len, self.modules))
         ranks = "1 rank" if self.replica == 1 else f"{self.replica:,} ranks"
-        many = f"{len(self.modules)} modules" if len(self.modules) > 1 else "1 module"
-        lines = [f"{many}{self._where()}, {ranks} in a replica"]
+        where = {"colocated": ", the encoders on the same ranks", "first_stage": ", the encoders in the first stage"}
+        placed = " on the same ranks" if self.shared else where.get(self.ranks, " on ranks of their own")
+        many = f"{len(self.modules)} modules{placed}" if len(self.modules) > 1 else "1 module"
+        lines = [f"{many}, {ranks} in a replica"]
         lines += [f"  {name:{width}}  {module.describe()}" for name, module in self.modules.items()]
         lines += [f"data parallelism: {self.data.describe()}"]
         return "\n".join([*lines, *([f"schedule: {self.schedule}"] if self.is_pipeline else [])])
-
-    def _where(self) -> str:
-        if len(self.modules) == 1:
-            return ""
-        if self.shared:
-            return " on the same ranks"
-        where = {"colocated": ", the encoders on the same ranks", "first_stage": ", the encoders in the first stage"}
-        return where.get(self.ranks, " on ranks of their own")
 
     # ---------------------------------------------------------------------------------------- plain data
 
@@ -272,176 +365,75 @@ class Plan:
         return plan
 
     def as_data(self) -> dict[str, Any]:
-        """Return the plan as mappings, lists and scalars, every default written out; `from_data` returns its equal."""
-        parts = {name: dict(vars(getattr(self.data, name))) for name in parts_of(DataPlan)}
-        data = {**vars(self.data), **parts}
-        data["wrap"] = list(self.data.wrap) if isinstance(self.data.wrap, tuple) else self.data.wrap
-        modules = {name: dict(vars(module)) for name, module in self.modules.items()}
-        for module in modules.values():
-            module["layers"] = None if module["layers"] is None else list(module["layers"])
-        return {"modules": modules, "data": data, "ranks": self.ranks, "schedule": self.schedule}
+        """Return the plan as mappings, lists and scalars, with all defaults; `from_data` returns its equal."""
+        data: dict[str, Any] = as_data(self)
+        return data
 
-    def _key(self) -> tuple[Any, ...]:
-        return tuple(self.modules.items()), self.data, self.ranks, self.schedule
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Plan) else NotImplemented
+        if type(self) is not type(other):
+            return NotImplemented
+        return self._values() == other._values() and list(self.modules) == list(other.modules)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash((tuple(self.modules.items()), self._values()[1:]))
 
     def __reduce__(self) -> tuple[Any, ...]:  # a MappingProxyType cannot be pickled
-        return Plan, (dict(self.modules), self.data, self.ranks, self.schedule)
+        return type(self), (dict(self.modules), *self._values()[1:])
 
     def __repr__(self) -> str:
-        modules = dict(self.modules)
-        return f"Plan(modules={modules!r}, data={self.data!r}, ranks={self.ranks!r}, schedule={self.schedule!r})"
+        values = [dict(self.modules), *self._values()[1:]]
+        pairs = zip(dataclasses.fields(self), values, strict=True)
+        return f"{type(self).__name__}({', '.join(f'{field.name}={value!r}' for field, value in pairs)})"
 
 
-# ------------------------------------------------------------------------------------------------ mistakes
+_SIZES = ("stages", "virtual_stages", "cp", "tp")
+
+
+def _name_conflicts(names: list[str]) -> Iterator[tuple[Path, str]]:
+    path = ("modules",)
+    if not names:
+        yield path, f"There is no module.\nName one: `{WHOLE_MODEL}` stands for the whole model."
+    for name in names:
+        if not _MODULE_NAME.fullmatch(name):
+            yield (*path, name), "It cannot be the name of a module.\nUse letters, digits and _, a letter first."
+    if len(names) > 1 and WHOLE_MODEL in names:
+        others = ", ".join(name for name in names if name != WHOLE_MODEL)
+        text = f"`{WHOLE_MODEL}` stands for the whole model, so it stands alone; beside it there is {others}."
+        yield (*path, WHOLE_MODEL), text
+    elif len(names) > 1 and LANGUAGE_MODEL not in names:
+        meant = next((name for name in names if nearest(name, [LANGUAGE_MODEL])), None)
+        advice = f"Is `{meant}` meant to be it?" if meant is not None else "Add it."
+        yield path, f"Encoders meet at `{LANGUAGE_MODEL}`, which is not there.\n{advice}"
+
+
+_PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 
 def read_plan(data: Any) -> tuple[Plan | None, list[Mistake]]:
     """Read as `Plan.from_data` does, and return the mistakes, each with its path, instead of raising them."""
-    keys = ("modules", "data", "ranks", "schedule")
+    schema = schema_of(Plan)
     if not isinstance(data, Mapping):
-        return None, [
-            Mistake(("plan",), shown(data), f"Expected a mapping with some of these keys: {', '.join(keys)}.")
-        ]
-    mistakes: list[Mistake] = []
-    given: dict[str, Any] = {}
-    written: dict[str | int, str] = {}  # how a misspelt key stands in the data
-    for key, value in data.items():
-        name: str | None = str(key)
-        if name not in keys:
-            name, text = suggestion(str(key), list(keys), ())
-            mistakes.append(Mistake((str(key),), shown(value), text))
-            if name is None or name in data or name in given:
-                continue
-            written[name] = str(key)
-        given[name] = value
-
-    ranks, schedule = given.get("ranks", "auto"), given.get("schedule", "1f1b")
-    options = read_fields(DataPlan, given.get("data"), ("data",))
-    modules, further = _read_modules(given.get("modules"))
-    mistakes += [*_choice_mistakes(ranks, schedule), *further, *_data_mistakes(options, ("data",))]
-    sound = {name: _sound(fields, _MODULE) for name, fields in modules.items()}
-    mistakes += _joint_mistakes(sound, _sound(options, _DATA), ranks, schedule)
-    if mistakes:
-        return None, [m._replace(path=(written.get(m.path[0], m.path[0]), *m.path[1:])) for m in mistakes]
-    plans = {name: ModulePlan(**fields.values) for name, fields in modules.items()}
-    return Plan(plans, DataPlan(**options.values), ranks, schedule), []
+        text = f"Expected a mapping with some of these keys: {', '.join(schema['properties'])}."
+        return None, [Mistake(("plan",), format_value(data), text)]
+    plain = _with_text_keys(data)
+    plan, mistakes, renames = validate_data(lambda given: _PLAN.validate_python(fill_empty(given)), plain, schema)
+    written = {(*path[:-1], meant): path[-1] for path, meant in renames if meant is not None}
+    steps = [tuple(written.get(one.path[: depth + 1], step) for depth, step in enumerate(one.path)) for one in mistakes]
+    return plan, [dataclasses.replace(one, path=path) for one, path in zip(mistakes, steps, strict=True)]
 
 
-def _sound(read: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values, given or default, but those that are wrong."""
-    return {name: value for name, value in {**defaults, **read.values}.items() if name not in read.broken}
+def fill_empty(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a plan without sections that have nothing behind the colon."""
+    filled = {name: value for name, value in data.items() if not (name in ("modules", "data") and value is None)}
+    if isinstance(modules := filled.get("modules"), Mapping):
+        filled["modules"] = {name: {} if value is None else value for name, value in modules.items()}
+    return filled
 
 
-def _read_modules(data: Any) -> tuple[dict[str, Fields], list[Mistake]]:
-    """Return what the data says about each module, and what is wrong with it."""
-    if data is None:
-        return {WHOLE_MODEL: Fields({}, set(), [])}, []
-    if not isinstance(data, Mapping):
-        text = "Expected a mapping: the names of the modules, and the sizes of each."
-        return {}, [Mistake(("modules",), shown(data), text)]
-    modules = {}
-    mistakes = _name_mistakes([str(name) for name in data])
-    for name, value in data.items():
-        path: Path = ("modules", str(name))
-        modules[str(name)] = read_fields(ModulePlan, value, path)
-        mistakes += _module_mistakes(modules[str(name)], path)
-    return modules, mistakes
-
-
-def _name_mistakes(names: list[str]) -> list[Mistake]:
-    path = ("modules",)
-    found = []
-    if not names:
-        return [Mistake(path, None, f"There is no module.\nName one: `{WHOLE_MODEL}` stands for the whole model.")]
-    for name in names:
-        if not (isinstance(name, str) and _NAME.fullmatch(name)):
-            text = "It cannot be the name of a module.\nUse letters, digits and _, a letter first."
-            found.append(Mistake((*path, str(name)), None, text))
-    if len(names) > 1 and WHOLE_MODEL in names:
-        text = f"`{WHOLE_MODEL}` stands for the whole model, so it stands alone; beside it there is "
-        others = ", ".join(name for name in names if name != WHOLE_MODEL)
-        found.append(Mistake((*path, WHOLE_MODEL), None, f"{text}{others}."))
-    elif len(names) > 1 and LANGUAGE_MODEL not in names:
-        meant = next((name for name in names if nearest(name, [LANGUAGE_MODEL])), None)
-        advice = f"Is `{meant}` meant to be it?" if meant is not None else "Add it."
-        found.append(Mistake(path, None, f"Encoders meet at `{LANGUAGE_MODEL}`, which is not there.\n{advice}"))
-    return found
-
-
-def _type_mistakes(modules: Mapping[str, Any], data: Any) -> list[Mistake]:
-    """Return what is no part of a plan, though Python let it pass."""
-    found = [
-        Mistake(("modules", name), shown(module), "Expected a ModulePlan; `Plan.from_data` takes plain data.")
-        for name, module in modules.items()
-        if not isinstance(module, ModulePlan)
-    ]
-    if not isinstance(data, DataPlan):
-        found.append(Mistake(("data",), shown(data), "Expected a DataPlan; `Plan.from_data` takes plain data."))
-    return found
-
-
-def _choice_mistakes(ranks: Any, schedule: Any) -> list[Mistake]:
-    given = [("ranks", ranks, FieldType(Ranks, None)), ("schedule", schedule, FieldType(Policy, None))]
-    problems = [(name, value, kind.problem(value)) for name, value, kind in given]
-    return [Mistake((name,), shown(value), problem) for name, value, problem in problems if problem is not None]
-
-
-def _module_mistakes(read: Fields, path: Path) -> list[Mistake]:
-    """Return what is wrong with the options of a module, alone and together."""
-    values = _sound(read, _MODULE)
-    found = list(read.mistakes)
-    for option in ("tp_sequence", "tp_vocabulary"):
-        if values.get(option) and values.get("tp") == 1:
-            text = "It goes with tensor parallelism, and tp is 1: nothing is cut.\nSet tp, or leave it out."
-            found.append(Mistake((*path, option), "true", text))
-    if values.get("virtual_stages", 1) > 1 and values.get("stages") == 1:
-        text = "One set of ranks holds all layers, in one part or in several.\nSet stages, or leave it out."
-        found.append(Mistake((*path, "virtual_stages"), shown(values["virtual_stages"]), text))
-    layers, parts = values.get("layers"), values.get("stages", 1) * values.get("virtual_stages", 1)
-    if layers is not None and {"stages", "virtual_stages"} <= {*values} and len(layers) != parts:
-        many = f"{values['stages']} stages" + (f" × {values['virtual_stages']}" if values["virtual_stages"] > 1 else "")
-        text = f"There are {len(layers)} numbers for {many}.\nGive one for each part, or leave it out."
-        found.append(Mistake((*path, "layers"), shown(layers), text))
-    distribution = values.get("cp_distribution")
-    if values.get("cp_mode") != "all_to_all" or distribution not in ("zigzag", "makespan_min"):
-        return found
-    text = (
-        "With all_to_all every rank attends over all tokens, for some of the heads: there is nothing to balance.\n"
-        "Use uniform or auto, or the mode ring_attn or gather."
-    )
-    return [*found, Mistake((*path, "cp_distribution"), shown(distribution), text)]
-
-
-def _data_mistakes(read: Fields, path: Path) -> list[Mistake]:
-    """Return what is wrong with the options of data parallelism, alone and together."""
-    values = _sound(read, _DATA)
-    found = [Mistake((*path, name), shown(values[name]), text) for name, text in conflicts(values, _DATA)]
-    return [*read.mistakes, *found]
-
-
-def _joint_mistakes(
-    modules: Mapping[str, Mapping[str, Any]], data: Mapping[str, Any], ranks: Any, schedule: Any
-) -> list[Mistake]:
-    """Return what is wrong with the modules, the data parallelism, the ranks and the schedule taken together."""
-    found = []
-    all_sizes = all({"stages", "virtual_stages", "cp", "tp"} <= {*module} for module in modules.values())
-    if all_sizes and modules and (text := rank_conflicts(ranks, modules, LANGUAGE_MODEL)) is not None:
-        found.append(Mistake(("ranks",), shown(ranks), text))
-    if schedule == "interleaved" and all_sizes and all(m["virtual_stages"] == 1 for m in modules.values()):
-        text = "No module has virtual_stages of more than 1: there is nothing to interleave.\nSet them, or use 1f1b."
-        found.append(Mistake(("schedule",), "interleaved", text))
-    for name, module in modules.items():
-        zero, precision, computed = module.get("zero"), module.get("precision"), data.get("param_dtype")
-        if zero is not None and data.get("kind") in ("fsdp1", "hsdp"):
-            text = f"data.kind is {data['kind']}, which has no stages of ZeRO.\nLeave it out, or use the kind fsdp2."
-            found.append(Mistake(("modules", name, "zero"), shown(zero), text))
-        if None not in (precision, computed) and precision != computed:
-            text = f"data.param_dtype = {computed} holds for every module.\nGive one of them."
-            found.append(Mistake(("modules", name, "precision"), precision, text))
-    return found
+def _with_text_keys(data: Any) -> Any:
+    if isinstance(data, Mapping):
+        return {str(key): _with_text_keys(value) for key, value in data.items()}
+    return [_with_text_keys(value) for value in data] if isinstance(data, list) else data

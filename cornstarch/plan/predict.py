@@ -1,15 +1,15 @@
-"""What a step of a plan takes and holds on a cluster: a prediction, from the costs of layers; no torch.
+"""Predict a step of a plan on a cluster, its time and its memory, from the costs of layers; no torch.
 
-    found = predict(Choice.of(plan, dp=2, microbatches=8), cost, Cluster.parse("2x8xH100"))
+    found = predict(Candidate.of(plan, dp=2, microbatches=8), cost, Cluster.parse("2x8xH100"))
     found.step, found.tokens_per_second, found.mfu, found.fits
 
-The pipeline is simulated with the same lists of actions that the runtime carries out. Between two places something
-takes as long as the link between them needs for it. After a place's last backward
-pass come, in turn: what is left of summing gradients over the replicas, which goes on during the last backward pass,
-layer by layer (`StepEnd.exposed`); the optimizer; with zero1, gathering the new parameters. Gradients of earlier
-microbatches are added up locally and not sent; but sharded kinds (zero2, zero3) without a pipeline sum those of every
-microbatch, so as not to hold them whole. A step ends when the last place is done; where samples differ in size, that
-of the replica with the largest (`RunCost.straggler`).
+The pipeline is simulated with the same lists of actions that the runtime executes. A transfer between two places takes
+as long as their link needs. After the last backward pass of a place follow: the rest of the gradient reduction over the
+replicas, which overlaps with that backward pass layer by layer (`StepEnd.get_exposed_seconds`); the optimizer; with
+zero1, the all-gather of the new parameters. Gradients of earlier microbatches are accumulated locally; but sharded
+kinds (zero2, zero3) without a pipeline reduce those of every microbatch, so as not to store them whole. A step ends
+when the last place is done; where samples differ in size, the replica with the largest samples counts
+(`RunCost.straggler`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.assembly import Assembly, Costs
-from cornstarch.plan.choice import Choice
+from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.memory import Memory
-from cornstarch.plan.simulate import Level, Timeline, simulate
+from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
+from cornstarch.plan.placement import find_links
+from cornstarch.plan.simulate import MemoryLevel, Timeline, simulate
 from cornstarch.plan.stages import stage_graph
-from cornstarch.schedule.kinds import Kind
+from cornstarch.schedule.actions import Kind
 from cornstarch.schedule.policies import make_schedule
 
 if TYPE_CHECKING:
@@ -35,65 +36,65 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlaceMemory:
-    """The bytes of each rank of one place at the fullest moment of a step."""
+    """The peak bytes of each rank of one place in a step."""
 
     place: int
     holds: str
     """Its stages, in words."""
     states: Memory
-    """What lasts: parameters, gradients, the optimizer's states."""
+    """Parameters, gradients, optimizer states."""
     activations: int
     peak: int
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeBreakdown:
     """Where the time of the busiest place goes, in seconds of a step."""
 
     compute: float
     recompute: float
-    """Computing activations again."""
+    """Activation checkpointing."""
     tensor: float
-    """Sums over tensor-parallel ranks."""
+    """All-reduces over tensor-parallel ranks."""
     context: float
     """Keys and values between context-parallel ranks."""
     gather: float
     """Waiting for sharded parameters."""
     data: float
-    """Summing gradients, as far as the backward pass does not hide it."""
+    """Gradient reduction, as far as the backward pass does not hide it."""
     optimizer: float
     wait: float
     """For other stages."""
     uneven: float = 0.0
-    """For the replica whose samples are the largest."""
+    """For the replica with the largest samples."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """A step of a choice."""
+    """A predicted step of a candidate."""
 
-    choice: Choice
+    candidate: Candidate
     step: float
     """Seconds."""
     samples_per_second: float
     tokens_per_second: float
     mfu: float | None
-    """The operations that the model needs, of those that all devices of the cluster could do; None: not known."""
+    """Model FLOPs utilization, over all devices of the cluster; None: unknown."""
     memory: tuple[PlaceMemory, ...]
-    """By place of the pipeline; all its ranks have the same."""
+    """By place of the pipeline; all ranks of a place have the same."""
     limit: int
     """The usable bytes of a device."""
-    shares: Shares
+    breakdown: TimeBreakdown
     starts: Mapping[str, tuple[int, ...]]
     """By module, the first layer of each part."""
     layers: Mapping[str, int]
-    """By module, how many there are."""
+    """By module, the number of its layers."""
     timeline: Timeline
     """A step of one replica."""
     kept: tuple[float, ...]
-    """By stage of the timeline, the bytes of a microbatch that wait for its backward pass."""
+    """By stage of the timeline, the bytes of a microbatch saved for its backward pass."""
     working: tuple[float, ...]
-    """By stage of the timeline, the bytes that are there while it computes, beside."""
+    """By stage of the timeline, the bytes in use while it computes, beside the saved ones."""
 
     @property
     def peak(self) -> int:
@@ -102,34 +103,32 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Whether every rank has enough memory."""
         return self.peak <= self.limit
 
     @cached_property
-    def memory_over_time(self) -> tuple[tuple[Level, ...], ...]:
-        """By place, what each of its ranks holds, from each moment on at which that changes.
+    def memory_over_time(self) -> tuple[tuple[MemoryLevel, ...], ...]:
+        """By place, the bytes of each of its ranks, from each moment at which they change.
 
-        Gradients are there from the end of the first backward pass, or all the time, if DDP's buckets hold them. The
-        fullest moment is at most `peak`, which does not look at when the stages of a place are fullest.
+        Gradients exist from the end of the first backward pass, or all the time in DDP's buckets. The fullest moment is
+        at most `peak`, which ignores when the stages of a place are fullest.
         """
         found = []
-        for memory, levels in zip(self.memory, self.timeline.levels(self.kept, self.working), strict=True):
+        for memory, levels in zip(self.memory, self.timeline.memory_levels(self.kept, self.working), strict=True):
             own = self.timeline.events[memory.place]
             first = next((event.end for event in own if event.kind is not Kind.F), self.step)
-            states = memory.states
-            before = states.peak() - (0 if states.gradients_stay else states.gradients)
-            found.append(
-                tuple(Level(time, (before if time < first else states.peak()) + held) for time, held in levels)
-            )
+            after = memory.states.peak()
+            before = after - (0 if memory.states.gradients_stay else memory.states.gradients)
+            found.append(tuple(MemoryLevel(time, (before if time < first else after) + size) for time, size in levels))
         return tuple(found)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """What is wrong, or slow, in plain words: memory that is missing, and where more than 5 % of the step goes."""
-        said = []
+        """What is wrong or slow: missing memory, and everything that takes more than 5 % of the step."""
+        reasons = []
         if not self.fits:
             full = max(self.memory, key=lambda place: place.peak)
-            said.append(
+            reasons.append(
                 f"does not fit: {full.holds} needs {full.peak / 2**30:.1f} GiB, {self.limit / 2**30:.1f} are usable"
             )
         words = {
@@ -142,111 +141,146 @@ class Prediction:
             "optimizer": "the optimizer takes",
             "uneven": "waiting for the replica with the largest samples takes",
         }
-        shares = sorted(((getattr(self.shares, name) / self.step, name) for name in words), reverse=True)
-        return (*said, *(f"{words[name]} {share:.0%} of the step" for share, name in shares if share >= 0.05))
+        parts = sorted(((getattr(self.breakdown, name) / self.step, name) for name in words), reverse=True)
+        return (*reasons, *(f"{words[name]} {part:.0%} of the step" for part, name in parts if part >= 0.05))
 
 
-def predict(choice: Choice, cost: RunCost | Costs, cluster: Cluster) -> Prediction:
-    """Return what a step of a choice takes, and what its ranks hold, whether that fits or not.
+def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -> Prediction:
+    """Return the time and memory of a step of a candidate, whether it fits or not.
 
     Raises ConfigError if it cannot be run at all: batches that do not divide, more ranks than devices.
 
     Args:
-        choice: The plan, its replicas and its microbatches.
-        cost: Of the run; `Costs` where many are predicted, so that nothing is worked out twice.
+        candidate: The plan, its replicas and its microbatches.
+        cost: The costs of the run; a `CostModel` avoids recomputation where many candidates are predicted.
         cluster: The machines.
     """
-    costs = cost if isinstance(cost, Costs) else Costs(cost, cluster)
-    assembly = Assembly(choice, costs)
-    timeline = _timeline(assembly)
-    shares = _shares(assembly, timeline.step)
-    late = (costs.cost.straggling(choice.dp) - 1) * (timeline.step - shares.data - shares.optimizer)
-    shares, step = replace(shares, uneven=late), timeline.step + late
+    costs = cost if isinstance(cost, CostModel) else CostModel(cost, cluster)
+    pipeline = PipelineCost(candidate, costs)
+    timeline = _simulate_pipeline(pipeline)
+    breakdown = _break_down(pipeline, timeline.step)
+    late = (costs.cost.straggler_factor(candidate.dp) - 1) * (timeline.step - breakdown.data - breakdown.optimizer)
+    breakdown, step = replace(breakdown, uneven=late), timeline.step + late
     samples = costs.cost.batch / step if step else float("inf")
-    kept, working = _held(assembly, timeline)
+    kept, working = _list_stage_bytes(pipeline, timeline)
     return Prediction(
-        choice=choice,
+        candidate=candidate,
         step=step,
         samples_per_second=samples,
         tokens_per_second=samples * costs.cost.tokens,
-        mfu=_mfu(costs, samples),
-        memory=_memory(assembly, timeline),
+        mfu=_compute_mfu(costs, samples),
+        memory=_list_memory(pipeline, timeline),
         limit=costs.cluster.device.usable,
-        shares=shares,
-        starts=assembly.starts,
-        layers={name: len(one.layers) for name, one in assembly.passes.items()},
+        breakdown=breakdown,
+        starts=pipeline.starts,
+        layers={name: len(one.layers) for name, one in pipeline.rank_costs.items()},
         timeline=timeline,
         kept=kept,
         working=working,
     )
 
 
-def _timeline(assembly: Assembly) -> Timeline:
-    """Simulate the pipeline."""
-    choice = assembly.choice
-    trains = {name: [part.trains for part in parts] for name, parts in assembly.parts.items()}
-    times = {
-        name: [(part.forward, part.inputs, part.weights) for part in parts] for name, parts in assembly.parts.items()
-    }
-    graph = stage_graph(choice.plan, trains, times)
+def _simulate_pipeline(pipeline: PipelineCost) -> Timeline:
+    trains = {name: [stage.trains for stage in stages] for name, stages in pipeline.stages.items()}
+    times = {name: [(s.forward, s.inputs, s.weights) for s in stages] for name, stages in pipeline.stages.items()}
+    graph = stage_graph(pipeline.candidate.plan, trains, times)
     nodes = graph.nodes
-    transfers = {edge: assembly.transfers[nodes[edge[0]].module, nodes[edge[0]].index] for edge in graph.edges}
-    return simulate(make_schedule(graph, choice.microbatches, choice.schedule), transfers, assembly.ends)
+    transfers = {edge: pipeline.transfers[nodes[edge[0]].module, nodes[edge[0]].index] for edge in graph.edges}
+    schedule = make_schedule(graph, pipeline.candidate.microbatches, pipeline.candidate.schedule)
+    return simulate(schedule, transfers, pipeline.ends)
 
 
-def _held(assembly: Assembly, timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the bytes that each stage of a timeline keeps of a microbatch, and works with."""
-    inside = [assembly.parts[name][0] for name in assembly.encoders] if assembly.choice.inside else []
-    stages = []
+def _list_stage_bytes(pipeline: PipelineCost, timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the bytes that each stage of a timeline saves of a microbatch, and works with."""
+    inside = [pipeline.stages[name][0] for name in pipeline.encoders] if pipeline.candidate.has_encoders_inside else []
+    kept, working = [], []
     for node in timeline.schedule.graph.nodes:
-        own = assembly.parts[node.module][node.index]
-        stages.append([own, *(inside if node.index == 0 else [])])
-    return tuple(sum(p.kept for p in parts) for parts in stages), tuple(
-        max(p.working for p in parts) for parts in stages
-    )
+        stages = [pipeline.stages[node.module][node.index], *(inside if node.index == 0 else [])]
+        kept.append(sum(stage.kept for stage in stages))
+        working.append(max(stage.working for stage in stages))
+    return tuple(kept), tuple(working)
 
 
-def _memory(assembly: Assembly, timeline: Timeline) -> tuple[PlaceMemory, ...]:
+def _list_memory(pipeline: PipelineCost, timeline: Timeline) -> tuple[PlaceMemory, ...]:
     nodes = timeline.schedule.graph.nodes
-    held = {(node.module, node.index): many for node, many in zip(nodes, timeline.in_flight, strict=True)}
-    if assembly.choice.inside:
-        held |= {(name, 0): held[assembly.last, 0] for name in assembly.encoders}
+    in_flight = {(node.module, node.index): many for node, many in zip(nodes, timeline.in_flight, strict=True)}
+    if pipeline.candidate.has_encoders_inside:
+        in_flight |= {(name, 0): in_flight[pipeline.last, 0] for name in pipeline.encoders}
     found = []
-    for place, parts in enumerate(assembly.places):
-        states, activations = assembly.memory(place), assembly.activations(place, held)
-        words = " + ".join(f"{part.module} {part.index}" for part in parts)
-        found.append(PlaceMemory(place, words, states, activations, assembly.peak(place, held)))
+    for place, stages in enumerate(pipeline.places):
+        states, activations = pipeline.memory(place), pipeline.activations(place, in_flight)
+        words = " + ".join(f"{stage.module} {stage.index}" for stage in stages)
+        found.append(PlaceMemory(place, words, states, activations, pipeline.peak(place, in_flight)))
     return tuple(found)
 
 
-def _shares(assembly: Assembly, step: float) -> Shares:
+def _break_down(pipeline: PipelineCost, step: float) -> TimeBreakdown:
     """Return where the time of the busiest place goes."""
-    many = assembly.choice.microbatches
-    work = [many * sum(part.total for part in parts) for parts in assembly.places]
-    busy = [one + tail for one, tail in zip(work, assembly.tails, strict=True)]
+    many = pipeline.candidate.microbatches
+    work = [many * sum(stage.total for stage in stages) for stages in pipeline.places]
+    busy = [one + tail for one, tail in zip(work, pipeline.tails, strict=True)]
     place = max(range(len(busy)), key=busy.__getitem__)
     sums = dict.fromkeys(("tensor", "context", "gather", "again", "total"), 0.0)
-    for part in assembly.places[place]:
+    for stage in pipeline.places[place]:
         for name in sums:
-            sums[name] += many * float(getattr(assembly.passes[part.module], name)[part.first : part.last].sum())
-    optimizer = assembly.ends[place].optimizer
-    return Shares(
+            column = getattr(pipeline.rank_costs[stage.module], name)
+            sums[name] += many * float(column[stage.first : stage.last].sum())
+    optimizer = pipeline.ends[place].optimizer
+    return TimeBreakdown(
         compute=sums["total"] - sums["tensor"] - sums["context"] - sums["gather"] - sums["again"],
         recompute=sums["again"],
         tensor=sums["tensor"],
         context=sums["context"],
         gather=sums["gather"],
-        data=assembly.tails[place] - optimizer,
+        data=pipeline.tails[place] - optimizer,
         optimizer=optimizer,
         wait=max(0.0, step - busy[place]),
     )
 
 
-def _mfu(costs: Costs, samples_per_second: float) -> float | None:
+def _compute_mfu(costs: CostModel, samples_per_second: float) -> float | None:
     if not costs.cost.flops:
         return None
     try:
         peak = costs.cluster.device.flops_of(costs.cost.precision)
-    except ConfigError:  # not known
+    except ConfigError:  # unknown
         return None
     return samples_per_second * costs.cost.flops / (peak * costs.cluster.devices)
+
+
+# ------------------------------------------------------------------------------------------------ why a plan lost
+
+
+def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
+    """Return why a plan is slower than the best: the part of the step that takes most more time than there."""
+    slower = one.step / best.step - 1
+    if slower < 0.0005:
+        return f"as fast as the best ({one.candidate.describe()})"
+    grown = {name: getattr(one.breakdown, name) - getattr(best.breakdown, name) for name in vars(one.breakdown)}
+    name = max(grown, key=grown.__getitem__)
+    part, there = getattr(one.breakdown, name) / one.step, getattr(best.breakdown, name) / best.step
+    return f"+{slower:.1%}: {_explain_part(one, best, name, part, cluster)} (best: {there:.0%})"
+
+
+def _explain_part(one: Prediction, best: Prediction, name: str, part: float, cluster: Cluster) -> str:
+    """Return what takes a part of the step, and why."""
+    candidate = one.candidate
+    last_name, last = candidate.modules[-1]
+    link = find_links(candidate.spans, candidate.dp, cluster).groups[last_name].tp
+    where = " crosses nodes" if last.tp > 1 and cluster.nodes > 1 and link != cluster.inside else ""
+    stages = " + ".join(str(span.stages) for span in candidate.spans)
+    used, there = candidate.world, best.candidate.world
+    load = f"it uses {used} ranks, where the best uses {there}" if used < there else "the work is less even"
+    texts = {
+        "tensor": f"tp = {last.tp} of {last_name}{where}: its all-reduce takes {part:.0%} of the step",
+        "context": f"cp = {last.cp} of {last_name}: exchanging keys and values takes {part:.0%} of the step",
+        "gather": f"{candidate.kind}: waiting for sharded parameters takes {part:.0%} of the step",
+        "data": f"dp = {candidate.dp}: summing gradients beyond what backward hides takes {part:.0%} of the step",
+        "recompute": f"activation checkpointing: computing again takes {part:.0%} of the step",
+        "optimizer": f"{candidate.kind}: the optimizer takes {part:.0%} of the step",
+        "uneven": f"dp = {candidate.dp}: the replica with the largest samples is waited for, {part:.0%} of the step",
+        "wait": f"waiting for other stages takes {part:.0%} of the step: {stages} stages, "
+        f"{candidate.microbatches} microbatches",
+        "compute": f"its busiest ranks compute for {part:.0%} of the step: {load}",
+    }
+    return texts[name]

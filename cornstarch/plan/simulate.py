@@ -1,12 +1,12 @@
-"""What a schedule takes: when each action begins and ends, how long places wait, what they hold when; no torch.
+"""Simulate a schedule: when each action starts and ends, how long places wait, and their memory over time; no torch.
 
 timeline = simulate(make_schedule(StageGraph.chain(4), microbatches=8))
-timeline.step, timeline.bubble       # 33.0, 0.2727...
-timeline.levels(kept=[2**20] * 4)    # by place: when its activations change, and to how many bytes
+timeline.step, timeline.bubble              # 33.0, 0.2727...
+timeline.memory_levels(kept=[2**20] * 4)    # by place: when its activations change, and to how many bytes
 print(as_text(timeline))
 
-The runtime carries out the same schedule; what is simulated is what is run, but for the costs, which are given. What
-comes beside the passes, summing gradients over replicas and the optimizer, is told by place (`StepEnd`).
+The runtime executes the same schedule; only the costs are given. Gradient reduction over replicas and the optimizer,
+which follow the passes, are given by place (`StepEnd`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from cornstarch.schedule.actions import Schedule
-from cornstarch.schedule.kinds import COMPUTE, Kind
-from cornstarch.schedule.policies import in_flight, without_collection
-from cornstarch.schedule.timing import Transfers, makespan, times
+from cornstarch.schedule.actions import COMPUTE, Kind, Schedule, TransferTimes, compute_times, makespan
+from cornstarch.schedule.policies import count_in_flight, pause_garbage_collection
 
 MOST_COLUMNS = 400
 
 
-class Event(NamedTuple):
+class SimulatedAction(NamedTuple):
     """One action of a place, in time."""
 
     place: int
@@ -35,17 +33,17 @@ class Event(NamedTuple):
     end: float
 
 
-class Stretch(NamedTuple):
-    """Something that a place does beside its passes."""
+class Interval(NamedTuple):
+    """Work of a place other than its passes."""
 
     name: str
-    """"sums": adding up gradients over replicas; "optimizer"; "gather": collecting new parameters (zero1)."""
+    """"sums": gradient reduction over replicas; "optimizer"; "gather": all-gather of new parameters (zero1)."""
     start: float
     end: float
 
 
-class Level(NamedTuple):
-    """What a place holds from a moment on."""
+class MemoryLevel(NamedTuple):
+    """The memory of a place from a moment on."""
 
     time: float
     bytes: float
@@ -53,56 +51,56 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a place, or a part of one, adds to a step besides its passes, in the unit of the costs."""
+    """Work of a place, or of one of its stages, after the passes of a step, in the unit of the costs."""
 
-    reduced: float = 0.0
-    """Summing the gradients of a microbatch over the replicas."""
+    reduction: float = 0.0
+    """Reducing the gradients of a microbatch over the replicas."""
     buckets: int = 0
-    """Layers with gradients: portions in which they are summed."""
+    """Layers with gradients, each reduced by itself."""
     optimizer: float = 0.0
-    after: float = 0.0
+    gather: float = 0.0
     """zero1: gathering the new parameters."""
     earlier: int = 0
-    """Microbatches before the last whose gradients are summed, too, each while the next one is computed."""
-    beside: bool = True
-    """Whether sums go on while passes are computed; else they come after them."""
+    """Microbatches before the last whose gradients are reduced, too, each during the next one."""
+    overlaps: bool = True
+    """Whether the reduction overlaps with passes; else it follows them."""
 
     def __add__(self, other: StepEnd) -> StepEnd:
         return StepEnd(
-            self.reduced + other.reduced,
+            self.reduction + other.reduction,
             self.buckets + other.buckets,
             self.optimizer + other.optimizer,
-            self.after + other.after,
+            self.gather + other.gather,
             max(self.earlier, other.earlier),
-            self.beside and other.beside,
+            self.overlaps and other.overlaps,
         )
 
-    def exposed(self, backward: float) -> float:
-        """Return what of the sums is left when the last backward pass, which takes so long, ends.
+    def get_exposed_seconds(self, backward: float) -> float:
+        """Return the time of the reduction after the last backward pass, which takes `backward`.
 
-        The gradients of a layer are summed as soon as they are there, while those of the layer before are computed.
-        The first portion can start after 1/n of the pass, the last one only when the pass is over.
+        The gradients of a layer are reduced as soon as they exist, while those of the layer before are computed. The
+        first of n buckets can start after 1/n of the pass, the last one only when the pass is over.
         """
         if not self.buckets:
             return 0.0
-        if not self.beside:
-            return (1 + self.earlier) * self.reduced
-        late = max(self.reduced / self.buckets, self.reduced - backward * (1 - 1 / self.buckets))
-        return late + self.earlier * max(0.0, self.reduced - backward)
+        if not self.overlaps:
+            return (1 + self.earlier) * self.reduction
+        late = max(self.reduction / self.buckets, self.reduction - backward * (1 - 1 / self.buckets))
+        return late + self.earlier * max(0.0, self.reduction - backward)
 
     def tail(self, backward: float) -> float:
-        """Return what follows the last backward pass."""
-        return self.exposed(backward) + self.optimizer + self.after
+        """Return the time after the last backward pass."""
+        return self.get_exposed_seconds(backward) + self.optimizer + self.gather
 
-    def stretches(self, end: float, backward: float) -> Iterator[Stretch]:
-        """Yield what a place does beside its passes, the last of which ends at `end`."""
-        done = end + self.exposed(backward)
-        if self.reduced:
-            hidden = backward * (1 - 1 / self.buckets) if self.buckets and self.beside else 0.0
-            yield Stretch("sums", max(0.0, end - hidden), done)
-        for name, lasts in (("optimizer", self.optimizer), ("gather", self.after)):
+    def other_work(self, end: float, backward: float) -> Iterator[Interval]:
+        """Yield the intervals of a place whose last pass ends at `end`."""
+        done = end + self.get_exposed_seconds(backward)
+        if self.reduction:
+            hidden = backward * (1 - 1 / self.buckets) if self.buckets and self.overlaps else 0.0
+            yield Interval("sums", max(0.0, end - hidden), done)
+        for name, lasts in (("optimizer", self.optimizer), ("gather", self.gather)):
             if lasts:
-                yield Stretch(name, done, done + lasts)
+                yield Interval(name, done, done + lasts)
             done += lasts
 
 
@@ -111,62 +109,65 @@ class Timeline:
     """A simulated step."""
 
     schedule: Schedule
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[SimulatedAction, ...], ...]
     """By place, in their order; computations only."""
     step: float
     """The time of the whole step, in the unit of the costs."""
     ends: tuple[StepEnd, ...] = ()
-    """By place, what comes beside the passes; none: nothing."""
+    """By place, the work after the passes; empty: none."""
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each place computes: its passes, and its optimizer."""
+        """The computing time of each place: its passes and its optimizer."""
         passes = tuple(sum(event.end - event.start for event in own) for own in self.events)
         return tuple(p + end.optimizer for p, end in zip(passes, self.ends, strict=True)) if self.ends else passes
 
     @cached_property
-    def stretches(self) -> tuple[tuple[Stretch, ...], ...]:
-        """By place, what it does beside its passes; sums overlap with the last backward pass."""
+    def other_work(self) -> tuple[tuple[Interval, ...], ...]:
+        """By place, its work other than passes; the reduction overlaps with the last backward pass."""
+        ends = self.ends or [StepEnd()] * len(self.events)
         return tuple(
-            tuple(end.stretches(own[-1].end if own else 0.0, last_backward(self.schedule, place)))
-            for place, (own, end) in enumerate(
-                zip(self.events, self.ends or [StepEnd()] * len(self.events), strict=True)
-            )
+            tuple(end.other_work(own[-1].end if own else 0.0, last_backward(self.schedule, place)))
+            for place, (own, end) in enumerate(zip(self.events, ends, strict=True))
         )
 
-    def levels(self, kept: Sequence[float], working: Sequence[float] | None = None) -> tuple[tuple[Level, ...], ...]:
-        """Return, by place, how many bytes of activations it holds, from each moment on at which that changes.
+    def memory_levels(
+        self, kept: Sequence[float], working: Sequence[float] | None = None
+    ) -> tuple[tuple[MemoryLevel, ...], ...]:
+        """Return, by place, the bytes of activations from each moment at which they change.
 
-        What is kept is there from the beginning of a forward pass to the end of its backward pass.
+        Saved activations live from the start of a forward pass to the end of its backward pass.
 
         Args:
-            kept: By stage, the bytes of a microbatch that wait for its backward pass.
-            working: By stage, the bytes that are there while it computes, beside.
+            kept: By stage, the bytes of a microbatch saved for its backward pass.
+            working: By stage, the bytes in use while it computes, beside the saved ones.
         """
-        return tuple(self._levels(own, kept, working or [0.0] * len(kept)) for own in self.events)
+        return tuple(self._list_levels(own, kept, working or [0.0] * len(kept)) for own in self.events)
 
-    def _levels(self, own: Sequence[Event], kept: Sequence[float], working: Sequence[float]) -> tuple[Level, ...]:
-        graph, held = self.schedule.graph, 0.0
-        found = [Level(0.0, 0.0)]
+    def _list_levels(
+        self, own: Sequence[SimulatedAction], kept: Sequence[float], working: Sequence[float]
+    ) -> tuple[MemoryLevel, ...]:
+        graph, size = self.schedule.graph, 0.0
+        found = [MemoryLevel(0.0, 0.0)]
         for event in own:
             backward = graph.backward(event.stage)
             if event.kind is Kind.F and backward != "none":
-                held += kept[event.stage]
-            found.append(Level(event.start, held + working[event.stage]))
+                size += kept[event.stage]
+            found.append(MemoryLevel(event.start, size + working[event.stage]))
             if event.kind in (Kind.B, Kind.W) or (event.kind is Kind.I and backward == "input"):
-                held -= kept[event.stage]
-            found.append(Level(event.end, held))
-        pairs = zip(found, [*found[1:], None], strict=True)  # of several at a moment the last one counts
+                size -= kept[event.stage]
+            found.append(MemoryLevel(event.end, size))
+        pairs = zip(found, [*found[1:], None], strict=True)  # of several at one moment the last counts
         return tuple(level for level, then in pairs if then is None or then.time > level.time)
 
     @cached_property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the step in which each place waits."""
+        """The fraction of the step in which each place waits."""
         return tuple((self.step - busy) / self.step if self.step else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The share of the time of all places together in which they wait.
+        """The fraction of the time of all places in which they wait.
 
         With K equal stages and M microbatches it is (K - 1) / (M + K - 1) under gpipe and 1f1b.
         """
@@ -175,34 +176,32 @@ class Timeline:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, the largest number of microbatches whose activations are held at once."""
-        return tuple(in_flight(self.schedule))
+        """By stage, the largest number of microbatches whose activations are saved at once."""
+        return tuple(count_in_flight(self.schedule))
 
 
 def last_backward(schedule: Schedule, place: int) -> float:
-    """Return how long the backward pass of one microbatch takes at a place."""
+    """Return the time of one microbatch's backward pass at a place."""
     graph = schedule.graph
     nodes = [graph.nodes[stage] for stage in graph.at(place) if graph.wants_gradient(stage)]
     return sum(node.backward_input + node.backward_weight for node in nodes)
 
 
-def simulate(schedule: Schedule, transfer: Transfers = 0, ends: Sequence[StepEnd] = ()) -> Timeline:
-    """Return when every action begins and ends, if all take what the graph says they cost.
+def simulate(schedule: Schedule, transfer: TransferTimes = 0, ends: Sequence[StepEnd] = ()) -> Timeline:
+    """Return when every action starts and ends, given the costs in the graph.
 
     Args:
-        schedule: What every place does.
+        schedule: The actions of every place.
         transfer: The time of every transfer between two places, during which both may compute; or by edge.
-        ends: By place, what comes beside its passes. A step ends when the last place is done with that.
+        ends: By place, the work after its passes. A step ends when the last place has finished it.
     """
-    with without_collection():
-        spans = times(schedule.graph, schedule.actions, transfer)
+    with pause_garbage_collection():
+        spans = compute_times(schedule.graph, schedule.actions, transfer)
         events = tuple(
             tuple(
-                [
-                    Event(place, stage, microbatch, kind, start, end)
-                    for (kind, stage, microbatch, _), (start, end) in zip(actions, own, strict=True)
-                    if kind in COMPUTE
-                ]
+                SimulatedAction(place, stage, microbatch, kind, start, end)
+                for (kind, stage, microbatch, _), (start, end) in zip(actions, own, strict=True)
+                if kind in COMPUTE
             )
             for place, (actions, own) in enumerate(zip(schedule.actions, spans, strict=True))
         )
@@ -216,11 +215,10 @@ def simulate(schedule: Schedule, transfer: Transfers = 0, ends: Sequence[StepEnd
 
 
 def as_text(timeline: Timeline, unit: float | None = None) -> str:
-    """Return a timeline as a picture: a row for each place, a column for each unit of time.
+    """Return a timeline as text: a row for each place, a column for each unit of time.
 
     `F3` is the forward of microbatch 3, `B3` its backward, `I3` and `W3` its gradients of inputs and of weights; `-`
-    goes on with what is before it, `.` waits. Where a place holds several stages, `F3@1` says which: stages are
-    numbered as in the graph.
+    continues the action before it, `.` waits. If a place has several stages, `F3@1` is stage 1 of the graph.
 
     unit: the time of a column. Default: that of the shortest action.
     """
@@ -230,9 +228,12 @@ def as_text(timeline: Timeline, unit: float | None = None) -> str:
     columns = round(timeline.step / unit)
     if columns > MOST_COLUMNS:
         return f"{columns:,} columns would be too many to draw; the step takes {timeline.step:g}."
-    labels = {event: _label(timeline, event) for event in events}
-    width = max((len(label) for label in labels.values()), default=1) + 1
     graph = timeline.schedule.graph
+    labels = {
+        event: f"{event.kind}{event.microbatch}" + (f"@{event.stage}" if len(graph.at(event.place)) > 1 else "")
+        for event in events
+    }
+    width = max((len(label) for label in labels.values()), default=1) + 1
     names = [" + ".join(str(graph.nodes[stage]) for stage in graph.at(place)) for place in range(graph.places)]
     lines = []
     for name, own in zip(names, timeline.events, strict=True):
@@ -244,8 +245,3 @@ def as_text(timeline: Timeline, unit: float | None = None) -> str:
             cells[first:last] = [drawn[at : at + width] for at in range(0, len(drawn), width)]
         lines.append(f"{name:{max(map(len, names))}}  {''.join(cells)}".rstrip())
     return "\n".join(lines)
-
-
-def _label(timeline: Timeline, event: Event) -> str:
-    several = len(timeline.schedule.graph.at(event.place)) > 1
-    return f"{event.kind}{event.microbatch}" + (f"@{event.stage}" if several else "")

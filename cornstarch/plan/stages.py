@@ -1,18 +1,23 @@
-"""A plan's pipeline: which places there are, which stages each holds, and what flows between them; no torch.
+"""Pipeline stages: where layers are cut, the graph of stages, and the ranks of each; no torch.
 
 graph = stage_graph(plan, trains={"vision": [False]})
 schedule = make_schedule(graph, microbatches=8, policy=plan.schedule)
-places_of(layout, dp=0)[schedule_place]      # the ranks that carry out its list, as an array [cp, tp]
+places_of(layout, dp=0)[schedule_place]      # the ranks that execute its actions, as an array [cp, tp]
+best_cut([1, 1, 1, 3, 3], stages=2)          # (0, 3): the first layer of each stage
 
-Places are numbered: those of the encoders in the plan's order, stage by stage, then those of the language model.
-Encoders that share their ranks have the same places. Encoders inside the language model's first stage are no stages of
-their own: what they cost and train is part of that stage. The same holds where all modules share their ranks.
+A place is the set of ranks that executes one list of actions. Places are numbered: those of the encoders in the plan's
+order, stage by stage, then those of the language model. Encoders on the same ranks have the same places. Encoders
+inside the language model's first stage are not stages of their own: their costs and trainability belong to that stage.
+So do those of encoders that are on the same ranks as the language model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.layout import Layout
@@ -24,6 +29,7 @@ T = TypeVar("T")
 
 Cost = tuple[float, float, float]
 """Forward, backward of inputs, backward of weights: the time of one microbatch."""
+Times = Sequence[float] | NDArray[np.float64]
 
 
 def stage_graph(
@@ -33,19 +39,24 @@ def stage_graph(
 ) -> StageGraph:
     """Return the stages of a plan, encoders first, each module's in their order.
 
-    trains: by module, for each of its stages × virtual_stages parts, whether something in it is trained. Default: all.
-    costs: by module, for each of these parts. Default: one each for what is done forward and backward.
+    Args:
+        layout: A plan, or its layout.
+        trains: By module, for each of its stages × virtual_stages parts, whether any parameter in it is trained.
+            Default: all.
+        costs: By module, for each of these parts. Default: 1 for each pass.
     """
     plan = layout.plan if isinstance(layout, Layout) else layout
-    trained = {name: _each(plan, name, trains, "trains", True) for name in plan.modules}
-    cost: dict[str, list[Cost]] = {name: _each(plan, name, costs, "costs", (1.0, 1.0, 1.0)) for name in plan.modules}
+    trained = {name: _list_parts(plan, name, trains, "trains", True) for name in plan.modules}
+    cost: dict[str, list[Cost]] = {
+        name: _list_parts(plan, name, costs, "costs", (1.0, 1.0, 1.0)) for name in plan.modules
+    }
     for given, what in ((trains, "trains"), (costs, "costs")):
         for name in given or {}:
             if name not in plan.modules:
                 raise ConfigError(f"{what}: the plan has no module {name!r}; it has {', '.join(plan.modules)}.")
 
     *encoders, last = plan.modules
-    if _run_inside(plan):  # only what is told about them counts: an encoder of which nothing is said is free
+    if len(plan.sharing) == 1:  # encoders belong to the first stage; those without given costs are free
         for name in encoders:
             trained[last][0] = trained[last][0] or trained[name][0]
             if costs is not None and name in costs:
@@ -56,11 +67,11 @@ def stage_graph(
     nodes: list[StageNode] = []
     edges: list[tuple[int, int]] = []
     ends: list[int] = []
+    starts = _first_places(plan)
     for name in (*encoders, last):
         first, module = len(nodes), plan.modules[name]
-        start = _first_places(plan)[name]
         for index in range(module.stages * module.virtual_stages):
-            place = start + index % module.stages
+            place = starts[name] + index % module.stages
             nodes.append(StageNode(name, index, place, trained[name][index], *cost[name][index]))
         edges += [(number, number + 1) for number in range(first, len(nodes) - 1)]
         if name == last:
@@ -83,13 +94,7 @@ def places_of(layout: Layout, dp: int = 0) -> list[Ranks]:
 def place_of(layout: Layout, rank: int) -> int:
     """Return the place that a rank belongs to."""
     place = layout.place(rank)
-    starts = _first_places(layout.plan)
-    return starts[place.modules[-1]] + place.stage
-
-
-def _run_inside(plan: Plan) -> bool:
-    """Say whether encoders are part of the language model's first stage."""
-    return len(plan.sharing) == 1
+    return _first_places(layout.plan)[place.modules[-1]] + place.stage
 
 
 def _first_places(plan: Plan) -> dict[str, int]:
@@ -102,11 +107,91 @@ def _first_places(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _each(plan: Plan, name: str, given: Mapping[str, Sequence[T]] | None, what: str, default: T) -> list[T]:
-    """Return what is given for each part of a module, or the default for each."""
+def _list_parts(plan: Plan, name: str, given: Mapping[str, Sequence[T]] | None, what: str, default: T) -> list[T]:
+    """Return the given value of each part of a module, or the default for each."""
     module = plan.modules[name]
     parts = module.stages * module.virtual_stages
     values = [*(given or {}).get(name, [default] * parts)]
     if len(values) != parts:
         raise ConfigError(f"{what}[{name!r}] has {len(values)} entries; the module has {parts} stages.")
     return values
+
+
+# ------------------------------------------------------------------------------------------------ where to cut layers
+
+
+def best_cut(times: Times, stages: int, before: float = 0.0) -> tuple[int, ...]:
+    """Return the first layer of each stage that makes the slowest stage fastest, and the others most alike.
+
+    Args:
+        times: The time of each layer. A frozen layer with nothing trained before it has only its forward pass.
+        stages: The number of stages, each of at least one layer.
+        before: The time of encoders inside the first stage.
+    """
+    count = len(times)
+    assert 1 <= stages <= count, (stages, count)
+    if stages == 1:
+        return (0,)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(times, dtype=np.float64))])
+    runs = sums[None, :] - sums[:, None]  # runs[start, end]
+    runs[np.tril_indices(count + 1)] = np.inf
+    first = runs[0] + before
+    limit = _minimize(runs, first, stages, np.maximum)[0] * (1 + 1e-9)
+    # Among all cuts within the limit, take the one with the least sum of squares.
+    squares = np.where(runs <= limit, runs, np.inf) ** 2
+    return _minimize(squares, np.where(first <= limit, first, np.inf) ** 2, stages, np.add)[1]
+
+
+def best_parts(times: Times, stages: int, virtual: int, before: float = 0.0) -> tuple[int, ...]:
+    """Return the first layer of each of stages × virtual parts, which are assigned to the stages in turn.
+
+    The better of two cuts is taken: the one with the fastest slowest part, and the one in which each stage has the
+    layers that it would have with one part.
+
+    Args:
+        times: The time of each layer.
+        stages: Places; part i is on place i modulo this.
+        virtual: Parts of each place.
+        before: The time of encoders inside the first part.
+    """
+    plain = best_cut(times, stages * virtual, before)
+    if virtual == 1:
+        return plain
+    counts = np.diff([*best_cut(times, stages, before), len(times)]).tolist()
+    if min(counts) < virtual:
+        return plain
+    # With encoders before it, the first place already has the most work in its first part: fewer layers go there.
+    sizes = [
+        count // virtual + (((virtual - 1 - part) if place == 0 and before else part) < count % virtual)
+        for part in range(virtual)
+        for place, count in enumerate(counts)
+    ]
+    in_turn = (0, *np.cumsum(sizes)[:-1].tolist())
+    better = _max_stage_time(times, in_turn, stages, before) < _max_stage_time(times, plain, stages, before) * (
+        1 - 1e-9
+    )
+    return in_turn if better else plain
+
+
+def _max_stage_time(times: Times, starts: tuple[int, ...], stages: int, before: float) -> float:
+    parts = np.add.reduceat(np.asarray(times, dtype=np.float64), starts)
+    parts[0] += before
+    return float(parts.reshape(-1, stages).sum(axis=0).max())
+
+
+def _minimize(
+    runs: NDArray[np.float64], first: NDArray[np.float64], stages: int, combine: np.ufunc
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least cost of a cut, and its first layers, by dynamic programming over the end of each stage."""
+    best = first  # best[end]: the least cost of the first `end` layers in the stages so far
+    choices = []
+    for _ in range(stages - 1):
+        costs = combine(best[:, None], runs)
+        starts = costs.argmin(axis=0)
+        choices.append(starts)
+        best = costs[starts, np.arange(len(starts))]
+    end, found = len(first) - 1, []
+    for starts in reversed(choices):
+        end = int(starts[end])
+        found.append(end)
+    return float(best[-1]), (0, *reversed(found))

@@ -1,1 +1,1 @@
-"""The Booster-style interface: what a plugin says becomes a plan; `cornstarch.booster` carries it out."""
+"""The published import paths of the plugins; `cornstarch.api` has the code."""

@@ -1,32 +1,151 @@
-"""Curves as inline SVG, complete without scripts.
+"""Line charts as inline SVG, complete without scripts: thinned and smoothed curves, round axes, drawings.
 
-The SVG holds lines only and is stretched over its box, with strokes that keep their width; the texts of the axes are
-HTML beside it, so that they stay readable on a screen of any width.
+The SVG contains lines only and is stretched over its box, with strokes that keep their width. The texts of the axes
+are HTML beside it, so that they stay readable on a screen of any width.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Literal
 
-from cornstarch.report import figures
-from cornstarch.report.curves import Axis, Point, finite, linear_axis, log_axis, thin
-from cornstarch.report.markup import Markup, element, join
+from markupsafe import Markup
+
+from cornstarch.report.html import build_element, join_html
+from cornstarch.report.number_format import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_tick,
+    pluralize,
+)
+
+Point = tuple[float, float]
+Unit = Literal["plain", "percent", "count", "size"]
 
 COLOURS = 6
-Unit = Literal["plain", "percent", "count", "size"]
+LONG = 100  # points; a longer curve gets a smooth line over the raw one
+_MAX_POINTS = 1000
+_LARGEST, _SMALLEST = 1e100, 1e-100  # beyond, the arithmetic of an axis would overflow
 _SIDE = 1000  # of the drawing, in its own units
-_LETTER = 0.027  # the width of a letter as a share of the drawing's, on a narrow screen
+_LETTER = 0.027  # the width of a letter as a fraction of the drawing's, on a narrow screen
 _FLAG_ROWS = 3
-_MOST_LARGE_DOTS, _MOST_DOTS = 25, 100  # more points than these have small dots, or none
+_MAX_LARGE_DOTS, _MAX_DOTS = 25, 100  # more points than these have small dots, or none
+_FORMATS = {"plain": format_number, "percent": format_percent, "count": format_count, "size": format_bytes}
+
+
+# ------------------------------------------------------------------------------------------------ points
+
+
+def keep_finite(points: Iterable[Point]) -> list[Point]:
+    """Return the points that can be drawn."""
+    return [point for point in points if abs(point[1]) < _LARGEST]
+
+
+def thin_points(points: Sequence[Point], most: int = _MAX_POINTS) -> list[Point]:
+    """Return at most `most` points: both ends, and the lowest and highest of each stretch, so that no spike is lost.
+
+    A stretch with values that are not finite leaves a gap.
+    """
+    if len(points) <= most:
+        return list(points)
+    stretches = (most - 2) // 3
+    kept: list[Point] = []
+    for index in range(stretches):
+        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
+        drawable = keep_finite(stretch)
+        if drawable:
+            kept += sorted({min(drawable, key=itemgetter(1)), max(drawable, key=itemgetter(1))})
+        if len(drawable) < len(stretch):
+            kept.append((stretch[-1][0], math.nan))
+    known = keep_finite(points)
+    ends = dict.fromkeys(point for point in (*known[:1], *known[-1:]) if point not in kept)
+    return sorted([*kept, *ends], key=itemgetter(0))
+
+
+def smooth_points(points: Sequence[Point], fraction: float = 0.04, most: int = _MAX_POINTS) -> list[Point]:
+    """Return the mean over a window around each point, which covers this fraction of all points and does not lag.
+
+    At most `most` points are returned, at even distances.
+    """
+    known = keep_finite(points)
+    half = max(2, round(len(known) * fraction / 2))
+    sums = list(accumulate((value for _, value in known), initial=0.0))
+    count = min(most, len(known))
+    smoothed = []
+    for index in ((place * (len(known) - 1)) // max(1, count - 1) for place in range(count)):
+        # Symmetric at the beginning, where curves are steep; at the end, where they are flat, the window looks back.
+        after = min(half, max(index, half // 8), len(known) - 1 - index)
+        first, last = index - min(half, index), index + after + 1
+        smoothed.append((known[index][0], (sums[last] - sums[first]) / (last - first)))
+    return smoothed
+
+
+# ------------------------------------------------------------------------------------------------ axes
 
 
 @dataclass(frozen=True)
-class Line:
+class Axis:
+    """The range of an axis, its ticks, and whether it is logarithmic."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Return the position of a value, from 0 at the low end to 1 at the high end."""
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def shows(self, value: float) -> bool:
+        """Return whether a value can be placed on this axis at all."""
+        return abs(value) < _LARGEST and (value > _SMALLEST or not self.log)
+
+
+def build_linear_axis(low: float, high: float, whole: bool = False, unit: float = 1.0, target: int = 5) -> Axis:
+    """Return an axis over a range, with ticks at round multiples of `unit`; `whole` makes it end at ticks."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        room = abs(low) * 0.5 or 1.0
+        low, high = (0.0, low + room) if low >= 0 else (low - room, 0.0)
+    least = (high - low) / unit / target
+    power = 10.0 ** math.floor(math.log10(least))
+    step = unit * next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    if whole:
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        low, high = first * step, last * step
+    return Axis(low, high, tuple(index * step for index in range(first, last + 1)))
+
+
+def build_log_axis(low: float, high: float) -> Axis:
+    """Return a logarithmic axis over a range of positive values, with ticks at 1, 2 and 5 where there is room."""
+    high = max(high, low * 1.5)
+    decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [factor * 10.0**decade for decade in decades for factor in factors]
+        # From the last tick at or below `low` to the first one at or above `high`.
+        first = max(index for index, tick in enumerate(ticks) if tick <= low * (1 + 1e-9))
+        last = min((i for i, tick in enumerate(ticks) if tick >= high * (1 - 1e-9)), default=len(ticks) - 1)
+        ticks = ticks[first : last + 1]
+        if len(ticks) <= 8:
+            break
+    every = -(-len(ticks) // 8)  # many decades: every second one, every third one, …
+    return Axis(min(low, ticks[0]), max(high, ticks[-1]), tuple(ticks[::every]), log=True)
+
+
+# ------------------------------------------------------------------------------------------------ charts
+
+
+@dataclass(frozen=True)
+class ChartLine:
     """One curve."""
 
     name: str
@@ -41,165 +160,142 @@ class Chart:
     """Curves over the steps of a run, with one unit."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     unit: Unit = "plain"
     marks: Sequence[tuple[float, str]] = ()
-    """Steps at which something happened, and what."""
+    """Steps at which something happened, with a short text."""
     range: tuple[float, float] | None = None
-    """The range of the values, if it is known before."""
+    """The range of the values, if it is known beforehand."""
     from_zero: bool = False
     """Begin the axis at zero, however far away the values are."""
     log: bool = False
     """Offer a logarithmic scale too."""
     tall: bool = False
     across: str = "step"
-    """What is counted from left to right."""
+    """The name of the horizontal axis."""
 
 
-def draw(chart: Chart) -> Markup:
-    """Return the chart as a figure with legend, axes and what its script needs; empty if there is nothing to draw."""
-    lines = [Line(line.name, thin(line.points), line.colour, line.look) for line in chart.lines]
-    known = [point for line in lines for point in finite(line.points)]
+def draw_chart(chart: Chart) -> Markup:
+    """Return the chart as a figure with legend, axes and the data for its script; empty if no point can be drawn."""
+    lines = [replace(line, points=thin_points(line.points)) for line in chart.lines]
+    known = [point for line in lines for point in keep_finite(line.points)]
     if not known:
         return Markup("")
     steps = [step for step, _ in known]
     first, last = min(steps), max(steps)
-    across = linear_axis(0.0 if 0 < first < 0.1 * last else first, last)
-    scales = _scales(chart, [value for _, value in known])
-    return element(
+    across = build_linear_axis(0.0 if 0 < first < 0.1 * last else first, last)
+    scales = _build_scales(chart, [value for _, value in known])
+    log_switch = build_element(
+        "label", build_element("input", type="checkbox", class_="log-choice"), "log scale", class_="switch"
+    )
+    return build_element(
         "figure",
-        element(
+        build_element(
             "figcaption",
-            element("h3", chart.title),
-            _log_switch() if len(scales) > 1 else None,
-            _legend(chart, lines, across),
+            build_element("h3", chart.title),
+            log_switch if len(scales) > 1 else None,
+            _draw_legend(chart, lines, last),
         ),
-        element("div", [_plot(chart, lines, across, up) for up in scales], class_="plots"),
-        _lost(chart),
-        _data(chart, lines, across, scales),
+        build_element("div", [_draw_plot(chart, lines, across, up) for up in scales], class_="plots"),
+        _warn_of_gaps(chart),
+        _build_script_data(chart, lines, across, scales),
         class_="chart tall" if chart.tall else "chart",
     )
 
 
-def _scales(chart: Chart, values: Sequence[float]) -> list[Axis]:
+def _build_scales(chart: Chart, values: Sequence[float]) -> list[Axis]:
     low, high = chart.range or (min(values), max(values))
-    if 0 <= low < 0.5 * high or (chart.from_zero and low > 0):  # a curve that falls far is seen against zero too
+    if 0 <= low < 0.5 * high or (chart.from_zero and low > 0):  # show zero for a curve that falls far
         low = 0.0
     unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "size" and high > 1 else 1.0
-    scales = [linear_axis(low, high, whole=True, unit=unit)]
-    positive = [value for value in values if value > 1e-100]
+    scales = [build_linear_axis(low, high, whole=True, unit=unit)]
+    positive = [value for value in values if value > _SMALLEST]
     if chart.log and positive:
-        scales.append(log_axis(min(positive), max(positive)))
+        scales.append(build_log_axis(min(positive), max(positive)))
     return scales
 
 
-def _log_switch() -> Markup:
-    return element("label", element("input", type="checkbox", class_="log-choice"), "log scale", class_="switch")
-
-
-def _legend(chart: Chart, lines: Sequence[Line], across: Axis) -> Markup:
-    """Name the curves with their last values; the script puts those under the pointer in their place."""
-    last = max(step for line in lines for step, _ in finite(line.points))
-    return element(
+def _draw_legend(chart: Chart, lines: Sequence[ChartLine], last: float) -> Markup:
+    """Name the curves with their last values; the script replaces them by the values under the pointer."""
+    return build_element(
         "ul",
-        element("li", f"{chart.across} ", element("b", f"{last:,.0f}", class_="at")),
+        build_element("li", f"{chart.across} ", build_element("b", f"{last:,.0f}", class_="at")),
         [
-            element(
+            build_element(
                 "li",
-                element("i", class_=f"swatch {line.look} c{line.colour}", aria_hidden="true"),
+                build_element("i", class_=f"swatch {line.look} c{line.colour}", aria_hidden="true"),
                 f"{line.name} ",
-                element("b", show(finite(line.points)[-1][1], chart.unit), class_="value"),
+                build_element("b", _FORMATS[chart.unit](known[-1][1]), class_="value"),
             )
             for line in lines
-            if finite(line.points)
+            if (known := keep_finite(line.points))
         ],
         class_="legend",
     )
 
 
-def _plot(chart: Chart, lines: Sequence[Line], across: Axis, up: Axis) -> Markup:
+def _draw_plot(chart: Chart, lines: Sequence[ChartLine], across: Axis, up: Axis) -> Markup:
     marks = [(step, text) for step, text in chart.marks if across.low <= step <= across.high]
-    percent = [f"{100 * (1 - up.place(tick)):.2f}%" for tick in up.ticks]
-    return element(
+    rows = "".join(f"M0 {_y(up, tick)}H{_SIDE}" for tick in up.ticks)
+    columns = "".join(f"M{_x(across, tick)} 0V{_SIDE}" for tick in across.ticks)
+    drawing = build_element(
+        "svg",
+        build_element("path", class_="grid", d=rows),
+        build_element("path", class_="grid faint", d=columns),
+        build_element("path", class_="base", d=f"M0 {_SIDE}H{_SIDE}"),
+        build_element("path", class_="mark", d="".join(f"M{_x(across, step)} 0V{_SIDE}" for step, _ in marks)),
+        [_draw_curve(line, across, up) for line in lines],
+        viewBox=f"0 0 {_SIDE} {_SIDE}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=_describe_chart(chart, lines, up),
+    )
+    up_ticks = [
+        build_element("span", _format_tick(tick, chart.unit), style=f"top:{100 * (1 - up.place(tick)):.2f}%")
+        for tick in up.ticks
+    ]
+    across_ticks = [
+        build_element("span", format_tick(tick), style=f"left:{100 * across.place(tick):.2f}%") for tick in across.ticks
+    ]
+    return build_element(
         "div",
-        element(
-            "div",
-            [
-                element("span", _tick(tick, chart.unit), style=f"top:{top}")
-                for tick, top in zip(up.ticks, percent, strict=True)
-            ],
-            class_="up",
-            aria_hidden="true",
-        ),
-        element(
-            "div",
-            element(
-                "svg",
-                _grid(across, up),
-                element("path", class_="mark", d="".join(f"M{_x(across, step)} 0V{_SIDE}" for step, _ in marks)),
-                [_curve(line, across, up) for line in lines],
-                viewBox=f"0 0 {_SIDE} {_SIDE}",
-                preserveAspectRatio="none",
-                role="img",
-                aria_label=_description(chart, lines, up),
-            ),
-            _flags(across, marks),
-            class_="area",
-        ),
-        element(
-            "div",
-            [
-                element("span", figures.tick(tick), style=f"left:{100 * across.place(tick):.2f}%")
-                for tick in across.ticks
-            ],
-            class_="across",
-            aria_hidden="true",
-        ),
+        build_element("div", up_ticks, class_="up", aria_hidden="true"),
+        build_element("div", drawing, _draw_flags(across, marks), class_="area"),
+        build_element("div", across_ticks, class_="across", aria_hidden="true"),
         class_="plot log" if up.log else "plot linear",
     )
 
 
-def _grid(across: Axis, up: Axis) -> Markup:
-    rows = "".join(f"M0 {_y(up, tick)}H{_SIDE}" for tick in up.ticks)
-    columns = "".join(f"M{_x(across, tick)} 0V{_SIDE}" for tick in across.ticks)
-    base = f"M0 {_SIDE}H{_SIDE}"
-    return join(
-        element("path", class_="grid", d=rows),
-        element("path", class_="grid faint", d=columns),
-        element("path", class_="base", d=base),
-    )
-
-
-def _flags(across: Axis, marks: Sequence[tuple[float, str]]) -> list[Markup]:
-    """Return what the marks mean, in as many rows as keep them apart; what finds no place is left out."""
-    shown: list[Markup] = []
-    free = [0.0] * _FLAG_ROWS  # where each row is free from, as a share of the drawing's width
+def _draw_flags(across: Axis, marks: Sequence[tuple[float, str]]) -> list[Markup]:
+    """Return the texts of the marks, in rows so that they do not overlap; one without room is left out."""
+    flags: list[Markup] = []
+    free = [0.0] * _FLAG_ROWS  # where each row is free from, as a fraction of the drawing's width
     for step, text in sorted(marks):
         place, width = across.place(step), _LETTER * (len(text) + 2)
-        before = place + width > 1  # it would run out of the drawing, so it stands before its line
+        before = place + width > 1  # the text would leave the drawing, so it goes before its line
         begin = place - width if before else place
         row = next((row for row, end in enumerate(free) if begin >= end), None)
         if row is not None:
             kind = "flag before" if before else "flag"
             style = f"left:{100 * place:.2f}%;top:{row * 1.1 - 0.2:.1f}rem"
-            shown.append(element("span", text, class_=kind, style=style))
+            flags.append(build_element("span", text, class_=kind, style=style))
             free[row] = begin + width
-    return shown
+    return flags
 
 
-def _curve(line: Line, across: Axis, up: Axis) -> Markup:
+def _draw_curve(line: ChartLine, across: Axis, up: Axis) -> Markup:
     parts = []
     for drawable, run in groupby(line.points, key=lambda point: up.shows(point[1])):
         if drawable:
             places = [f"{_x(across, step)} {_y(up, value)}" for step, value in run]
             # A path of no length is drawn as a dot by its round ends.
             parts.append("M" + "L".join(places) + ("h0" if len(places) == 1 else ""))
-    drawn = element("path", class_=f"curve {line.look} c{line.colour}", d="".join(parts))
-    if line.look != "dots" or len(line.points) > _MOST_DOTS:
-        return drawn
+    curve = build_element("path", class_=f"curve {line.look} c{line.colour}", d="".join(parts))
+    if line.look != "dots" or len(line.points) > _MAX_DOTS:
+        return curve
     dots = "".join(f"M{_x(across, x)} {_y(up, value)}h0" for x, value in line.points if up.shows(value))
-    size = "dot" if len(line.points) <= _MOST_LARGE_DOTS else "dot small"
-    return join(drawn, element("path", class_=f"{size} c{line.colour}", d=dots))
+    size = "dot" if len(line.points) <= _MAX_LARGE_DOTS else "dot small"
+    return join_html(curve, build_element("path", class_=f"{size} c{line.colour}", d=dots))
 
 
 def _x(across: Axis, step: float) -> str:
@@ -210,56 +306,50 @@ def _y(up: Axis, value: float) -> str:
     return f"{_SIDE * (1 - up.place(value)):.1f}".removesuffix(".0")
 
 
-def _description(chart: Chart, lines: Sequence[Line], up: Axis) -> str:
-    """Say in words what is drawn, for those who do not see it."""
-    said = [f"{chart.title}{', logarithmic scale' if up.log else ''}."]
+def _describe_chart(chart: Chart, lines: Sequence[ChartLine], up: Axis) -> str:
+    """Describe the drawing for readers who do not see it."""
+    show = _FORMATS[chart.unit]
+    sentences = [f"{chart.title}{', logarithmic scale' if up.log else ''}."]
     for line in lines:
-        known = finite(line.points)
+        known = keep_finite(line.points)
         if known and line.look != "raw":
             (start, first), (end, last) = known[0], known[-1]
             values = [value for _, value in known]
-            extremes = f"lowest {show(min(values), chart.unit)}, highest {show(max(values), chart.unit)}"
-            span = f"{show(first, chart.unit)} at step {start:,.0f}, {show(last, chart.unit)} at step {end:,.0f}"
-            said.append(f"{line.name}: {span}, {extremes}.")
-    return " ".join(said)
+            extremes = f"lowest {show(min(values))}, highest {show(max(values))}"
+            span = f"{show(first)} at step {start:,.0f}, {show(last)} at step {end:,.0f}"
+            sentences.append(f"{line.name}: {span}, {extremes}.")
+    return " ".join(sentences)
 
 
-def _lost(chart: Chart) -> Markup | None:
+def _warn_of_gaps(chart: Chart) -> Markup | None:
     """Say how many values cannot be drawn, and where the first one is."""
-    said = []
+    sentences = []
     for line in chart.lines:
         lost = [step for step, value in line.points if not math.isfinite(value)]
         if lost:
-            values = figures.several(len(lost), "value is", "values are")
-            said.append(f"{line.name}: {values} NaN or infinite, first at step {lost[0]:,.0f}. ")
-    return element("p", said, class_="note warning") if said else None
+            values = pluralize(len(lost), "value is", "values are")
+            sentences.append(f"{line.name}: {values} NaN or infinite, first at step {lost[0]:,.0f}. ")
+    return build_element("p", sentences, class_="note warning") if sentences else None
 
 
-def _data(chart: Chart, lines: Sequence[Line], across: Axis, scales: Sequence[Axis]) -> Markup:
-    """Return what the script reads: the same points as those drawn."""
-    drawn = [line for line in lines if finite(line.points)]
+def _build_script_data(chart: Chart, lines: Sequence[ChartLine], across: Axis, scales: Sequence[Axis]) -> Markup:
+    """Return the drawn points as JSON for the script."""
+
+    def shorten(value: float) -> float:
+        return int(value) if value == round(value) and abs(value) < 2**53 else float(f"{value:.5g}")
+
+    curves = [keep_finite(line.points) for line in lines]
     content = {
         "unit": chart.unit,
         "across": [across.low, across.high],
         "up": [[up.low, up.high, up.log] for up in scales],
-        "lines": [[[_short(step), _short(value)] for step, value in finite(line.points)] for line in drawn],
+        "lines": [[[shorten(step), shorten(value)] for step, value in curve] for curve in curves if curve],
     }
-    text = json.dumps(content, separators=(",", ":"))  # numbers and our own names: nothing in it could end the element
-    return element("script", Markup(text), type="application/json")
+    text = json.dumps(content, separators=(",", ":"))  # numbers and fixed names: nothing in it can end the element
+    return build_element("script", Markup(text), type="application/json")
 
 
-def _short(value: float) -> float:
-    return int(value) if value == round(value) and abs(value) < 2**53 else float(f"{value:.5g}")
-
-
-def show(value: float, unit: Unit) -> str:
-    """Return a value in the chart's unit."""
-    return {"plain": figures.plain, "percent": figures.percent, "count": figures.count, "size": figures.size}[unit](
-        value
-    )
-
-
-def _tick(value: float, unit: Unit) -> str:
+def _format_tick(value: float, unit: Unit) -> str:
     if unit == "percent":
         return f"{100 * value:g}%"
-    return figures.size(value) if unit == "size" else figures.tick(value)
+    return format_bytes(value) if unit == "size" else format_tick(value)

@@ -1,24 +1,23 @@
-"""timeline.json as data: a pipelined step as it was, and as it was predicted; and as a trace for other programs."""
+"""timeline.json as data: pipelined steps as recorded and as predicted, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cornstarch.report.values import entries, mapping, number, text
+from cornstarch.report.json_values import as_finite, as_list, as_mapping, as_number, as_text
 
 TIMELINE, TRACE = "timeline.json", "trace.json"
 
-# By what an action is called in a schedule.
+# By the letter of an action in a schedule.
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 WAIT, BUBBLE, AFTER = "transfer wait", "bubble", "sums and optimizer"
 
 
 @dataclass(frozen=True)
-class Bar:
-    """What a place does for a while."""
+class TimelineBar:
+    """One action of a place, or a wait."""
 
     kind: str
     """One of the values of `KINDS`, or `WAIT`."""
@@ -30,42 +29,42 @@ class Bar:
 
     @property
     def lasts(self) -> float:
-        """How long, in seconds."""
+        """The duration in seconds."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One step."""
+class StepTimeline:
+    """One step of all places."""
 
     seconds: float
     bubble: float
-    """The share of the time of all places together in which they do not compute."""
+    """The fraction of the time of all places in which they do not compute."""
     bubbles: tuple[float, ...]
-    """Of each place."""
+    """The bubble of each place."""
     transfers: tuple[float, ...]
-    """The seconds in which each place waits for what another one had made already."""
-    rows: tuple[tuple[Bar, ...], ...]
-    """By place, in their order."""
+    """The seconds in which each place waits for an output that another one has finished already."""
+    rows: tuple[tuple[TimelineBar, ...], ...]
+    """The bars of each place, in the order of time."""
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A step as it was and as it was predicted."""
+class StepComparison:
+    """A step as recorded and as predicted."""
 
     step: int
     began: float
-    real: Picture
-    predicted: Picture
+    real: StepTimeline
+    predicted: StepTimeline
 
     @property
     def difference(self) -> float:
-        """How much longer it took than predicted, as a share of the prediction."""
+        """How much longer the step took than predicted, as a fraction of the prediction."""
         return self.real.seconds / self.predicted.seconds - 1 if self.predicted.seconds else 0.0
 
 
 @dataclass(frozen=True)
-class Timelines:
+class PipelineTimelines:
     """The recorded steps of a pipelined run."""
 
     schedule: str
@@ -73,76 +72,69 @@ class Timelines:
     places: tuple[str, ...]
     ranks: tuple[tuple[int, ...], ...]
     stages: tuple[str, ...]
-    steps: tuple[Compared, ...]
+    steps: tuple[StepComparison, ...]
 
 
-def read_timelines(data: Mapping[str, Any]) -> Timelines:
-    """Read what timeline.json holds; raise ValueError if it is something else."""
-    places = [mapping(place) for place in entries(data.get("places"))]
-    read = Timelines(
-        text(data.get("schedule")),
-        int(number(data.get("microbatches")) or 0),
-        tuple(text(place.get("name")) for place in places),
-        tuple(tuple(int(_finite(rank)) for rank in entries(place.get("ranks"))) for place in places),
-        tuple(text(stage) for stage in entries(data.get("stages"))),
-        tuple(_compared(mapping(step), len(places)) for step in entries(data.get("steps"))),
+def read_timelines(data: Mapping[str, Any]) -> PipelineTimelines:
+    """Read the content of timeline.json; raise ValueError if it is malformed."""
+    places = [as_mapping(place) for place in as_list(data.get("places"))]
+    timelines = PipelineTimelines(
+        as_text(data.get("schedule")),
+        int(as_number(data.get("microbatches")) or 0),
+        tuple(as_text(place.get("name")) for place in places),
+        tuple(tuple(int(as_finite(rank)) for rank in as_list(place.get("ranks"))) for place in places),
+        tuple(as_text(stage) for stage in as_list(data.get("stages"))),
+        tuple(_read_comparison(as_mapping(step), len(places)) for step in as_list(data.get("steps"))),
     )
-    if not read.places or not read.steps:
-        raise ValueError("it has no places, or no steps")
-    return read
+    if not timelines.places or not timelines.steps:
+        raise ValueError("the file has no places or no steps")
+    return timelines
 
 
-def _compared(step: Mapping[str, Any], places: int) -> Compared:
-    real, predicted = (_picture(mapping(step.get(name)), places) for name in ("real", "predicted"))
-    return Compared(int(_finite(step.get("step"))), _finite(step.get("began")), real, predicted)
+def _read_comparison(step: Mapping[str, Any], places: int) -> StepComparison:
+    real, predicted = (_read_step(as_mapping(step.get(name)), places) for name in ("real", "predicted"))
+    return StepComparison(int(as_finite(step.get("step"))), as_finite(step.get("began")), real, predicted)
 
 
-def _picture(picture: Mapping[str, Any], places: int) -> Picture:
-    bubbles, transfers = (tuple(map(_finite, entries(picture.get(key)))) for key in ("bubbles", "transfers"))
-    rows = tuple(tuple(_bars(entries(row))) for row in entries(picture.get("events")))
+def _read_step(step: Mapping[str, Any], places: int) -> StepTimeline:
+    bubbles, transfers = (tuple(map(as_finite, as_list(step.get(key)))) for key in ("bubbles", "transfers"))
+    rows = tuple(tuple(_read_bars(as_list(row))) for row in as_list(step.get("events")))
     if not len(bubbles) == len(transfers) == len(rows) == places:
         raise ValueError(f"a step has {len(rows)} rows for {places} places")
-    return Picture(_finite(picture.get("seconds")), _finite(picture.get("bubble")), bubbles, transfers, rows)
+    return StepTimeline(as_finite(step.get("seconds")), as_finite(step.get("bubble")), bubbles, transfers, rows)
 
 
-def _bars(events: Sequence[Any]) -> Iterator[Bar]:
-    """Yield computations, and before them what was waited for a transfer; the rest of a wait is bubble."""
+def _read_bars(events: Sequence[Any]) -> Iterator[TimelineBar]:
+    """Yield computations, each with the wait for its transfer before it; the rest of a wait is bubble."""
     for event in events:
-        letter, stage, microbatch, begin, end, waited, transfer = entries(event)
-        at, until = _finite(begin) + _finite(waited), _finite(end)
-        where = text(letter), int(_finite(stage)), int(_finite(microbatch))
-        if _finite(transfer) > 0:
-            yield Bar(WAIT, *where, at - _finite(transfer), at)
-        yield Bar(KINDS[text(letter)], *where, at, max(at, until))
-
-
-def _finite(value: object) -> float:
-    known = number(value)
-    if known is None or not math.isfinite(known):
-        raise ValueError(f"{value!r} is no number")
-    return known
+        letter, stage, microbatch, begin, end, waited, transfer = as_list(event)
+        at, until = as_finite(begin) + as_finite(waited), as_finite(end)
+        where = as_text(letter), int(as_finite(stage)), int(as_finite(microbatch))
+        if as_finite(transfer) > 0:
+            yield TimelineBar(WAIT, *where, at - as_finite(transfer), at)
+        yield TimelineBar(KINDS[as_text(letter)], *where, at, max(at, until))
 
 
 def chrome_trace(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what timeline.json holds as chrome://tracing and Perfetto read it: a process for each place."""
-    read = read_timelines(data)
-    clock = min(step.began for step in read.steps)
-    found: list[dict[str, Any]] = []
-    for place, name in enumerate(read.places):
-        found.append(_said("process_name", place, 0, f"place {place}: {name}"))
-        for stage in sorted({bar.stage for step in read.steps for bar in step.real.rows[place]}):
-            found.append(_said("thread_name", place, stage, f"stage {stage}: {read.stages[stage]}"))
-    for step in read.steps:
+    """Convert the content of timeline.json to the format of chrome://tracing and Perfetto: a process for each place."""
+    timelines = read_timelines(data)
+    clock = min(step.began for step in timelines.steps)
+    events: list[dict[str, Any]] = []
+    for place, name in enumerate(timelines.places):
+        events.append(_build_name_event("process_name", place, 0, f"place {place}: {name}"))
+        for stage in sorted({bar.stage for step in timelines.steps for bar in step.real.rows[place]}):
+            events.append(_build_name_event("thread_name", place, stage, f"stage {stage}: {timelines.stages[stage]}"))
+    for step in timelines.steps:
         for place, row in enumerate(step.real.rows):
-            found += [_event(bar, place, step, step.began - clock) for bar in row]
-    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"schedule": read.schedule}}
+            events += [_build_bar_event(bar, place, step, step.began - clock) for bar in row]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timelines.schedule}}
 
 
-def _said(what: str, place: int, thread: int, name: str) -> dict[str, Any]:
+def _build_name_event(what: str, place: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": place, "tid": thread, "args": {"name": name}}
 
 
-def _event(bar: Bar, place: int, step: Compared, offset: float) -> dict[str, Any]:
+def _build_bar_event(bar: TimelineBar, place: int, step: StepComparison, offset: float) -> dict[str, Any]:
     name = f"{bar.letter}{bar.microbatch}"
     return {
         "name": f"wait for {name}" if bar.kind == WAIT else name,
@@ -154,7 +146,3 @@ def _event(bar: Bar, place: int, step: Compared, offset: float) -> dict[str, Any
         "tid": bar.stage,
         "args": {"step": step.step, "microbatch": bar.microbatch, "kind": bar.kind},
     }
-
-
-__all__ = ["AFTER", "BUBBLE", "KINDS", "TIMELINE", "TRACE", "WAIT", "Bar", "Compared", "Picture", "Timelines",
-           "chrome_trace", "read_timelines"]  # fmt: skip

@@ -1,7 +1,18 @@
-"""When each stage does what: stages and microbatches in, a list of actions per place out; pure functions, no torch."""
+"""Pipeline schedules: stages and microbatches in, a list of actions per place out; pure functions, no torch."""
 
 from cornstarch.schedule.actions import Action, Kind, Schedule
 from cornstarch.schedule.graph import StageGraph, StageNode
-from cornstarch.schedule.policies import POLICIES, Policy, in_flight, make_schedule
+from cornstarch.schedule.policies import POLICIES, Policy, count_in_flight, make_schedule, register_schedule
 
-__all__ = ["POLICIES", "Action", "Kind", "Policy", "Schedule", "StageGraph", "StageNode", "in_flight", "make_schedule"]
+__all__ = [
+    "POLICIES",
+    "Action",
+    "Kind",
+    "Policy",
+    "Schedule",
+    "StageGraph",
+    "StageNode",
+    "count_in_flight",
+    "make_schedule",
+    "register_schedule",
+]

@@ -1,15 +1,15 @@
-"""The stages of a model and what flows between them: encoders are branches that meet at the language model.
+"""The stages of a model and the edges between them: encoders are branches that meet at the language model.
 
 graph = StageGraph.branches({"vision": 2, "audio": 1}, language_model=2)
 graph.predecessors(3)      # (1, 2): the first stage of the language model needs the last one of each encoder
-graph.distance(0)          # 3: stages behind it on the longest way to the sink
+graph.distance(0)          # 3: the number of stages behind it on the longest path to the sink
 
-A *place* is a set of ranks that carries out one list of actions. It may hold several stages.
+A *place* is a set of ranks that runs one list of actions. It may have several stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -17,7 +17,7 @@ from typing import Literal
 from cornstarch.errors import ConfigError
 
 Backward = Literal["none", "weight", "input", "both"]
-"""What the backward of a stage computes: gradients of its weights, of its inputs, both or nothing."""
+"""The gradients that the backward of a stage computes: of its weights, of its inputs, both or none."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class StageNode:
     """One stage: some consecutive layers of a module."""
 
     module: str
-    """"vision", "language_model", "model"."""
+    """For example "vision", "language_model", "model"."""
     index: int
-    """Among the stages of its module."""
+    """The index among the stages of its module."""
     place: int
-    """Which place carries it out."""
+    """The place that runs it."""
     trains: bool = True
-    """Whether it has parameters that are trained."""
+    """Whether it has trained parameters."""
     forward: float = 1.0
-    """Time of one microbatch, in any unit; so are the other two."""
+    """The time of one microbatch, in any unit; the other two are in the same unit."""
     backward_input: float = 1.0
-    """Time of the gradients of its inputs, and of what lies between its layers."""
+    """The time of the gradients of its inputs and of the activations between its layers."""
     backward_weight: float = 1.0
-    """Time of the gradients of its weights."""
+    """The time of the gradients of its weights."""
 
     def __str__(self) -> str:
         return f"{self.module} {self.index}"
@@ -45,11 +45,11 @@ class StageNode:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Stages, by number, and the edges along which activations flow: a graph without cycles that ends in one sink."""
+    """Stages, by number, and the edges along which activations flow: an acyclic graph with one sink."""
 
     nodes: tuple[StageNode, ...]
     edges: tuple[tuple[int, int], ...] = ()
-    """(source, target), by number."""
+    """(source stage, target stage)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
@@ -63,11 +63,11 @@ class StageGraph:
             raise ConfigError(f"Stages {', '.join(rest)} wait for one another: the edges form a cycle.")
         if len(sinks := [s for s in range(len(self.nodes)) if not self._after[s]]) > 1:
             names = ", ".join(f"{s} ({self.nodes[s]})" for s in sinks)
-            raise ConfigError(f"Expected one stage at which all ways end; found {len(sinks)}: {names}.")
+            raise ConfigError(f"Expected one stage at which all paths end; found {len(sinks)}: {names}.")
 
     def _check_edges(self) -> None:
         if len({*self.edges}) < len(self.edges):
-            raise ConfigError("An edge is there twice.")
+            raise ConfigError("An edge is listed twice.")
         for source, target in self.edges:
             if not (0 <= source < len(self.nodes) and 0 <= target < len(self.nodes) and source != target):
                 raise ConfigError(
@@ -83,7 +83,7 @@ class StageGraph:
                 if not 0 <= getattr(node, cost) < float("inf"):
                     raise ConfigError(f"Stage {number} ({node}): {cost} = {getattr(node, cost)}; expected at least 0.")
 
-    # ---------------------------------------------------------------------------------------- made from sizes
+    # ---------------------------------------------------------------------------------------- construction
 
     @classmethod
     def chain(
@@ -94,10 +94,10 @@ class StageGraph:
         trains: bool | Sequence[bool] = True,
         costs: Sequence[float] = (1.0, 1.0, 1.0),
     ) -> StageGraph:
-        """Return `stages × virtual_stages` stages that follow one another.
+        """Return a chain of `stages × virtual_stages` stages.
 
-        trains: of all stages, or of each.
-        costs: forward, backward of inputs, backward of weights, of every stage.
+        trains: for all stages, or for each.
+        costs: forward, backward of inputs and backward of weights of every stage.
         """
         count = stages * virtual_stages
         trained = [trains] * count if isinstance(trains, bool) else list(trains)
@@ -112,10 +112,10 @@ class StageGraph:
         colocated: bool = False,
         trains: Mapping[str, bool] | None = None,
     ) -> StageGraph:
-        """Return encoders of so many stages beside one another, which meet at the first of a language model's.
+        """Return parallel encoders, by their numbers of stages, which meet at the first stage of a language model.
 
-        colocated: the encoders stand on the same places: stage i of each on place i.
-        trains: by module; those not named are trained.
+        colocated: whether the encoders share their places: stage i of each is on place i.
+        trains: by module; modules that are not listed are trained.
         """
         modules = {**encoders, "language_model": language_model}
         nodes: list[StageNode] = []
@@ -133,11 +133,11 @@ class StageGraph:
             ends.append(len(nodes) - 1)
         return cls(tuple(nodes), tuple(edges))
 
-    def frozen(self) -> StageGraph:
-        """Return the graph with nothing trained: its schedules have forwards only, as an evaluation does."""
+    def freeze(self) -> StageGraph:
+        """Return the graph with nothing trained: its schedules have forwards only, as in evaluation."""
         return StageGraph(tuple(replace(node, trains=False) for node in self.nodes), self.edges)
 
-    # ---------------------------------------------------------------------------------------- what follows from it
+    # ---------------------------------------------------------------------------------------- queries
 
     @cached_property
     def places(self) -> int:
@@ -146,40 +146,40 @@ class StageGraph:
 
     @cached_property
     def sink(self) -> int:
-        """The stage at which all ways end: where the loss is."""
+        """The stage at which all paths end, and where the loss is."""
         return next(s for s in range(len(self.nodes)) if not self._after[s])
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose outputs a stage needs."""
+        """Return the stages whose outputs a stage receives."""
         return self._before[stage]
 
     def successors(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that need a stage's output."""
+        """Return the stages that receive a stage's output."""
         return self._after[stage]
 
     def distance(self, stage: int) -> int:
-        """Return how many stages lie behind a stage on the longest way to the sink, the sink among them."""
+        """Return the number of stages behind a stage on the longest path to the sink, including the sink."""
         return self._distances[stage]
 
     def depth(self, stage: int) -> int:
-        """Return how many stages lie before a stage on the longest way to it."""
+        """Return the number of stages before a stage on the longest path to it."""
         return self._depths[stage]
 
     def at(self, place: int) -> tuple[int, ...]:
-        """Return the stages that a place holds."""
+        """Return the stages of a place."""
         return self._at[place]
 
     def wants_gradient(self, stage: int) -> bool:
-        """Say whether a stage has a backward at all: something is trained in it, or before it."""
+        """Return whether a stage has a backward: something is trained in it or before it."""
         return self._wants[stage]
 
     def sends_gradient(self, source: int, target: int) -> bool:
-        """Say whether an edge carries a gradient back."""
+        """Return whether a gradient is sent back along an edge."""
         assert target in self._after[source]
         return self._wants[source]
 
     def backward(self, stage: int) -> Backward:
-        """Return what the backward of a stage computes."""
+        """Return the gradients that the backward of a stage computes."""
         passes_on = any(self._wants[source] for source in self._before[stage])
         if self.nodes[stage].trains:
             return "both" if passes_on else "weight"
@@ -187,28 +187,19 @@ class StageGraph:
 
     @cached_property
     def _before(self) -> tuple[tuple[int, ...], ...]:
-        before: list[list[int]] = [[] for _ in self.nodes]
-        for source, target in self.edges:
-            before[target].append(source)
-        return tuple(map(tuple, before))
+        return _group(((target, source) for source, target in self.edges), len(self.nodes))
 
     @cached_property
     def _after(self) -> tuple[tuple[int, ...], ...]:
-        after: list[list[int]] = [[] for _ in self.nodes]
-        for source, target in self.edges:
-            after[source].append(target)
-        return tuple(map(tuple, after))
+        return _group(self.edges, len(self.nodes))
 
     @cached_property
     def _at(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in range(self.places)]
-        for number, node in enumerate(self.nodes):
-            held[node.place].append(number)
-        return tuple(map(tuple, held))
+        return _group(((node.place, number) for number, node in enumerate(self.nodes)), self.places)
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
-        """The stages in an order in which each follows all that it needs; some are left out if there is a cycle."""
+        """The stages in topological order; some are left out if there is a cycle."""
         missing = [len(before) for before in self._before]
         order = [stage for stage, many in enumerate(missing) if many == 0]
         for stage in order:  # grows while it is walked
@@ -238,3 +229,11 @@ class StageGraph:
         for stage in self._order:
             wants[stage] = wants[stage] or any(wants[source] for source in self._before[stage])
         return tuple(wants)
+
+
+def _group(pairs: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, ...], ...]:
+    """Return the second elements of pairs, by the first."""
+    found: list[list[int]] = [[] for _ in range(size)]
+    for key, value in pairs:
+        found[key].append(value)
+    return tuple(map(tuple, found))

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from cornstarch.lazily import names_of
 
 if TYPE_CHECKING:
-    from cornstarch.train.config import RunConfig
-    from cornstarch.train.results import RunResult, StepResult
-    from cornstarch.train.source import config_difference, dump_config, load_config
-    from cornstarch.train.trainer import Trainer
-    from cornstarch.train.using import export_run, load_run
+    from cornstarch.config import RunConfig
+    from cornstarch.config.config_file import config_difference, dump_config, load_config
+    from cornstarch.metrics.results import RunResult, StepResult
+    from cornstarch.trainer.inference import export_run, load_run
+    from cornstarch.trainer.trainer import Trainer
 
 __all__ = [
     "RunConfig", "RunResult", "StepResult", "Trainer", "config_difference", "dump_config", "export_run", "load_config",
@@ -18,15 +18,15 @@ __all__ = [
 
 # Looked up when first asked for (PEP 562): the command line reads configs and must not wait for torch.
 _MODULES = {
-    "RunConfig": "cornstarch.train.config",
-    "RunResult": "cornstarch.train.results",
-    "StepResult": "cornstarch.train.results",
-    "Trainer": "cornstarch.train.trainer",
-    "export_run": "cornstarch.train.using",
-    "load_run": "cornstarch.train.using",
-    "config_difference": "cornstarch.train.source",
-    "dump_config": "cornstarch.train.source",
-    "load_config": "cornstarch.train.source",
+    "RunConfig": "cornstarch.config",
+    "RunResult": "cornstarch.metrics.results",
+    "StepResult": "cornstarch.metrics.results",
+    "Trainer": "cornstarch.trainer.trainer",
+    "export_run": "cornstarch.trainer.inference",
+    "load_run": "cornstarch.trainer.inference",
+    "config_difference": "cornstarch.config.config_file",
+    "dump_config": "cornstarch.config.config_file",
+    "load_config": "cornstarch.config.config_file",
 }
 
 __getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -12,8 +12,8 @@ class AlexNet(nn.Module):
     """Five convolutions and three linear layers, as in AlexNet, but for small images and with batch normalization.
 
     Args:
-        classes: How many kinds of images there are.
-        width: Channels of the first convolution; all others go by it.
+        classes: The number of classes.
+        width: Channels of the first convolution; the other layers scale with it.
     """
 
     def __init__(self, classes: int, width: int = 64) -> None:
@@ -40,8 +40,8 @@ class AlexNet(nn.Module):
         )
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return a number for each kind, of images [N, 3, 32, 32] from 0 to 1."""
-        if self.training:  # with torch's random numbers, which a resumed run goes on with
+        """Return the logits of images [N, 3, 32, 32] with values from 0 to 1."""
+        if self.training:  # torch's random state, which a resumed run restores
             mirrored = torch.rand(len(image), 1, 1, 1, device=image.device) < 0.5
             image = torch.where(mirrored, image.flip(-1), image)
         return self.classifier(self.features(2 * image - 1))
@@ -52,12 +52,12 @@ def _convolution(inputs: int, outputs: int, size: int) -> list[nn.Module]:
 
 
 def build(classes: int, width: int = 64) -> AlexNet:
-    """Make the network: `model.factory.function` in run.yaml."""
+    """Build the network: `model.factory.function` in run.yaml."""
     return AlexNet(classes, width)
 
 
 def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return means over a batch: `model.factory.loss` in run.yaml. What is beside `loss` is told in evaluations."""
+    """Return means over a batch: `model.factory.loss` in run.yaml. Evaluations report all returned values."""
     logits = module(batch["image"])
     right = (logits.argmax(-1) == batch["label"]).float().mean()
     return {"loss": nn.functional.cross_entropy(logits, batch["label"]), "accuracy": right}

@@ -1,4 +1,4 @@
-"""The run of run.yaml from Python: a module, a loss and data that are there already.
+"""Run the training of run.yaml from Python, with existing objects: a module, a loss and datasets.
 
 python examples/cifar_alexnet/train.py
 """
@@ -16,7 +16,7 @@ from cornstarch.train import Trainer
 
 
 class Images(Dataset):
-    """A torch data set; any will do that gives a dictionary, or a pair of inputs and labels, by number."""
+    """A torch dataset. Any map-style dataset of dictionaries, or of pairs of inputs and labels, works."""
 
     def __init__(self, table: datasets.Dataset) -> None:
         self._table = table
@@ -30,9 +30,9 @@ class Images(Dataset):
 
 
 def main() -> None:
-    """Train, and say how good it is."""
+    """Train and print the accuracy."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", help="a folder that save_to_disk wrote (default: CIFAR-10 from the hub)")
+    parser.add_argument("--data", help="a folder written by save_to_disk (default: CIFAR-10 from the Hub)")
     parser.add_argument("--output", default="runs/cifar-alexnet-python")
     parser.add_argument("--epochs", type=float, default=30)
     parser.add_argument("--batch-size", type=int, default=128)

@@ -1,4 +1,4 @@
-"""The rule of masks as data, written as plainly as possible: loops over rows, queries and keys."""
+"""The rule of masks as data as plain loops over rows, queries and keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def brute_force(
     chunk: int | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """Return who sees whom, bool [B, S, S]."""
+    """Return which token sees which, bool [B, S, S]."""
     masks = []
     for row, marks in zip(documents, spans, strict=True):
         places = [row[:token].count(document) for token, document in enumerate(row)]
@@ -37,7 +37,7 @@ def sees(
     chunk: int | None,
     causal: bool,
 ) -> bool:
-    """Say whether token `query` of a row sees token `key`; `places` are their numbers within the document."""
+    """Return whether token `query` of a row sees token `key`; `places` are their indices within the document."""
     if documents[query] == 0:
         return query == key
     if documents[query] != documents[key]:
@@ -64,7 +64,7 @@ def packed_rows(draw: st.DrawFn, max_rows: int = 3, max_tokens: int = 24) -> Mas
 
 @st.composite
 def _documents(draw: st.DrawFn, tokens: int) -> list[int]:
-    if draw(st.integers(0, 9)) == 0:  # documents in several pieces
+    if draw(st.integers(0, 9)) == 0:  # documents that are not contiguous
         return draw(st.lists(st.integers(0, 3), min_size=tokens, max_size=tokens))
     left = draw(st.integers(0, tokens // 2))
     right = draw(st.integers(0, tokens - left))

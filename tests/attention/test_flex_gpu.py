@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 
 from cornstarch.attention import IMPLEMENTATION, MaskPattern, MaskSpec, attend_through_masks, use_mask
-from cornstarch.attention.interface import DENSE_IMPLEMENTATION, make_mask
+from cornstarch.attention.interface import DENSE_IMPLEMENTATION, build_mask
 from tests import zoo
 
 pytestmark = [
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 @pytest.fixture(autouse=True)
 def exact_and_fresh() -> Iterator[None]:
-    """No TensorFloat-32, and no compiled kernels of other tests: past a limit torch stops compiling."""
+    """Disable TensorFloat-32 and drop compiled kernels of other tests: past a limit torch stops compiling."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     torch.compiler.reset()
@@ -38,7 +38,7 @@ def exact_and_fresh() -> Iterator[None]:
 
 
 def packed(tokens: int, spans: bool = True) -> MaskSpec:
-    """Two rows: three documents between padding with an image in two of them, and one document with a long image."""
+    """Build two rows: three documents between padding, two with an image, and one document with a long image."""
     index = torch.arange(tokens)
     bounds = torch.tensor([5, tokens // 4, tokens // 2, tokens - 7])
     first = torch.bucketize(index, bounds, right=True) % 4
@@ -58,7 +58,7 @@ def assert_close(found: Tensor, reference: Tensor, tolerance: float, name: str) 
 
 
 class Layer(nn.Module):
-    """What transformers' attention functions want to know about a layer."""
+    """The attributes of a layer that transformers' attention functions read."""
 
     is_causal = True
 
@@ -89,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_equals_a_dense_mask(name: str, dtype: torch.dtype) -> None:
+def test_kernel_equals_dense_mask(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     heads, groups = case.get("heads", (4, 4))
     tokens, channels = case.get("tokens", 256), case.get("channels", 64)
@@ -142,7 +142,7 @@ def language_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedM
 
 
 def run(model: PreTrainedModel, spec: MaskSpec, weight: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Logits of a packed batch, and the gradient of every parameter."""
+    """Return the logits of a packed batch, and the gradient of every parameter."""
     ids = torch.randint(3, zoo.VOCABULARY, spec.documents.shape, generator=zoo.generator(5)).cuda()
     kept = spec.documents > 0
     with use_mask(spec):
@@ -153,7 +153,7 @@ def run(model: PreTrainedModel, spec: MaskSpec, weight: Tensor) -> tuple[Tensor,
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_a_model_equals_itself_with_dense_masks(name: str, checkpointing: bool) -> None:
+def test_model_equals_itself_with_dense_masks(name: str, checkpointing: bool) -> None:
     spec = packed(200)
     weight = torch.randn(400, zoo.VOCABULARY, device="cuda")
     model = language_model(name)
@@ -172,8 +172,8 @@ def test_a_model_equals_itself_with_dense_masks(name: str, checkpointing: bool) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_in_bfloat16_a_model_is_as_exact_as_with_dense_masks(name: str) -> None:
-    """Both are compared with float32; neither may be much farther away than the other."""
+def test_bfloat16_model_is_as_exact_as_with_dense_masks(name: str) -> None:
+    """Both are compared with float32."""
     spec = packed(200)
     weight = torch.randn(400, zoo.VOCABULARY, device="cuda")
     exact = language_model(name)
@@ -193,7 +193,7 @@ def test_in_bfloat16_a_model_is_as_exact_as_with_dense_masks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "llama4"])
-def test_a_packed_document_equals_the_document_alone(name: str) -> None:
+def test_packed_document_equals_the_document_alone(name: str) -> None:
     spec = packed(200, spans=False)
     model = language_model(name).eval()
     attend_through_masks(model)
@@ -210,17 +210,17 @@ def test_a_packed_document_equals_the_document_alone(name: str) -> None:
 
 
 def test_long_rows_get_block_masks_and_short_ones_dense_masks() -> None:
-    made = {}
+    masks = {}
     for tokens in (127, 128):
         spec = packed(tokens, spans=False)
         ones = torch.ones(2, tokens, dtype=torch.long, device="cuda")
         options = {"mask_function": MaskPattern(), "attention_mask": ones, "device": torch.device("cuda")}
         with use_mask(spec):
-            made[tokens] = make_mask(2, tokens, tokens, **options)
-            assert not isinstance(make_mask(2, tokens, tokens, use_flex=False, **options), BlockMask)
-            assert not isinstance(make_mask(2, 1, tokens, q_offset=tokens - 1, **options), BlockMask)
-    assert not isinstance(made[127], BlockMask)
-    assert isinstance(made[128], BlockMask)
+            masks[tokens] = build_mask(2, tokens, tokens, **options)
+            assert not isinstance(build_mask(2, tokens, tokens, use_flex=False, **options), BlockMask)
+            assert not isinstance(build_mask(2, 1, tokens, q_offset=tokens - 1, **options), BlockMask)
+    assert not isinstance(masks[127], BlockMask)
+    assert isinstance(masks[128], BlockMask)
 
 
 def test_dropout_falls_back_to_a_dense_mask() -> None:
@@ -233,8 +233,8 @@ def test_dropout_falls_back_to_a_dense_mask() -> None:
     assert bool(logits.isfinite().all())
 
 
-def test_new_contents_do_not_compile_new_kernels() -> None:
-    """Every batch has another mask; only its shape may matter."""
+def test_new_masks_do_not_recompile_kernels() -> None:
+    """Every batch has another mask; only its shape may cause a compilation."""
     model = language_model("gemma2")
     attend_through_masks(model)
     weight = torch.randn(600, zoo.VOCABULARY, device="cuda")
@@ -246,8 +246,8 @@ def test_new_contents_do_not_compile_new_kernels() -> None:
             run(model, MaskSpec(spec.documents.flip(1), spec.spans.roll(3, 1)), weight)
 
 
-def test_kernels_of_many_kinds_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past torch's limit of 8 kinds, which is set here again, whole matrices of scores would be in memory."""
+def test_many_kernel_variants_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past torch's default limit of 8 variants, whole score matrices would be in memory."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     tokens, heads, channels = 4096, 4, 32
     block_mask, attend = packed(tokens).block_mask(), AttentionInterface()[IMPLEMENTATION]
@@ -281,6 +281,6 @@ def test_generation_after_a_long_prompt() -> None:
         assert torch.equal(found[row, 150:], alone[0, 150 - start :])
 
 
-def test_the_check_runs_on_the_device() -> None:
+def test_verification_runs_on_the_device() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         attend_through_masks(language_model("qwen3_moe", dtype))

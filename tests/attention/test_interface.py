@@ -34,12 +34,12 @@ KINDS: dict[str, tuple[Callable[..., Any], MaskPattern]] = {
 
 
 def config(implementation: str = IMPLEMENTATION, **options: Any) -> Any:
-    made = MistralConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, sliding_window=WINDOW)
-    made.attention_chunk_size = CHUNK
-    made._attn_implementation = implementation
+    found = MistralConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, sliding_window=WINDOW)
+    found.attention_chunk_size = CHUNK
+    found._attn_implementation = implementation
     for name, value in options.items():
-        setattr(made, name, value)
-    return made
+        setattr(found, name, value)
+    return found
 
 
 def make(kind: str, attention_mask: Tensor | None, implementation: str = IMPLEMENTATION, **options: Any) -> Any:
@@ -58,7 +58,7 @@ def test_a_layers_own_pattern_counts_within_documents(kind: str, spec: MaskSpec)
     attention_mask = (spec.documents > 0).long()
     with use_mask(spec):
         found = make(kind, attention_mask)
-    if spec.is_plain:  # the model's own way, which may leave out the mask
+    if spec.is_plain:  # transformers' own path, which may omit the mask
         found = make(kind, attention_mask, "eager") if found is None else found
         found = (torch.ones(1, 1, 1, 1) if found is None else found >= 0).expand(*attention_mask.shape[:1], 1, -1, -1)
         assert torch.equal(found.bool().expand_as(expected(spec, KINDS[kind][1])), expected(spec, KINDS[kind][1]))
@@ -76,10 +76,10 @@ def filled_cache(length: int) -> DynamicCache:
 @settings(max_examples=30, deadline=None)
 @given(spec=packed_rows(max_rows=2, max_tokens=12), new=st.integers(1, 4), data=st.data())
 def test_decoding_adds_text_to_the_last_document(kind: str, spec: MaskSpec, new: int, data: st.DataObject) -> None:
-    """The last tokens come with the others in a cache: the mask is the end of the longer row's mask."""
+    """With the other tokens in a cache, the mask is the end of the longer row's mask."""
     tokens = spec.documents.shape[1]
     queries = data.draw(st.integers(1, tokens + new - 1)) if tokens + new > 1 else 1
-    longer = spec.extended(tokens + new)
+    longer = spec.extend(tokens + new)
     if spec.is_plain:
         return
     attention_mask = torch.nn.functional.pad((spec.documents > 0).long(), (0, new), value=1)
@@ -129,8 +129,8 @@ def test_generation_repeats_each_row_for_its_beams() -> None:
         make("causal", mask)
 
 
-def test_a_missing_attention_mask_with_restarting_positions_is_told() -> None:
-    """transformers would guess the documents and mix its guess in by row index."""
+def test_missing_attention_mask_with_restarting_positions_is_refused() -> None:
+    """transformers would guess the documents and apply its guess by row index."""
     with use_mask(SPEC):
         assert torch.equal(make("causal", None, shape=(2, 5)), SPEC.dense())
         with pytest.raises(ConfigError, match="attention_mask"):
@@ -154,14 +154,16 @@ def test_scaling_by_row_index_is_refused_where_it_starts() -> None:
                     create_causal_mask(tuned, torch.zeros(2, tokens, 8), ones, None)
             else:
                 create_causal_mask(tuned, torch.zeros(2, tokens, 8), ones, None)
-    create_causal_mask(tuned, torch.zeros(2, 9, 8), torch.ones(2, 9, dtype=torch.long), None)  # no spec, no harm
+    create_causal_mask(
+        tuned, torch.zeros(2, 9, 8), torch.ones(2, 9, dtype=torch.long), None
+    )  # without a spec nothing is refused
 
 
 # ------------------------------------------------------------------------------------------- attention
 
 
 class Layer(nn.Module):
-    """What transformers' attention functions want to know about a layer."""
+    """The attributes of a layer that transformers' attention functions read."""
 
     is_causal = True
     num_key_value_groups = 2
@@ -172,7 +174,7 @@ def states(tokens: int = 9, keys: int | None = None, dtype: torch.dtype = torch.
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def by_hand(
+def attend_by_hand(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -181,7 +183,7 @@ def by_hand(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend one head and one query after the other, in double precision."""
+    """Attend head by head and query by query, in double precision."""
     rows, heads, queries, _ = query.shape
     output = torch.zeros(query.shape, dtype=torch.double)
     for row in range(rows):
@@ -217,7 +219,7 @@ def test_attention_respects_scaling_softcap_and_sinks(softcap: float | None, wit
     }[mask_kind]
     options: dict[str, Any] = {"softcap": softcap, "s_aux": sinks}
     found, _ = attend(Layer(), query, key, value, given, scaling=0.7, **options)
-    reference = by_hand(query, key, value, causal if given is None else packed, 0.7, softcap, sinks)
+    reference = attend_by_hand(query, key, value, causal if given is None else packed, 0.7, softcap, sinks)
     torch.testing.assert_close(found.double(), reference, rtol=1e-5, atol=1e-5)
     # and the gradients
     weight = torch.randn(found.shape)
@@ -227,8 +229,8 @@ def test_attention_respects_scaling_softcap_and_sinks(softcap: float | None, wit
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 6), (4, 6)])
-def test_left_out_masks_mean_the_same_with_softcap(queries: int, keys: int) -> None:
-    """One query sees all keys; several from the row's start see no empty place of a static cache."""
+def test_omitted_masks_mean_the_same_with_softcap(queries: int, keys: int) -> None:
+    """One query sees all keys; several from the row's start see no empty slot of a static cache."""
     query, key, value = states(queries, keys)
     found, _ = attend(Layer(), query, key, value, None, scaling=0.5, softcap=1e6)
     sdpa, _ = AttentionInterface()["sdpa"](Layer(), query, key, value, None, scaling=0.5)
@@ -238,7 +240,9 @@ def test_left_out_masks_mean_the_same_with_softcap(queries: int, keys: int) -> N
 def test_an_unmasked_layer_that_is_not_causal_sees_everything() -> None:
     query, key, value = states()
     found, _ = attend(Layer(), query, key, value, None, scaling=0.5, softcap=3.0, is_causal=False)
-    torch.testing.assert_close(found.double(), by_hand(query, key, value, None, 0.5, 3.0, None), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.double(), attend_by_hand(query, key, value, None, 0.5, 3.0, None), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -250,8 +254,8 @@ def test_plain_attention_is_bit_equal_to_sdpa(with_mask: bool) -> None:
     assert torch.equal(found, sdpa)
 
 
-def test_a_block_mask_becomes_dense_where_flex_attention_cannot_follow() -> None:
-    """Heads of 8 channels are too small for its kernel, and it has no dropout."""
+def test_block_mask_becomes_dense_where_flex_attention_does_not_support_the_layer() -> None:
+    """Its kernel needs heads of 16 channels, and it has no dropout."""
     spec = MaskSpec.from_documents(torch.tensor([[1] * 4 + [2] * 5, [0] * 2 + [3] * 7]))
     inputs = states()
     found, _ = attend(Layer(), *inputs, spec.block_mask(), scaling=0.5)
@@ -264,8 +268,8 @@ def test_a_block_mask_becomes_dense_where_flex_attention_cannot_follow() -> None
     assert torch.equal(found, dropped) and not torch.equal(dropped, dense)
 
 
-def test_a_block_mask_goes_to_flex_attention_with_all_that_the_layer_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here without its compiled kernel, which takes a minute to build on a CPU; test_flex_gpu.py has it."""
+def test_block_mask_runs_on_flex_attention_with_all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiled kernel, which takes a minute to build on a CPU; test_flex_gpu.py runs it."""
 
     def uncompiled(
         module: nn.Module,
@@ -278,10 +282,10 @@ def test_a_block_mask_goes_to_flex_attention_with_all_that_the_layer_asks(monkey
         softcap: float,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        def capped(score: Tensor, *place: Tensor) -> Tensor:
+        def cap(score: Tensor, *place: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
-        output = flex_attention(query, key, value, capped, block_mask=mask, scale=scaling, enable_gqa=True)
+        output = flex_attention(query, key, value, cap, block_mask=mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "flex_attention", uncompiled)

@@ -1,4 +1,4 @@
-"""Real language models, tiny, that attend as a `MaskSpec` says."""
+"""Tiny language models of every kind under a `MaskSpec`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_equal_gradients(found: dict[str, Tensor | None], expected: dict[str, 
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """Sum of a document's next-token losses."""
+    """Return the sum of a document's next-token losses."""
     return cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
 
 
@@ -96,7 +96,7 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def masks_by_hand(model: PreTrainedModel, spec: MaskSpec) -> Tensor | dict[str, Tensor]:
-    """4-D masks for eager attention: one for all layers, or one for each kind of layer the model has."""
+    """Return 4-D masks for eager attention: one for all layers, or one per kind of layers."""
     rows = (spec.documents.tolist(), spec.spans.tolist())
     config = model.config
     kinds = {
@@ -112,7 +112,7 @@ def masks_by_hand(model: PreTrainedModel, spec: MaskSpec) -> Tensor | dict[str, 
 
 
 def spans() -> Tensor:
-    """A span in the first document, two that touch in the second, one number in two documents."""
+    """Build a span in the first document, two adjacent ones in the second, and one number in two documents."""
     marks = torch.full((len(LENGTHS), TOKENS), -1)
     marks[0, 4:15] = 0
     marks[0, 16:19] = 1
@@ -145,8 +145,8 @@ def test_spans_equal_masks_made_by_hand_for_eager_attention(name: str, checkpoin
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_zoo_has_the_kinds_of_layers_that_matter(name: str) -> None:
-    """Spans and documents above must be longer than the windows and chunks, or those would not be tested."""
+def test_spans_are_longer_than_windows_and_chunks(name: str) -> None:
+    """Otherwise windows and chunks would not be tested."""
     config = language_model(name).config
     sizes = [getattr(config, size, None) for size in ("sliding_window", "attention_chunk_size")]
     assert all(size is None or size <= 8 for size in sizes)
@@ -186,8 +186,8 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", KINDS)
-def test_generation_goes_on_behind_a_padded_prompt(name: str, cache: str) -> None:
-    """Rows of two lengths with a span each continue as they do alone, under a mask made by hand."""
+def test_generation_continues_a_padded_prompt(name: str, cache: str) -> None:
+    """Rows of two lengths with a span each continue as they do alone under a mask made by hand."""
     if cache == "static" and name == "llama4" and not STATIC_CHUNKS:
         pytest.skip("this transformers raises TypeError for chunked layers with a static cache")
     model = language_model(name).eval()
@@ -204,7 +204,7 @@ def test_generation_goes_on_behind_a_padded_prompt(name: str, cache: str) -> Non
     assert found.shape == (2, width + NEW)
     for row, length in enumerate(lengths):
         prompt = found[row : row + 1, width - length :]
-        by_hand = spec.extended(width + NEW)
+        by_hand = spec.extend(width + NEW)
         alone = MaskSpec(
             by_hand.documents[row : row + 1, width - length :], by_hand.spans[row : row + 1, width - length :]
         )

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from cornstarch.attention import MaskPattern, MaskSpec
+from cornstarch.attention.mask import DocumentCounts, count_documents
 from cornstarch.errors import ConfigError
 from tests.attention.brute_force import expected, packed_rows, patterns
+from tests.attention.packed_masks import SPECS, pack_rows
 
 BLOCK = 128  # tokens of a FlexAttention block
 PARTS = [f"{kind}{axis}_{part}" for kind in ("", "full_") for axis in ("kv", "q") for part in ("num_blocks", "indices")]
@@ -18,13 +20,13 @@ PARTS = [f"{kind}{axis}_{part}" for kind in ("", "full_") for axis in ("kv", "q"
 
 @settings(max_examples=300, deadline=None)
 @given(packed_rows(), patterns)
-def test_dense_mask_equals_the_brute_force(spec: MaskSpec, pattern: MaskPattern) -> None:
+def test_dense_mask_equals_brute_force(spec: MaskSpec, pattern: MaskPattern) -> None:
     assert torch.equal(spec.dense(pattern), expected(spec, pattern))
 
 
 @settings(max_examples=60, deadline=None)
 @given(packed_rows(max_rows=2, max_tokens=16), patterns)
-def test_block_mask_asks_the_same_rule(spec: MaskSpec, pattern: MaskPattern) -> None:
+def test_block_mask_has_the_same_rule(spec: MaskSpec, pattern: MaskPattern) -> None:
     rows, tokens = spec.documents.shape
     block_mask = spec.block_mask(pattern)
     assert torch.equal(create_mask(block_mask.mask_mod, rows, 1, tokens, tokens, "cpu"), expected(spec, pattern))
@@ -32,10 +34,10 @@ def test_block_mask_asks_the_same_rule(spec: MaskSpec, pattern: MaskPattern) -> 
 
 @settings(max_examples=15, deadline=None)
 @given(packed_rows(max_rows=2, max_tokens=300), patterns)
-def test_block_mask_has_the_blocks_that_torch_finds(spec: MaskSpec, pattern: MaskPattern) -> None:
+def test_block_mask_equals_torchs_create_block_mask(spec: MaskSpec, pattern: MaskPattern) -> None:
     rows, tokens = spec.documents.shape
     found = spec.block_mask(pattern)
-    reference = create_block_mask(spec.visibility(pattern), rows, None, tokens, tokens, "cpu")
+    reference = create_block_mask(spec.mask_function(pattern), rows, None, tokens, tokens, "cpu")
     for name in PARTS:
         assert torch.equal(getattr(found, name), getattr(reference, name)), name
     assert (found.shape, found.BLOCK_SIZE, found.seq_lengths) == (
@@ -46,8 +48,7 @@ def test_block_mask_has_the_blocks_that_torch_finds(spec: MaskSpec, pattern: Mas
 
 
 @pytest.mark.parametrize("tokens", [2048, 2049, 2300])
-def test_block_mask_is_made_in_strips(tokens: int) -> None:
-    """And each strip keeps exactly the blocks where someone sees someone."""
+def test_block_mask_of_several_strips_keeps_exactly_the_visible_blocks(tokens: int) -> None:
     documents = (torch.arange(tokens) // 700)[None]  # 0: padding
     spec = MaskSpec(documents, torch.where(torch.arange(tokens) % 900 < 400, 0, -1)[None])
     padded = torch.nn.functional.pad(spec.dense(), (0, -tokens % BLOCK, 0, -tokens % BLOCK))
@@ -63,7 +64,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("pattern", [MaskPattern(), MaskPattern(window=50), MaskPattern(chunk=64)], ids=str)
-def test_long_rows_equal_the_brute_force_in_both_renderings(name: str, pattern: MaskPattern) -> None:
+def test_long_rows_equal_brute_force_as_dense_and_block_masks(name: str, pattern: MaskPattern) -> None:
     documents, (start, length) = LONG[name]
     spans = [0 if start <= token < start + length else -1 for token in range(len(documents))]
     spec = MaskSpec(torch.tensor([documents]), torch.tensor([spans]))
@@ -85,7 +86,7 @@ def test_positions_count_within_each_document(spec: MaskSpec) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(packed_rows(), patterns, st.data())
-def test_some_queries_and_keys_are_a_part_of_the_whole(
+def test_mask_of_some_queries_and_keys_is_a_part_of_the_whole(
     spec: MaskSpec, pattern: MaskPattern, data: st.DataObject
 ) -> None:
     tokens = spec.documents.shape[1]
@@ -94,17 +95,17 @@ def test_some_queries_and_keys_are_a_part_of_the_whole(
     assert torch.equal(spec.dense(pattern, queries, keys), part)
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
+@pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize(
     "pattern", [MaskPattern(), MaskPattern(window=50), MaskPattern(chunk=64, causal=False)], ids=str
 )
-def test_a_block_mask_of_some_queries_and_keys(pattern: MaskPattern, in_pieces: bool) -> None:
+def test_block_mask_of_some_queries_and_keys(pattern: MaskPattern, contiguous: bool) -> None:
     documents, (start, length) = LONG["documents across blocks"]
     spans = [0 if start <= token < start + length else -1 for token in range(len(documents))]
     spec = MaskSpec(torch.tensor([documents * 2]), torch.tensor([spans * 2]))
-    if in_pieces:
+    if contiguous:
         spec = MaskSpec(torch.tensor([documents + [one and one + 3 for one in documents]]), spec.spans)
-    assert spec.counts.in_pieces == in_pieces
+    assert spec.counts.are_contiguous == contiguous
     places = torch.arange(640).split(40)
     queries, keys = (
         torch.cat([places[number] for number in numbers]) for numbers in ([1, 4, 5, 9, 14, 15], range(8, 0, -1))
@@ -119,9 +120,9 @@ def test_a_block_mask_of_some_queries_and_keys(pattern: MaskPattern, in_pieces: 
 
 @settings(max_examples=100, deadline=None)
 @given(packed_rows(), patterns)
-def test_what_is_seen_is_a_piece_of_the_row(spec: MaskSpec, pattern: MaskPattern) -> None:
-    assume(spec.counts.in_pieces)
-    first, last = (one[:, None, :, None] for one in spec.reach(pattern))
+def test_visible_range_equals_brute_force(spec: MaskSpec, pattern: MaskPattern) -> None:
+    assume(spec.counts.are_contiguous)
+    first, last = (one[:, None, :, None] for one in spec.visible_range(pattern))
     places = torch.arange(spec.documents.shape[1])
     assert torch.equal((first <= places) & (places <= last), expected(spec, pattern))
 
@@ -130,13 +131,45 @@ def test_what_is_seen_is_a_piece_of_the_row(spec: MaskSpec, pattern: MaskPattern
 @given(packed_rows(), st.integers(0, 5))
 def test_new_tokens_are_text_of_the_last_document(spec: MaskSpec, added: int) -> None:
     tokens = spec.documents.shape[1]
-    longer = spec.extended(tokens + added)
+    longer = spec.extend(tokens + added)
     assert longer.documents[:, :tokens].equal(spec.documents)
     assert longer.spans[:, :tokens].equal(spec.spans)
     for row, extended in zip(spec.documents.tolist(), longer.documents.tolist(), strict=True):
         last = next((document for document in reversed(row) if document), 0)
         assert extended[tokens:] == [last] * added
     assert (longer.spans[:, tokens:] == -1).all()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_counts_are_upper_bounds(name: str) -> None:
+    spec = SPECS[name]
+    groups: dict[tuple[int, int, int], int] = {}
+    for row, (documents, spans) in enumerate(zip(spec.documents.tolist(), spec.spans.tolist(), strict=True)):
+        for document, span in zip(documents, spans, strict=True):
+            if span >= 0 and document > 0:
+                groups[row, document, span] = groups.get((row, document, span), 0) + 1
+    found = spec.counts
+    assert found.are_contiguous and found.spans >= len(groups) and found.longest_span >= max(groups.values(), default=0)
+
+
+def test_count_documents() -> None:
+    assert count_documents(torch.tensor([[1, 1, 2, 2, 2], [0, 1, 1, 0, 0]])) == DocumentCounts(5, 3, False)
+    assert count_documents(torch.tensor([[1, 1, 1], [1, 1, 0]])) == DocumentCounts(3, 3, True), (
+        "trailing padding does not matter"
+    )
+    assert not count_documents(torch.tensor([[0, 1, 1]])).whole_rows, "leading padding would be seen"
+    assert not count_documents(torch.tensor([[1, 1, 2, 1, 1]])).are_contiguous
+    assert not MaskSpec.from_documents(torch.tensor([[1, 2, 1]])).counts.are_contiguous
+    assert count_documents(torch.tensor([[0, 1, 0], [0, 0, 0]])).are_contiguous, "padding may be on both sides"
+    parts = pack_rows([[24]], {0: [(3, 8, 0), (15, 20, 0)]})
+    assert not parts.counts.are_contiguous, "a span in two parts"
+
+
+def test_known_counts_are_not_computed() -> None:
+    known = DocumentCounts(3, 9, False)
+    spec = MaskSpec(torch.ones(1, 4, dtype=torch.long), torch.full((1, 4), -1), known_counts=known)
+    assert spec.counts is known and spec.to("cpu").counts is known
+    assert spec.with_spans(torch.zeros(1, 4, dtype=torch.long)).counts == DocumentCounts(1, 4, True, 1, 4)
 
 
 def test_padding_makes_one_document_of_each_row() -> None:
@@ -188,8 +221,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told(name: str) -> None:
-    make, told = MISTAKES[name]
+def test_mistakes_raise_config_errors(name: str) -> None:
+    make, text = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
         make()
-    assert told in str(caught.value)
+    assert text in str(caught.value)

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from cornstarch.train import dump_config
-from tests.train.tiny import tiny_config, write_data
+from tests.trainer.tiny import tiny_config, write_data
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -44,7 +44,7 @@ def write_sound(path: Path, seconds: float = 0.5, seed: int = 0) -> Path:
 
 
 def write_config(folder: Path, *overrides: str, name: str = "run.yaml", **sections: Any) -> Path:
-    """Write a run of `tests.train.tiny` as YAML; its folder is `folder / run`."""
+    """Write a run of `tests.trainer.tiny` as YAML; its folder is `folder / run`."""
     (folder / name).write_text(dump_config(tiny_config(folder, *overrides, **sections)))
     return folder / name
 

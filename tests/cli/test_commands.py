@@ -236,7 +236,7 @@ CONFIGS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-def test_the_schema_accepts_what_the_reader_accepts(run: Run) -> None:
+def test_the_schema_accepts_the_same_configs_as_the_reader(run: Run) -> None:
     code, out, _ = run("schema")
     assert code == 0
     schema = json.loads(out)
@@ -261,10 +261,10 @@ def test_the_schema_is_valid(run: Run) -> None:
 # ------------------------------------------------------------------------------------------------ validate
 
 
-def test_a_right_config_is_shown_in_a_table(run: Run, here: Path) -> None:
+def test_a_valid_config_is_summarized(run: Run, here: Path) -> None:
     code, out, error = run("validate", "run.yaml", "loop.steps=7", "model.encoders.vision.path=org/clip")
     assert (code, error) == (0, "")
-    for text in ("run.yaml is right", "models/llm", "org/clip (hub, not checked)", "data/train.json", "7 steps"):
+    for text in ("run.yaml is valid", "models/llm", "org/clip (hub, not checked)", "data/train.json", "7 steps"):
         assert text in out
 
 
@@ -303,24 +303,24 @@ def test_config_and_files_are_checked_together(run: Run, here: Path) -> None:
 FILES = [
     ("model.language_model.path=data", "The folder has no config.json.", None),
     ("model.language_model.path=half", "no weights", ["half/config.json"]),
-    ("model.language_model.path=./none", "There is no such folder, seen from", None),
+    ("model.language_model.path=./none", "There is no such folder, relative to", None),
     ("model.language_model.path=models/llmm", "Did you mean models/llm?", None),
     ("model.language_model.path=models/other", "", None),  # the hub may have it
-    ("model.language_model.path=run.yaml", "It is there, but it is no folder.", None),
+    ("model.language_model.path=run.yaml", "The path exists, but it is not a folder.", None),
     ("model.language_model.tokenizer=empty", "The folder is empty.", ["empty/"]),
     ("data.train=none.json", "There is no such file", None),
-    ("data.train=none/none.json", "The folder none is not there either.", None),
+    ("data.train=none/none.json", "The folder none does not exist either.", None),
     ("data.train=void.json", "The file is empty.", ["void.json"]),
     ("data.train=empty", "The folder is empty.", ["empty/"]),
     ("data.train=data/{0..2}.tar", "data/0.tar: There is no such file", None),
     ("data.train=data/{5..2}.tar", "stands for no file", None),
-    ("data.train=data/*.tar", "It matches no file", None),
-    ("data.train=~/none.json", "`~` is not replaced", None),
+    ("data.train=data/*.tar", "The pattern matches no file", None),
+    ("data.train=~/none.json", "`~` is not expanded", None),
     ("data.train=[{path: x, format: callable}]", "Expected a function", None),
-    ("data.train=[{path: data/train.json, media: run.yaml}]", "It is there, but it is no folder.", None),
+    ("data.train=[{path: data/train.json, media: run.yaml}]", "The path exists, but it is not a folder.", None),
     ("output=run.yaml", "run.yaml is a file", None),
     ("optimizer.name=adamw_8bit", "Did you mean `adamw`?", None),
-    ("optimizer.name=nobits.optim.AdamW8bit", "There is no package `nobits` here.", None),
+    ("optimizer.name=nobits.optim.AdamW8bit", "The package `nobits` is not installed.", None),
     ("device=gpu", "Did you mean `cuda`?", None),
     ("data.train=some.module:function", "", None),
     ("data.train=data/*.json", "", None),
@@ -331,7 +331,9 @@ FILES = [
 
 
 @pytest.mark.parametrize(("override", "message", "made"), FILES, ids=[row[0] for row in FILES])
-def test_what_is_named_must_be_there(run: Run, here: Path, override: str, message: str, made: list[str] | None) -> None:
+def test_files_in_a_config_must_exist(
+    run: Run, here: Path, override: str, message: str, made: list[str] | None
+) -> None:
     for name in made or []:
         path = here / name
         (path if name.endswith("/") else path.parent).mkdir(exist_ok=True)
@@ -342,7 +344,7 @@ def test_what_is_named_must_be_there(run: Run, here: Path, override: str, messag
     assert message in error
 
 
-def test_hub_names_when_the_hub_must_not_be_asked(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_hub_names_must_be_cached(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "hub"))
     code, _, error = run("validate", "run.yaml", "model.language_model.path=org/llm")
@@ -401,7 +403,7 @@ def test_odd_names_survive(run: Run, here: Path) -> None:
     assert load_config(here / "b.yaml").data.train[0].path == odd
 
 
-def test_a_file_is_not_replaced_unless_told(run: Run, here: Path) -> None:
+def test_a_file_is_overwritten_only_with_force(run: Run, here: Path) -> None:
     arguments = ["init", "--language-model", "models/llm", "--data", "data/train.json"]
     before = (here / "run.yaml").read_text()
     code, _, error = run(*arguments)
@@ -420,7 +422,7 @@ def test_a_file_is_not_replaced_unless_told(run: Run, here: Path) -> None:
         (["--language-model", "models/llm", "--data", "data/train.json", "--output", "data", "--force"], "be written"),
     ],
 )
-def test_a_starter_config_needs_what_it_names(run: Run, here: Path, arguments: list[str], message: str) -> None:
+def test_init_refuses_missing_files(run: Run, here: Path, arguments: list[str], message: str) -> None:
     code, _, error = run("init", *arguments)
     assert code == 2
     assert message in error

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cornstarch.cli.main import main
 from tests.documented.hub import make_hub
 from tests.models.local_processors import image
-from tests.train.tasks.small_tasks import BERT, LLAMA, T5, VIT, VIT_PROCESSOR, tokenizer_folder
+from tests.tasks.small_tasks import BERT, LLAMA, T5, VIT, VIT_PROCESSOR, tokenizer_folder
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_tokens_labels_and_broken_samples(run: Path, capsys: pytest.CaptureFixtu
     assert "train.json:6: image missing.png cannot be read" in said
 
 
-def test_a_model_folder_without_tokenizer_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_tokenizer_is_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes)).save_pretrained("bare")
@@ -106,7 +106,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return tokenizer_folder(tmp_path)
 
 
-def test_a_source_and_its_target(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seq2seq_targets_are_marked(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", {"source": "a cat is loud", "target": "cat"}, {"source": "a", "target": ""})
     code, said = checked(capsys, described({"whole": {"config": T5, "tokenizer": here}}, rows))
     assert code == 0 and "Lengths in tokens" in said
@@ -115,7 +115,7 @@ def test_a_source_and_its_target(here: str, capsys: pytest.CaptureFixture[str]) 
     assert " 33% " in said  # 3 of 9 tokens are trained on
 
 
-def test_hidden_words(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masked_tokens_are_marked(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", {"text": "one two three four five six"})
     code, said = checked(capsys, described({"whole": {"config": BERT, "tokenizer": here}}, rows))
     assert code == 0
@@ -139,17 +139,17 @@ def test_labels_of_texts_and_images(here: str, capsys: pytest.CaptureFixture[str
     assert code == 2 and "of i.jsonl:3 [3, 24, 24] once they are processed" in said  # a batch would stop the run
 
 
-def test_rows_of_a_model_of_ones_own(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    factory = {"factory": {"function": "tests.train.tasks.small_factory:convolution_with_loss"}}
+def test_rows_of_a_factory_model_are_stacked_or_refused(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    factory = {"factory": {"function": "tests.tasks.small_factory:convolution_with_loss"}}
     images = write("i.jsonl", *({"image": f"{n}.png", "label": n, "note": "x" * 99} for n in range(3)))
     code, said = checked(capsys, described(factory, images))
     assert code == 2 and "[3, 20, 20] in i.jsonl:1 and [3, 24, 24] in i.jsonl:3: they cannot be stacked" in said
-    factory["factory"]["collate"] = "tests.train.tasks.small_factory:with_noise"
+    factory["factory"]["collate"] = "tests.tasks.small_factory:with_noise"
     code, said = checked(capsys, described(factory, images))
     assert code == 0 and "3 image" in said and "label: 2" in said and f"note: {'x' * 60}…" in said
 
 
-def test_a_saved_whole_model(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_causal_model_is_checked(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).save_pretrained("llama")
     rows = write(
         "d.jsonl", {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a cat"}]}
@@ -158,7 +158,7 @@ def test_a_saved_whole_model(here: str, capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0 and "⟦a cat </s>⟧" in said.replace("cat</s>", "cat </s>")
 
 
-def test_all_that_is_too_long_is_told_where_a_run_would_stop(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_long_samples_are_listed_where_a_run_would_stop(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write("d.jsonl", *({"text": "a cat " * n} for n in (1, 9, 2, 8)))
     config = described({"whole": {"config": BERT, "tokenizer": here}}, rows, max_length=8, too_long="error")
     code, said = checked(capsys, config)
@@ -168,7 +168,7 @@ def test_all_that_is_too_long_is_told_where_a_run_would_stop(here: str, capsys: 
     assert checked(capsys, config, "data.too_long=skip")[0] == 0
 
 
-def test_a_model_that_only_python_can_make(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_made_in_python_needs_rows(here: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = described({"given": "Net"}, write("d.jsonl", {"text": "a"}))
     code, said = checked(capsys, config)
     assert code == 2 and "--rows" in said

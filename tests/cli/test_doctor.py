@@ -30,7 +30,7 @@ def installed(versions: dict[str, str]) -> Callable[[str], str | None]:
     return lambda name: versions.get(name)
 
 
-def test_a_sound_machine_is_sound() -> None:
+def test_a_healthy_machine_passes() -> None:
     statuses = {finding.name: finding.status for finding in doctor.examine()}
     assert "fail" not in statuses.values(), statuses
     assert {"python", "torch", "transformers", "peft", "torchvision", "gloo probe", "cuda probe", "nccl probe",
@@ -50,15 +50,15 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
     ("version", "status"),
     [(None, "fail"), ("2.10.1", "fail"), ("2.11.0+cu130", "ok"), ("2.15.9", "ok"), ("2.16.0", "fail"), ("odd", "fail")],
 )
-def test_versions(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
-    monkeypatch.setattr(doctor, "_version", installed({"torch": version} if version else {}))
+def test_unsupported_versions_fail(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
+    monkeypatch.setattr(doctor, "get_version", installed({"torch": version} if version else {}))
     finding = found(doctor.packages, "torch")
     assert finding.status == status
     assert bool(finding.advice) == (status == "fail")
 
 
-def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", installed({}))
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "get_version", installed({}))
     assert found(doctor.packages, "pyyaml") == Finding("pyyaml", "fail", "not installed", "pip install pyyaml")
     assert found(doctor.packages, "peft").status == "ok"
     assert list(doctor.process_groups_and_devices()) == []
@@ -69,7 +69,7 @@ def test_a_broken_torchvision_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "torchaudio.py").write_text("import os; os.abort()")
     (tmp_path / "torchcodec.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "_version", lambda name: "0.28.0")
+    monkeypatch.setattr(doctor, "get_version", lambda name: "0.28.0")
     findings = {finding.name: finding for finding in doctor.fragile_packages()}
     assert {name: finding.status for name, finding in findings.items()} == {
         "torchvision": "fail", "torchaudio": "fail", "torchcodec": "ok",
@@ -111,19 +111,19 @@ def test_a_probe_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize(("free", "status"), [(0.5, "fail"), (5, "warn"), (50, "ok")])
-def test_disk(monkeypatch: pytest.MonkeyPatch, free: float, status: str) -> None:
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch, free: float, status: str) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free * doctor.GIB))
     assert found(doctor.disk, "disk").status == status
 
 
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 64 * 2**20))
     assert found(doctor.shared_memory, "shared memory").status == "warn"
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
     assert found(doctor.shared_memory, "shared memory").status == "warn"
 
 
-def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_ports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no loopback")
 

@@ -32,7 +32,7 @@ def rows(out: str) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines if len(line) > 1}
 
 
-def test_every_kind_is_shown(run: Path, command: Command) -> None:
+def test_every_kind_of_data_parallelism_is_listed(run: Path, command: Command) -> None:
     code, out, err = command("estimate", run, "parallel.data.kind=zero1", "--gpu", "H100", "--world", "4")
     assert code == 0 and err == ""
     found = rows(out)
@@ -40,9 +40,8 @@ def test_every_kind_is_shown(run: Path, command: Command) -> None:
     assert list(found)[-5:] == ["ddp", "zero1 *", "zero2", "zero3 = fsdp2", "hsdp, 2 copies"]
     assert found["ddp"][:4] == ["789.2 KiB", "789.2 KiB", "1.5 MiB", "0 B"] and found["ddp"][-1] == "yes"
     assert found["zero3 = fsdp2"][:2] == ["197.3 KiB", "197.3 KiB"]
-    assert (
-        "4 ranks on H100, 75.1\u00a0GiB each to plan with; 4 samples of 128 tokens on a rank at a time, in bf16" in out
-    )
+    summary = "75.1\u00a0GiB usable on each; 4 samples of 128 tokens per rank and microbatch, in bf16"
+    assert f"4 ranks on H100, {summary}" in out
     assert out.splitlines()[-1].startswith("The config's kind, zero1, fits on H100: 75.1\u00a0GiB are left.")
 
 
@@ -56,16 +55,16 @@ def test_a_network_is_estimated(run: Path, command: Command) -> None:
     code, out, err = command("estimate", run, "--gpu", "H100", "--world", "4", "--network", "100Mbit")
     assert code == 0 and err == ""
     found = rows(out)
-    assert "4 ranks, each behind 100 Mbit/s; 202,048 trained numbers (789.2\u00a0KiB)" in out
+    assert "4 ranks with 100 Mbit/s each; 202,048 trained parameters (789.2\u00a0KiB)" in out
     sent = 2 * 3 / 4 * 202_048 * 4  # the ring of an all-reduce
     assert found["ddp"][0] == f"{sent / 2**20:.1f} MiB" and found["ddp"][2] == "1.00 ×"
     step = float(found["ddp"][1].removesuffix(" ms"))
     assert step == pytest.approx(1000 * sent / 12.5e6, rel=0.05)  # next to nothing is computed
-    chosen = [name for name in rows(out.split("each behind")[1]) if name.endswith(" *")]
+    chosen = [name for name in rows(out.split("100 Mbit/s each")[1]) if name.endswith(" *")]
     assert len(chosen) == 1 and out.splitlines()[-1].startswith(f"{chosen[0].removesuffix(' *')}: a step would be")
 
 
-def test_what_is_advised_can_be_written(run: Path, command: Command) -> None:
+def test_recommended_settings_are_valid(run: Path, command: Command) -> None:
     arguments = ["--gpu", "H100", "--world", "2", "--network", "10Mbit"]
     _, out, _ = command("estimate", run, *arguments)
     advised = out.splitlines()[-1].split("in the config: ")[1].rstrip(".").split()
@@ -74,12 +73,12 @@ def test_what_is_advised_can_be_written(run: Path, command: Command) -> None:
     assert "parallel.data" not in err, (code, err)
 
 
-def test_a_quick_network_needs_nothing(run: Path, command: Command) -> None:
+def test_a_fast_network_needs_no_compression(run: Path, command: Command) -> None:
     wide = ["model.language_model.config.hidden_size=512", "model.language_model.config.intermediate_size=2048"]
     rows_of = ["data.max_length=4096", "loop.batch_size=64"]
     arguments = ["--gpu", "H100", "--world", "2", "--network", "3600Gbit", "--latency", "3.4us"]
     code, out, _ = command("estimate", run, *wide, *rows_of, *arguments)
-    assert code == 0 and out.splitlines()[-1].startswith("ddp is about as quick as anything here")
+    assert code == 0 and out.splitlines()[-1].startswith("ddp is about as fast as anything here")
 
 
 WRONG = [

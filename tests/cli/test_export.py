@@ -23,15 +23,15 @@ from transformers import (
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from cornstarch import MultimodalModel, MultimodalModelProcessor
+from cornstarch.checkpoint.weights import open_checkpoint
+from cornstarch.data.formats import open_sources
+from cornstarch.tasks import build_task
 from cornstarch.train import Trainer, load_config, load_run
-from cornstarch.train.data.formats import open_sources
-from cornstarch.train.tasks import build_task
-from cornstarch.train.using import LoadedRun
-from cornstarch.train.weights import checkpoint_of
+from cornstarch.trainer.inference import LoadedRun
 from tests.cli.small_runs import AUDIO, Command, add_sounds
 from tests.models import local_processors, small
-from tests.train.tasks.small_tasks import LLAMA, T5, tokenizer_folder
-from tests.train.tiny import quiet, tiny_config, write_data
+from tests.tasks.small_tasks import LLAMA, T5, tokenizer_folder
+from tests.trainer.tiny import quiet, tiny_config, write_data
 
 LLAVA_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
@@ -84,7 +84,7 @@ def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_config(folder)
     add_sounds(folder)
     audio = {"encoders": {"audio": AUDIO}}
-    fit(tiny_config(folder, "loop.steps=4", "checkpoint.every=2", "loop.ema=0.5", model=audio))
+    fit(tiny_config(folder, "loop.steps=4", "checkpoint.every=2", "loop.ema_decay=0.5", model=audio))
     return folder / "run"
 
 
@@ -123,18 +123,18 @@ def test_a_composed_model_and_each_of_its_parts(sees: Path, tmp_path: Path, comm
     assert (made["input_ids"] == loaded.modality_token_ids["vision"]).sum() == 5  # 2 × 2 patches and the class token
 
 
-def test_averaged_weights_of_a_checkpoint_are_what_is_exported(sees: Path, tmp_path: Path, command: Command) -> None:
+def test_averaged_weights_are_exported(sees: Path, tmp_path: Path, command: Command) -> None:
     assert command("export", sees, tmp_path / "two", "--checkpoint", 2)[0] == 0
     assert command("export", sees, tmp_path / "four", "--checkpoint", "last")[0] == 0
     two, four = (dict(MultimodalModel.from_pretrained(tmp_path / name).named_parameters()) for name in ("two", "four"))
-    with checkpoint_of(sees, 2).tensors() as tensors:
+    with open_checkpoint(sees, 2).tensors() as tensors:
         averages = {name.removeprefix("ema/"): tensors[name] for name in tensors if name.startswith("ema/")}
         assert averages and all(torch.equal(two[name], average) for name, average in averages.items())
         assert any(not torch.equal(two[name], tensors[f"parameters/{name}"]) for name in averages)
     assert any(not torch.equal(two[name], four[name]) for name in averages)
 
 
-def test_what_cannot_be_exported_is_told(sees: Path, tmp_path: Path, command: Command) -> None:
+def test_impossible_exports_are_refused(sees: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
     cases = [
@@ -150,7 +150,7 @@ def test_what_cannot_be_exported_is_told(sees: Path, tmp_path: Path, command: Co
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "there"]
 
 
-def test_without_its_data_an_export_is_not_compared_unless_told(tmp_path: Path, command: Command) -> None:
+def test_an_export_without_data_needs_unchecked(tmp_path: Path, command: Command) -> None:
     fit(tiny_config(tmp_path, "loop.steps=1"))
     (tmp_path / "train.json").unlink()
     code, _, error = command("export", tmp_path / "run", tmp_path / "new")
@@ -187,7 +187,7 @@ def test_adapters_are_merged(tmp_path: Path, command: Command) -> None:
 # ------------------------------------------------------------------------------------------------ whole models
 
 
-def test_a_plain_language_model(tmp_path: Path, command: Command) -> None:
+def test_a_causal_model_is_exported(tmp_path: Path, command: Command) -> None:
     words = tokenizer_folder(tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "one two three four"}) + "\n")
     small_llama = {**LLAMA, "tie_word_embeddings": True}
@@ -203,7 +203,7 @@ def test_a_plain_language_model(tmp_path: Path, command: Command) -> None:
     assert load_run(again).task.name == "causal-lm"
 
 
-def test_a_t5(tmp_path: Path, command: Command) -> None:
+def test_a_t5_is_exported(tmp_path: Path, command: Command) -> None:
     words = tokenizer_folder(tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"source": "a cat and a dog", "target": "cat"}) + "\n")
     run = whole_run(tmp_path / "run", tmp_path / "rows.jsonl", config=T5, tokenizer=words)
@@ -240,7 +240,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_hugging_face_multimodal_model(llava: Path, tmp_path: Path, command: Command) -> None:
+def test_a_hugging_face_llava_is_trained_and_exported(llava: Path, tmp_path: Path, command: Command) -> None:
     run = whole_run(tmp_path / "run", llava / "train.json", path=str(llava / "llava"))
     parts = {part["name"]: part for part in json.loads((run / "run.json").read_text())["parts"]}
     assert list(parts) == ["vision encoder", "vision projector", "language model"]
@@ -266,7 +266,7 @@ def test_a_hugging_face_multimodal_model(llava: Path, tmp_path: Path, command: C
     assert command("export", second, tmp_path / "newer")[0] == 0
 
 
-def test_adapters_in_a_hugging_face_multimodal_model(llava: Path, tmp_path: Path, command: Command) -> None:
+def test_adapters_of_a_hugging_face_llava_are_exported(llava: Path, tmp_path: Path, command: Command) -> None:
     run = whole_run(tmp_path / "run", llava / "train.json", path=str(llava / "llava"), train="lora")
     parts = {part["name"]: part["train"] for part in json.loads((run / "run.json").read_text())["parts"]}
     assert parts == {"vision encoder": "frozen", "vision projector": "frozen", "language model": "lora"}

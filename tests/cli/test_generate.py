@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from cornstarch.cli.generate import _question
+from cornstarch.cli.generate import build_question
+from cornstarch.data.formats import open_sources
+from cornstarch.data.sample import Media, Message, Sample
 from cornstarch.train import Trainer, load_config, load_run
-from cornstarch.train.data.formats import open_sources
-from cornstarch.train.data.sample import Media, Message, Sample
 from tests.cli.small_runs import AUDIO, Command, add_sounds, write_sound
 from tests.models.local_processors import image
-from tests.train.tasks.small_tasks import BERT, T5, VIT, VIT_PROCESSOR, tokenizer_folder
-from tests.train.tiny import quiet, tiny_config
+from tests.tasks.small_tasks import BERT, T5, VIT, VIT_PROCESSOR, tokenizer_folder
+from tests.trainer.tiny import quiet, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def expected(run: Path, *content: str | Media, **which: Any) -> str:
     return answer
 
 
-def test_a_question_about_an_image(run: Path, command: Command) -> None:
+def test_a_question_about_an_image_is_answered(run: Path, command: Command) -> None:
     photo = Media("image", str(run.parent / "photo.png"))
     code, said, error = command(
         "generate", run, "what is this <image> now", "--image", photo.source, "--max-tokens", 12
@@ -64,7 +64,7 @@ def test_the_answer_of_a_sample_is_that_of_the_run(run: Path, command: Command) 
     assert said.strip() == answer
 
 
-def test_a_question_about_a_sound(run: Path, command: Command) -> None:
+def test_a_question_about_a_sound_is_answered(run: Path, command: Command) -> None:
     sound = Media("audio", str(run.parent / "sound.wav"))
     code, said, _ = command("generate", run, "what is <audio>", "--audio", sound.source, "--max-tokens", 11)
     assert (code, said.strip()) == (0, expected(run, "what is ", sound))
@@ -99,7 +99,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_what_cannot_be_asked_is_told(run: Path, command: Command, arguments: list[str], message: str) -> None:
+def test_invalid_questions_are_refused(run: Path, command: Command, arguments: list[str], message: str) -> None:
     filled = [text.format(run=run, photo=run.parent / "photo.png") for text in arguments]
     code, out, error = command("generate", *filled)
     assert (code, out) == (2, "") and message in error
@@ -113,11 +113,11 @@ def chat(command: Command, monkeypatch: pytest.MonkeyPatch, run: Path, *lines: s
     code, said, error = command("generate", run, "--max-tokens", 12)
     assert (code, error) == (0, "")
     first, *others = said.splitlines()
-    assert first.startswith("Ask;")
+    assert first.startswith("Ask a question.")
     return others
 
 
-def test_a_chat_remembers_until_told_to_forget(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_has_a_history_until_new(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     photo = Media("image", str(run.parent / "photo.png"))
     said = chat(
         command, monkeypatch, run,
@@ -131,9 +131,9 @@ def test_a_chat_remembers_until_told_to_forget(run: Path, command: Command, monk
     assert said == [first, second, alone]
 
 
-def test_an_empty_answer_is_told(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornstarch.train.tasks.conversation.ConversationTask.reply", lambda *_, **__: " ")
-    empty = "(The answer is empty: the model has ended it at once.)"
+def test_an_empty_answer_is_reported(run: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cornstarch.tasks.conversation.ConversationTask.reply", lambda *_, **__: " ")
+    empty = "(The answer is empty: the model ended it at once.)"
     assert command("generate", run, "what is it") == (0, "", f"{empty}\n")  # what is piped on is the answer alone
     assert chat(command, monkeypatch, run, "what is it") == [empty]
 
@@ -145,18 +145,18 @@ def test_a_chat_survives_mistakes(run: Path, command: Command, monkeypatch: pyte
         f"/audio {run.parent / 'sound.wav'}", "what is <audio>",
     )  # fmt: skip
     assert said[0] == "There is no file none.png."
-    assert "is no image that can be read" in said[1] and said[2] == "Give the files of the next question anew."
+    assert "is no image that can be read" in said[1] and said[2] == "Attach the files again."
     assert "the text has 1 <audio> for 0 audios" in said[3]
     sound = Media("audio", str(run.parent / "sound.wav"))
     assert said[4:] == [load_run(run).task.reply([Message("user", ("what is ", sound))], most_tokens=12)]  # type: ignore[attr-defined]
 
 
-def test_media_stand_at_their_marks_or_in_front(tmp_path: Path) -> None:
+def test_media_are_placed_at_their_marks_or_in_front(tmp_path: Path) -> None:
     files = [("image", tmp_path / "a"), ("audio", tmp_path / "b"), ("image", tmp_path / "c")]
     a, b, c = (Media(kind, str(path)) for kind, path in files)  # type: ignore[arg-type]
-    (asked,) = _question("x", files).messages
+    (asked,) = build_question("x", files).messages
     assert asked.content == (a, c, b, "x")
-    (asked,) = _question("<audio> x <image> or <image>", files).messages
+    (asked,) = build_question("<audio> x <image> or <image>", files).messages
     assert asked.content == (b, " x ", a, " or ", c)
 
 
@@ -194,14 +194,14 @@ def test_an_image_gets_its_label(labels: Path, command: Command, prompt: list[st
     assert label in ("cat", "dog")
 
 
-def test_a_classifier_is_asked_in_its_way(labels: Path, command: Command) -> None:
+def test_a_classifier_needs_an_image_and_no_sampling(labels: Path, command: Command) -> None:
     code, _, error = command("generate", labels, "what")
     assert code == 2 and "has 0 images, expected one" in error
     code, _, error = command("generate", labels, "what", "--temperature", 1)
-    assert code == 2 and "a model trained for image-classification answers in one way" in error
+    assert code == 2 and "a model trained for image-classification has one answer" in error
 
 
-def test_texts_get_labels_and_targets_and_hidden_words_nothing(tmp_path: Path, command: Command) -> None:
+def test_text_classifiers_and_seq2seq_answer_and_masked_lm_does_not(tmp_path: Path, command: Command) -> None:
     words = tokenizer_folder(tmp_path)
     rows = [{"text": "it is loud", "label": "bad"}, {"text": "a cat", "label": "good"}] * 2
     run = trained(tmp_path / "labels", rows, config=BERT, tokenizer=words)
@@ -215,7 +215,7 @@ def test_texts_get_labels_and_targets_and_hidden_words_nothing(tmp_path: Path, c
     assert code == 2 and "A model trained for masked-lm gives no answers." in error
 
 
-def test_a_model_that_was_made_in_python(tmp_path: Path, command: Command) -> None:
+def test_a_model_made_in_python_is_refused(tmp_path: Path, command: Command) -> None:
     from torch import nn
 
     Trainer.from_objects(
@@ -227,4 +227,4 @@ def test_a_model_that_was_made_in_python(tmp_path: Path, command: Command) -> No
         console=quiet(),
     ).fit()
     code, _, error = command("generate", tmp_path / "run", "x")
-    assert code == 2 and "(Linear) was made in Python" in error
+    assert code == 2 and "(Linear) was built in Python" in error

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cornstarch.plan.facts import read_facts
+from cornstarch.plan.data_statistics import read_data_statistics
+from cornstarch.planner.inspect_data import inspect_data
 from cornstarch.train import load_config
-from cornstarch.train.inspecting import inspect_data
 from tests.cli.small_runs import AUDIO, Command, add_sounds, break_rows, write_config
-from tests.train.tiny import WORDS
+from tests.trainer.tiny import WORDS
 
 
 @pytest.fixture
@@ -35,39 +36,39 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 BATCHES = ("loop.batch_size=16", "data.max_length=150")
 
 
-def test_tables_and_advice(run: Path, command: Command) -> None:
+def test_tables_and_recommendations_are_printed(run: Path, command: Command) -> None:
     code, said, error = command("inspect-data", str(run), *BATCHES)
     assert code == 0, error
     for name in ("train.0", "tokens", "vision items", "vision work", "audio work", "language_model work", "replicas"):
         assert name in said, name
-    assert "1 sample will not fit (left out):" in said and "max_length is 150" in said and "train.json:" in said
-    assert "padded *" in said and "A step's time over the least possible" in said
+    assert "1 sample is too long (skipped):" in said and "max_length is 150" in said and "train.json:" in said
+    assert "padded *" in said and "Step time relative to the least possible" in said
     assert "data.packing=true would make steps" in said and "data.balance=cost would make steps" in said
 
 
-def test_what_is_configured_is_marked_and_not_advised(run: Path, command: Command) -> None:
+def test_configured_settings_are_marked_and_not_recommended(run: Path, command: Command) -> None:
     code, said, _ = command("inspect-data", str(run), *BATCHES, "data.packing=true", "data.balance=cost")
     assert code == 0 and "packed, balanced *" in said and "would make" not in said
 
 
 def test_samples_with_many_images_can_be_split(run: Path, command: Command) -> None:
     code, said, _ = command("inspect-data", str(run), *BATCHES)
-    assert code == 0 and "(audio): balancing cannot even that" in said and "split_images" not in said  # one sound each
+    assert code == 0 and "(audio); balancing cannot fix that" in said and "balance_encoders" not in said
     rows = json.loads(Path("train.json").read_text())
     for row in rows[:8]:
         row["image"] = [row["image"]] * 8
         row["conversations"][0]["value"] = "<image>" * 8
     Path("train.json").write_text(json.dumps(rows))
     code, said, _ = command("inspect-data", str(run), *BATCHES)
-    assert code == 0 and "data.split_images=true lets replicas encode one another's items (vision)" in said
-    code, said, _ = command("inspect-data", str(run), *BATCHES, "data.split_images=true")
-    assert code == 0 and "balancing cannot even that" in said and "split_images" not in said
+    assert code == 0 and "data.balance_encoders=true lets replicas encode items of one another (vision)" in said
+    code, said, _ = command("inspect-data", str(run), *BATCHES, "data.balance_encoders=true")
+    assert code == 0 and "balancing cannot fix that" in said and "balance_encoders" not in said
 
 
-def test_facts(run: Path, command: Command) -> None:
+def test_facts_are_written(run: Path, command: Command) -> None:
     code, said, error = command("inspect-data", str(run), *BATCHES, "--output", "facts.yaml")
-    assert code == 0 and "Written to facts.yaml." in said, error
-    facts = read_facts(Path("facts.yaml"))
+    assert code == 0 and "Wrote facts.yaml." in said, error
+    facts = read_data_statistics(Path("facts.yaml"))
     found = inspect_data(load_config(run, BATCHES))
     assert facts == found.facts
     assert facts.tokens == pytest.approx(np.mean([size.tokens for size in found.sizes]))
@@ -78,22 +79,22 @@ def test_facts(run: Path, command: Command) -> None:
     assert all(balanced.straggler[n] <= facts.straggler[n] for n in facts.straggler)
 
 
-def test_of_images_the_headers_are_enough(run: Path) -> None:
+def test_only_headers_of_images_are_read(run: Path) -> None:
     whole = inspect_data(load_config(run, BATCHES)).facts
     for file in (run.parent / "images").glob("*.png"):
         file.write_bytes(file.read_bytes()[:60])
     assert inspect_data(load_config(run, BATCHES)).facts == whole
 
 
-def test_some_samples(run: Path, command: Command) -> None:
+def test_samples_limits_the_inspection(run: Path, command: Command) -> None:
     code, said, _ = command("inspect-data", str(run), *BATCHES, "--samples", "10")
-    assert code == 0 and "33         10" in said
+    assert code == 0 and re.search(r"\b33 +10\b", said)
 
 
 def test_broken_samples_are_listed(run: Path, command: Command) -> None:
     names = break_rows(run.parent, "train.json")
     code, said, _ = command("inspect-data", str(run), *BATCHES)
-    assert code == 0 and "3 samples cannot be used:" in said
+    assert code == 0 and "3 samples are broken:" in said
     assert "silent.wav" in said and "missing.png" in said and len(names) == 3
 
 
@@ -109,12 +110,12 @@ def test_mistakes_end_in_a_message(run: Path, command: Command, overrides: list[
     assert code == 2 and told in said + error and "Traceback" not in said + error
 
 
-def test_an_output_that_cannot_be_written(run: Path, command: Command) -> None:
+def test_an_unwritable_output_is_refused(run: Path, command: Command) -> None:
     code, _, error = command("inspect-data", str(run), *BATCHES, "--output", "nowhere/facts.yaml")
     assert code == 2 and "nowhere/facts.yaml cannot be written" in error
 
 
-def test_another_task(run: Path, command: Command) -> None:
+def test_other_tasks_are_refused(run: Path, command: Command) -> None:
     other = {"model": {"factory": {"function": "torch.nn:Linear", "arguments": {"in_features": 2, "out_features": 2}}}}
     described = {**other, "data": {"train": "train.json"}}
     Path("other.yaml").write_text(json.dumps(described))

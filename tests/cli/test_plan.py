@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from cornstarch.cli.plan import parse_sizes
+from cornstarch.config.config_file import load_config
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Cluster
-from cornstarch.plan.facts import DataFacts, write_facts
-from cornstarch.train.costing import write_costs
-from cornstarch.train.planning import cost_of
-from cornstarch.train.source import load_config
+from cornstarch.plan.data_statistics import DataStatistics, write_data_statistics
+from cornstarch.planner import write_costs
+from cornstarch.planner.search_run import cost_of
 from tests.cli.small_runs import Command
 
 RUN = """\
@@ -56,11 +56,11 @@ def rows(out: str) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines if len(line) > 2 and line[0]}
 
 
-def test_the_best_plan_and_why_the_others_lost(run: Path, command: Command) -> None:
+def test_the_best_plan_is_explained(run: Path, command: Command) -> None:
     code, out, err = command("plan", run, "--cluster", "2x8xH100", "--top", 3)
     assert code == 0 and err == ""
     assert out.startswith("2x8xH100: 2 nodes of 8 × H100, 79.1 GiB each")
-    assert "seeing: 64 samples of 512 tokens a step, in bf16; costs of layers counted" in out
+    assert "seeing: 64 samples of 512 tokens per step, in bf16; layer costs estimated" in out
     found = rows(out)
     assert list(found) == ["best", "2", "3", "4"]
     assert all(found[name][1].startswith("+") or "as fast" in found[name][1] for name in ("2", "3", "4"))
@@ -77,13 +77,13 @@ def test_the_best_plan_and_why_the_others_lost(run: Path, command: Command) -> N
                      "-m cornstarch train {run} loop.batch_size=32 --plan plan.yaml"),
     ],
 )  # fmt: skip
-def test_the_command_that_is_told_trains_as_planned(run: Path, command: Command, cluster: str, expected: str) -> None:
+def test_the_printed_command_trains_as_planned(run: Path, command: Command, cluster: str, expected: str) -> None:
     code, out, _ = command("plan", run, "loop.batch_size=32", "--cluster", cluster, "--output", "plan.yaml", "--top", 0)
     assert code == 0 and out.splitlines()[-1] == f"plan.yaml: {expected.format(run=run)}"
     assert f"# To train with it: {expected.split(' -m')[0].split(' {run}')[0]}" in Path("plan.yaml").read_text()
 
 
-def test_the_file_is_one_that_train_and_layout_take(run: Path, command: Command, tmp_path: Path) -> None:
+def test_train_and_layout_accept_the_plan_file(run: Path, command: Command, tmp_path: Path) -> None:
     code, out, _ = command("plan", run, "loop.batch_size=32", "--cluster", "4xH100", "--output", "plan.yaml", "--quiet")
     assert code == 0 and len(out.splitlines()) == 1 and out.startswith("parallel: auto: vision ")
     planned = load_config(run, plan=tmp_path / "plan.yaml")
@@ -124,7 +124,7 @@ def test_sizes_are_doubled_or_listed(text: str, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["16..32", "gpus=", "nodes=2", "gpus=8..4", "gpus=0..4", "gpus=a"])
-def test_sizes_that_mean_nothing_are_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--what-if .*(expected|is more than)"):
         parse_sizes(text)
 
@@ -135,8 +135,8 @@ WRONG = [
     (["--cluster", "64xH100"], "write 8x8xH100"),
     (["--cluster", "none.yaml"], "none.yaml"),
     (["--cluster", "2xH100", "loop.batch_sise=3"], "Did you mean `batch_size`?"),
-    (["--cluster", "2xH100", "--nproc", "2"], "Give one of them"),
-    (["--cluster", "2xH100", "--costs", "a.yaml", "--facts", "b.yaml"], "Give one of them"),
+    (["--cluster", "2xH100", "--nproc", "2"], "Use one of them"),
+    (["--cluster", "2xH100", "--costs", "a.yaml", "--facts", "b.yaml"], "Use one of them"),
     (["--cluster", "2xH100", "--price", "-1"], "--price -1: expected dollars"),
     (["--cluster", "2xH100", "--output", "none/plan.yaml"], "there is no folder"),
     (["--cluster", "2xH100", "--facts", "none.yaml"], "none.yaml cannot be read"),
@@ -151,7 +151,7 @@ def test_mistakes_are_messages(arguments: list[str], said: str, run: Path, comma
     assert code == 2 and said in err and out == ""
 
 
-def test_mistakes_are_told_before_torch_is_imported(run: Path) -> None:
+def test_mistakes_are_reported_before_torch_is_imported(run: Path) -> None:
     code = (
         "import sys\nfrom cornstarch.cli.main import main\n"
         f"try: main(['plan', {str(run)!r}, '--cluster', '2x8xH1000'])\n"
@@ -161,7 +161,7 @@ def test_mistakes_are_told_before_torch_is_imported(run: Path) -> None:
     assert ran.stdout.strip() == "False", ran.stderr
 
 
-def test_an_impossible_request_names_the_smallest_cluster_that_would_do(
+def test_an_impossible_request_names_the_smallest_sufficient_cluster(
     run: Path, command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "tight.yaml").write_text(TIGHT % "40 MB")
@@ -177,7 +177,7 @@ def test_an_impossible_request_names_the_smallest_cluster_that_would_do(
     assert code == 0, err
 
 
-def test_measured_costs_are_used_instead_of_counting(run: Path, command: Command, tmp_path: Path) -> None:
+def test_measured_costs_replace_estimates(run: Path, command: Command, tmp_path: Path) -> None:
     machines = Cluster.parse("2xH100")
     counted = cost_of(load_config(run), machines)
     layers = {
@@ -186,8 +186,8 @@ def test_measured_costs_are_used_instead_of_counting(run: Path, command: Command
     slow = replace(counted, modules=tuple(replace(one, layers=layers[one.name]) for one in counted.modules))
     write_costs("costs.yaml", slow, "H100")
     code, out, _ = command("plan", run, "--cluster", "2xH100", "--costs", "costs.yaml", "--top", 0)
-    assert code == 0 and "costs of layers measured" in out
-    assert float(rows(out)["best"][0].split()[0]) > 5  # one portion on each device, and a second for each layer
+    assert code == 0 and "layer costs measured" in out
+    assert float(rows(out)["best"][0].split()[0]) > 5  # one microbatch on each device, and a second for each layer
     code, _, err = command("plan", run, "--cluster", "2xA100-80", "--costs", "costs.yaml")
     assert code == 2 and "H100" in err
     text = RUN.replace("    vision:\n", "    seen:\n")
@@ -196,15 +196,15 @@ def test_measured_costs_are_used_instead_of_counting(run: Path, command: Command
     assert code == 2 and "measured for vision, language_model; the run has seen, language_model" in err
 
 
-def test_what_the_data_is_like_counts(run: Path, command: Command) -> None:
+def test_facts_about_the_data_change_the_prediction(run: Path, command: Command) -> None:
     def step(*more: str) -> tuple[float, str]:
         code, out, _ = command("plan", run, "--cluster", "2xH100", "--top", 0, *more)
         assert code == 0
         figure, unit = rows(out)["best"][0].split()
         return float(figure) * {"ms": 1.0, "s": 1e3}[unit], out
 
-    facts = DataFacts(64, {"vision": 1}, {"vision": 5}, 64, {2: 1.25})
-    write_facts(Path("facts.yaml"), facts)
+    facts = DataStatistics(64, {"vision": 1}, {"vision": 5}, 64, {2: 1.25})
+    write_data_statistics(Path("facts.yaml"), facts)
     longest, _ = step()
     known, out = step("--facts", "facts.yaml")
     assert known < longest / 1.6  # an eighth of the tokens, and a quarter longer for the slowest of two
@@ -225,7 +225,7 @@ def test_a_narrow_terminal_cuts_no_figures(run: Path, command: Command, monkeypa
     assert code == 0 and "tokens/s" in out and "…" not in out
 
 
-def test_auto_is_no_plan_yet(run: Path, command: Command) -> None:
+def test_auto_is_not_a_plan_yet(run: Path, command: Command) -> None:
     (run.parent / "auto.yaml").write_text(RUN + "parallel: auto\n")
     (run.parent / "none.json").write_text("[]")
     here = "model.language_model.tokenizer=."

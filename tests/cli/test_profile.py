@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cornstarch.train.costing import read_costs
+from cornstarch.planner import read_costs
 from tests.cli.small_runs import Command
 from tests.cli.test_estimate import RUN
 
@@ -19,9 +19,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_costs_are_written(run: Path, tmp_path: Path, command: Command) -> None:
-    code, out, err = command("profile", run, "loop.accumulation=4", "--output", tmp_path / "costs.yaml")
+    code, out, err = command("profile", run, "loop.gradient_accumulation_steps=4", "--output", tmp_path / "costs.yaml")
     assert code == 0 and err == ""
-    assert "4 samples of 128 tokens at a time, in fp32, on cpu" in out.replace("\n", " ")
+    assert "microbatches of 4 samples of 128 tokens, in fp32, on cpu" in out.replace("\n", " ")
     found = read_costs(tmp_path / "costs.yaml")
     assert (found.samples, found.batch, len(found.modules[0].layers)) == (4, 16, 3)
     assert all(layer.forward > 0 for layer in found.modules[0].layers)

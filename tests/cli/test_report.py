@@ -12,10 +12,9 @@ from tests.report.fake_run import write_run
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a folder with one run; the other commands have tests of their own."""
+    """Work in a folder with one run."""
     write_run(tmp_path / "runs/demo", total=20)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command_line, "COMMANDS", ("report", "schema"))
 
 
 def run(*arguments: str) -> int:
@@ -40,7 +39,7 @@ def test_the_path_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ("runs/demo/samples", "has no metrics.jsonl"),
     ],
 )
-def test_what_is_no_run(folder: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(folder: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder) == 2
     error = capsys.readouterr().err
     assert error.startswith("ConfigError: ") and said in error and "Traceback" not in error

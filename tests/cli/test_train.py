@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from cornstarch.checkpoint.weights import open_checkpoint
 from cornstarch.cli.main import main
 from cornstarch.train import load_config
-from cornstarch.train.weights import checkpoint_of
 from tests.cli.small_runs import AUDIO, Command, break_rows, record, summary, write_config
 from tests.cli.started import Started, start
-from tests.train.tiny import losses, tiny_config
+from tests.trainer.tiny import losses, tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +68,7 @@ def test_from_a_config_to_a_report(tmp_path: Path) -> None:
         "vision projector",
         "25 samples",
         "step 5/5  loss ",
-        "exchanged between samples",
+        "shuffled between samples",
         "report: new/report",
     ):
         assert text in ended.stdout
@@ -124,7 +124,7 @@ def send(run: Started, number: signal.Signals, gate: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_stopped_run_is_saved_and_the_same_command_goes_on(
+def test_a_stopped_run_is_saved_and_resumes_bit_equal(
     gated: Path, finished: Path, number: signal.Signals, code: int
 ) -> None:
     run = start_and_wait(gated)
@@ -132,13 +132,13 @@ def test_a_stopped_run_is_saved_and_the_same_command_goes_on(
     (gated / "gate").unlink()
     ended, said = run.ended()
     assert ended == code and "Traceback" not in said
-    told = re.search(r"stopped and saved at step (\d); the same command goes on", said)
+    told = re.search(r"stopped and saved at step (\d); the same command resumes", said)
     assert told is not None and steps(gated / "run") == [int(told[1])]
     assert int(told[1]) in (2, 3)  # what waited is the third step's data
     assert summary(gated / "run")["status"] == "stopped"
     assert (gated / "run/report.html").exists()
     again, said = start("train", "run.yaml", folder=gated).ended()
-    assert again == 0 and f"goes on after step {told[1]}" in said
+    assert again == 0 and f"resumes after step {told[1]}" in said
     events = [line["event"] for line in record(gated / "run", "event")]
     assert events == ["saved", "stopped", "resumed", "saved", "finished"]
     assert losses(gated / "run") == losses(finished / "run")  # to the last bit
@@ -176,15 +176,15 @@ def test_a_changed_config_ends_with_the_difference(copied: Path, command: Comman
     assert {path: path.read_bytes() for path in (copied / "run").rglob("*") if path.is_file()} == before
 
 
-def test_changes_that_are_allowed(copied: Path, command: Command) -> None:
+def test_allowed_changes_resume_the_run(copied: Path, command: Command) -> None:
     code, said, _ = command("train", "run.yaml", "output=run", "loop.steps=8", "--allow-changes")
     assert code == 0
-    assert "Changed since the checkpoint: loop.steps: 6 → 8" in said and "goes on after step 6" in said
+    assert "Changed since the checkpoint: loop.steps: 6 → 8" in said and "resumes after step 6" in said
     assert list(losses(copied / "run")) == list(range(1, 9))
     assert load_config(copied / "run/config.yaml").loop.steps == 8
 
 
-def test_a_restart_sets_the_earlier_run_aside(copied: Path, command: Command) -> None:
+def test_a_restart_moves_the_earlier_run_aside(copied: Path, command: Command) -> None:
     for number in (1, 2):
         code, said, _ = command("train", "run.yaml", "output=run", f"loop.steps={number}", "--restart")
         assert code == 0 and f"run.old-{number}" in said
@@ -203,7 +203,7 @@ def test_a_restart_leaves_other_folders_alone(folder: Path, command: Command) ->
     assert code == 2 and "the folder that you are in" in error
 
 
-def test_a_run_goes_on_after_its_checkpoints_were_damaged(copied: Path, command: Command) -> None:
+def test_damaged_checkpoints_are_refused(copied: Path, command: Command) -> None:
     file = next((copied / "run/checkpoints").glob("step_*/tensors*"))
     file.write_bytes(file.read_bytes()[:-1])
     code, _, error = command("train", "run.yaml", "output=run")
@@ -220,13 +220,13 @@ MISTAKES = [
     (["train", "run.yaml", "data.train=void.json"], "The file is empty."),
     (["train", "run.yaml", "model.language_model.tokenizer=./none"], "There is no such folder"),
     (["train", "run.yaml", "loop.batch_size=0"], "loop.batch_size = 0"),
-    (["train", "run.yaml", "loop.batch_size=6", "loop.accumulation=4"], "no multiple"),
+    (["train", "run.yaml", "loop.batch_size=6", "loop.gradient_accumulation_steps=4"], "no multiple"),
     (["train", "run.yaml", "output=train.json"], "train.json is a file"),
     (["train", "loop.stepz=3"], "Did you mean `steps`?"),  # of the demo
 ]
 
 
-def test_mistakes_are_told_before_torch_is_imported(folder: Path) -> None:
+def test_mistakes_are_reported_before_torch_is_imported(folder: Path) -> None:
     (folder / "void.json").touch()
     code = (
         "import contextlib, io, json, sys\nfrom cornstarch.cli.main import main\nsaid = []\n"
@@ -259,7 +259,7 @@ def test_mistakes_are_told_before_torch_is_imported(folder: Path) -> None:
         ({}, ["logging.to=[wandb]"], "wandb"),
     ],
 )
-def test_what_cannot_be_trained_is_told(
+def test_runs_that_cannot_train_are_refused(
     folder: Path, command: Command, files: dict[str, str], overrides: list[str], message: str
 ) -> None:
     for name, text in files.items():
@@ -269,7 +269,7 @@ def test_what_cannot_be_trained_is_told(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_told(folder: Path, command: Command) -> None:
+def test_a_folder_without_permission_is_refused(folder: Path, command: Command) -> None:
     (folder / "closed").mkdir(mode=0o500)
     code, _, error = command("train", "run.yaml", "output=closed/run")
     assert code == 2 and "no permission" in error
@@ -289,10 +289,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_broken_media_are_left_out_counted_and_listed(broken: Path, tmp_path: Path, command: Command) -> None:
+def test_broken_media_are_skipped_counted_and_listed(broken: Path, tmp_path: Path, command: Command) -> None:
     code, said, _ = command("train", broken / "run.yaml", f"output={tmp_path / 'run'}", "logging.progress=lines")
     assert code == 0
-    told = re.findall(r"left out: train.json:(\d+): .*?(cut.jpg|silent.wav|missing.png) (.*)", said)
+    told = re.findall(r"skipped: train.json:(\d+): .*?(cut.jpg|silent.wav|missing.png) (.*)", said)
     assert sorted((number, name) for number, name, _ in told) == [
         ("34", "cut.jpg"), ("35", "silent.wav"), ("36", "missing.png"),
     ]  # fmt: skip
@@ -301,7 +301,7 @@ def test_broken_media_are_left_out_counted_and_listed(broken: Path, tmp_path: Pa
     assert summary(tmp_path / "run")["step"] == 9  # all 36 rows in batches of 4
 
 
-def test_too_much_that_is_broken_stops_the_run(broken: Path, tmp_path: Path, command: Command) -> None:
+def test_too_many_broken_samples_stop_the_run(broken: Path, tmp_path: Path, command: Command) -> None:
     code, _, error = command("train", broken / "run.yaml", f"output={tmp_path / 'run'}", "data.skip_limit=0.02")
     assert code == 2
     assert re.search(r"(1|2|3) of \d+ samples are broken, more than `data.skip_limit` = 0.02 allows", error)
@@ -312,17 +312,17 @@ def test_too_much_that_is_broken_stops_the_run(broken: Path, tmp_path: Path, com
 # ------------------------------------------------------------------------------------------------ a full disk
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_it(folder: Path) -> None:
+def test_a_full_disk_keeps_the_earlier_checkpoint(folder: Path) -> None:
     """What a limit on the size of files makes of writing is what a full disk does: an error in the middle."""
     assert start("train", "run.yaml", "checkpoint.every=3", "loop.steps=3", folder=folder).ended()[0] == 0
     arguments = ["train", "run.yaml", "checkpoint.every=1", "loop.steps=6", "--allow-changes"]
     code, said = start(*arguments, folder=folder, largest_file=20_000).ended()
     assert code == 2 and "Traceback" not in said
     assert "The checkpoint of step 4 could not be saved" in said and "What was saved before is untouched" in said
-    checkpoint = checkpoint_of(folder / "run", "last")
+    checkpoint = open_checkpoint(folder / "run", "last")
     checkpoint.verify()
     assert checkpoint.step == 3 and steps(folder / "run") == [3]
     assert not list((folder / "run/checkpoints").glob("*.tmp.*"))
     code, said = start(*arguments, folder=folder).ended()
-    assert code == 0 and "goes on after step 3" in said
+    assert code == 0 and "resumes after step 3" in said
     assert list(losses(folder / "run")) == [1, 2, 3, 4, 5, 6]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from cornstarch.cli import main as command_line
-from cornstarch.train.source import dump_config
+from cornstarch.config.config_file import dump_config
 from tests import warm
-from tests.train.tiny import tiny_config
+from tests.trainer.tiny import tiny_config
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Return a function that runs `cornstarch verify` in a folder with a run; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command_line, "COMMANDS", ("verify", "schema"))
     Path("run.yaml").write_text(dump_config(tiny_config(tmp_path)))
 
     def run_command(*arguments: str) -> tuple[int, str, str]:
@@ -36,28 +35,28 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     return run_command
 
 
-def test_a_plan_that_is_right(run: Run) -> None:
+def test_a_correct_tensor_parallel_plan_passes(run: Run) -> None:
     code, out, _ = run("parallel.modules.model.tp=2", "--nproc", "2")
     assert code == 0
     assert "A tiny twin of the model, 2 processes against one:" in out
     assert [line.split("  ")[0] for line in out.splitlines() if "e-" in line] == [
         "vision encoder", "vision projector", "language model", "loss",
     ]  # fmt: skip
-    assert out.endswith("The plan does what one process does.\n")
+    assert out.endswith("The plan computes the same as one process.\n")
     assert not Path("run").exists()  # the run's own folder is left alone
 
 
-def test_a_pipeline_that_is_right(run: Run) -> None:
+def test_a_correct_pipeline_passes(run: Run) -> None:
     code, out, _ = run("parallel.modules.model.stages=2", "--nproc", "2")
     assert code == 0
     assert [line.split("  ")[0] for line in out.splitlines() if "e-" in line or " 0" in line][-1] == "loss"
-    assert out.endswith("The plan does what one process does.\n")
+    assert out.endswith("The plan computes the same as one process.\n")
 
 
-def test_a_process_of_a_trial_starts_by_itself(tmp_path: Path) -> None:
+def test_a_trial_process_starts_in_a_fresh_interpreter(tmp_path: Path) -> None:
     """As users have it: with an interpreter that has imported nothing yet."""
     ran = subprocess.run(
-        [sys.executable, "-m", "cornstarch.train.verification", "nowhere.yaml", "record"],
+        [sys.executable, "-m", "cornstarch.trainer.trial", "nowhere.yaml", "record"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -76,7 +75,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "said"), WRONG)
-def test_mistakes_are_told_before_anything_starts(run: Run, arguments: list[str], said: str) -> None:
+def test_mistakes_are_reported_before_anything_starts(run: Run, arguments: list[str], said: str) -> None:
     code, out, err = run(*arguments)
     assert code == 2 and said in err and out == ""
 

@@ -17,15 +17,16 @@ import yaml
 from PIL import Image
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from cornstarch.config import RunConfig
+from cornstarch.config.config_file import dump_config, load_config
+from cornstarch.data import ChatCollator, EpochOrder, StepLoader, open_sources
 from cornstarch.demo import CONFIG, TOKENIZER, demo_config, digits, parity, speakers, write_demo
 from cornstarch.demo.__main__ import main
 from cornstarch.demo.samples import DATA, NUMBERS
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.train.build import build_model, build_processor
-from cornstarch.train.config import RunConfig
-from cornstarch.train.data import ChatCollator, EpochOrder, StepLoader, open_sources
-from cornstarch.train.source import dump_config, load_config
+from cornstarch.tasks.build_model import build_model
+from cornstarch.tasks.processors import build_processor
 
 LICENSES = CONFIG.parent / "DATA_LICENSES.md"
 SOURCES = {"digits": digits, "parity": parity, "speakers": speakers}
@@ -42,7 +43,7 @@ def answer(row: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------ data
 
 
-def test_every_file_of_data_has_its_licence() -> None:
+def test_every_data_file_has_a_licence() -> None:
     stated = LICENSES.read_text(encoding="utf-8")
     for file in DATA.iterdir():
         assert f"`data/{file.name}`" in stated
@@ -83,7 +84,7 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
         assert np.array_equal(stored["digits"], source.target)
 
 
-def test_images_and_their_answers() -> None:
+def test_images_have_the_expected_answers() -> None:
     train, test = digits("train"), digits("test")
     assert (len(train), len(test)) == (1437, 360)
     assert {question(row) for row in train + test} == {"which digit is <image> ?"}
@@ -97,13 +98,13 @@ def test_images_and_their_answers() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_even_and_odd_are_asked_of_the_same_images(split: str) -> None:
+def test_parity_uses_the_same_images(split: str) -> None:
     for digit, row in zip(digits(split), parity(split), strict=True):
         assert np.array_equal(digit["image"], row["image"])
         assert answer(row) == ("even", "odd")[NUMBERS.index(answer(digit)) % 2]
 
 
-def test_sounds_and_their_speakers() -> None:
+def test_sounds_have_the_expected_speakers() -> None:
     train, test = speakers("train"), speakers("test")
     assert {question(row) for row in train + test} == {"who says <audio> ?"}
     # What the repository says about the data set.
@@ -141,7 +142,7 @@ def built(config: RunConfig) -> tuple[MultimodalModel, ChatCollator]:
     return model, ChatCollator(build_processor(config.model, model), config.data)
 
 
-def test_the_description_is_an_ordinary_one(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_config_round_trips_as_yaml(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert demo_config() == config
     (tmp_path / "again.yaml").write_text(dump_config(config))
@@ -151,7 +152,7 @@ def test_the_description_is_an_ordinary_one(config: RunConfig, tmp_path: Path, m
         demo_config(["loop.stepz=7"])
 
 
-def test_the_model_is_small_and_fits_its_words(config: RunConfig, built: tuple[MultimodalModel, ChatCollator]) -> None:
+def test_model_is_small_and_fits_its_vocabulary(config: RunConfig, built: tuple[MultimodalModel, ChatCollator]) -> None:
     model, collator = built
     assert 150_000 < sum(p.numel() for p in model.parameters()) < 300_000
     assert isinstance(model.audio_encoder.module, WhisperEncoder)
@@ -200,7 +201,7 @@ def test_a_few_steps_lower_the_loss(config: RunConfig) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.learning_rate)
     losses = []
     for _, step in zip(range(15), loader, strict=False):
-        loss = model(**step.portions[0].inputs).loss
+        loss = model(**step.microbatches[0].inputs).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -229,7 +230,7 @@ def test_the_examples_are_held_out_samples(tmp_path: Path) -> None:
     assert yaml.safe_load((folder / "demo.yaml").read_text())["name"] == "demo"
 
 
-def test_nothing_is_replaced(tmp_path: Path) -> None:
+def test_existing_files_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "demo.yaml").write_text("mine")
     with pytest.raises(ConfigError, match="has demo.yaml already"):
         write_demo(tmp_path)
@@ -239,7 +240,7 @@ def test_nothing_is_replaced(tmp_path: Path) -> None:
         write_demo(tmp_path / "file" / "below")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_writes_and_rejects(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "digit.png" in said and "should give" in said and "cornstarch generate" in said
@@ -247,7 +248,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "already" in capsys.readouterr().err
 
 
-def test_it_can_be_described_without_torch() -> None:
+def test_demo_config_does_not_import_torch() -> None:
     code = "import sys, cornstarch.demo as d; d.demo_config(); d.speakers('test'); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONFIG.parents[2])
     assert ran.stdout.strip() == "False", ran.stderr

@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import WhisperConfig, WhisperModel
 
+from cornstarch.config import EncoderConfig
+from cornstarch.data.collate import ChatCollator
+from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
-from cornstarch.train.build import item_processor
-from cornstarch.train.config import EncoderConfig
-from cornstarch.train.data.collate import ChatCollator
-from cornstarch.train.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.tasks.processors import load_item_processor
+from tests.data.small_data import data_config, processor_for, tone, wav
 from tests.models.local_processors import sound, tokenizer
-from tests.train.data.small_data import data_config, processor_for, tone, wav
 from tests.zoo import LANGUAGE_MODELS
 
 SIZE, FRAMES = 3, 8
@@ -52,7 +52,7 @@ def composed() -> tuple[MultimodalProcessor, MultimodalModel]:
 @pytest.mark.parametrize(
     ("mean", "std"), [(None, None), (0.5, None), (None, 2.0), ([1.0, -2.0, 0.5], [0.5, 2.0, 3.0]), (0, 1)]
 )
-def test_features_are_normalised_filled_up_and_turned(mean: Any, std: Any) -> None:
+def test_features_are_normalised_padded_and_transposed(mean: Any, std: Any) -> None:
     given = noise(5)
     expected = np.zeros((SIZE, FRAMES), np.float32)
     for frame in range(5):
@@ -75,7 +75,7 @@ def test_features_are_normalised_filled_up_and_turned(mean: Any, std: Any) -> No
     ],
     ids=["list", "list per sample", "one array", "a tensor"],
 )
-def test_however_several_sounds_are_given(given: Any) -> None:
+def test_batches_of_sounds_may_be_lists_arrays_or_tensors(given: Any) -> None:
     each = [extractor()(noise(4, seed=seed), return_tensors="np")["input_features"] for seed in (1, 2)]
     assert np.array_equal(extractor()(given, return_tensors="np")["input_features"], np.concatenate(each))
 
@@ -93,7 +93,7 @@ def test_however_several_sounds_are_given(given: Any) -> None:
     ],
     ids=["a wave", "other features", "too long", "empty", "not finite", "texts", "nothing"],
 )
-def test_what_is_no_sound_of_features_is_refused(given: Any, message: str) -> None:
+def test_malformed_features_raise_config_error(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         extractor()(given)
 
@@ -111,12 +111,12 @@ def test_what_is_no_sound_of_features_is_refused(given: Any, message: str) -> No
         ({"means": 1.0}, "no setting 'means' .did you mean 'mean'"),
     ],
 )
-def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
+def test_wrong_settings_raise_config_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         extractor(**options)
 
 
-def test_stored_and_loaded_again(tmp_path: Path) -> None:
+def test_extractor_survives_saving_and_loading(tmp_path: Path) -> None:
     made = extractor(mean=[1.0, -2.0, 0.5], std=3.0)
     made.save_pretrained(tmp_path)
     loaded = PrecomputedFeatureExtractor.from_pretrained(tmp_path)
@@ -132,7 +132,7 @@ def test_stored_and_loaded_again(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ beside the model
 
 
-def test_with_the_processor_and_the_model(tmp_path: Path) -> None:
+def test_extractor_works_with_processor_and_model(tmp_path: Path) -> None:
     processor, model = composed()
     sounds = [noise(5, seed=1), noise(8, seed=2), noise(1, seed=3)]
     texts = ["a <audio> and <audio>", "the <audio>"]
@@ -152,19 +152,19 @@ def test_with_the_processor_and_the_model(tmp_path: Path) -> None:
     assert all(torch.equal(again[key], batch[key]) for key in batch)
 
 
-def test_a_description_finds_it(tmp_path: Path) -> None:
+def test_config_builds_the_extractor(tmp_path: Path) -> None:
     def described(**options: Any) -> EncoderConfig:
         return EncoderConfig.model_validate({"config": {"model_type": "whisper"}, **options})
 
     settings = {"class_name": "PrecomputedFeatureExtractor", "feature_size": SIZE, "max_frames": FRAMES}
-    found = item_processor("model.encoders.audio", described(processor_config=settings))
+    found = load_item_processor("model.encoders.audio", described(processor_config=settings))
     assert isinstance(found, PrecomputedFeatureExtractor) and found.feature_size == SIZE
     found.save_pretrained(tmp_path)
-    loaded = item_processor("model.encoders.audio", described(processor=str(tmp_path)))
+    loaded = load_item_processor("model.encoders.audio", described(processor=str(tmp_path)))
     assert loaded.to_dict() == found.to_dict()
     del settings["max_frames"]
     with pytest.raises(ConfigError, match=r"model.encoders.audio.processor_config: .*max_frames"):
-        item_processor("model.encoders.audio", described(processor_config=settings))
+        load_item_processor("model.encoders.audio", described(processor_config=settings))
 
 
 # ------------------------------------------------------------------------------------------------ beside data
@@ -174,7 +174,7 @@ def asked(source: Any) -> Sample:
     return Sample("row 1", (Message("user", ("the ", Media("audio", source))), Message("assistant", ("cat",))))
 
 
-def test_samples_with_features(tmp_path: Path) -> None:
+def test_samples_may_have_features(tmp_path: Path) -> None:
     processor, model = composed()
     collator = ChatCollator(processor, data_config("unused"))
     features = noise(5)
@@ -188,7 +188,7 @@ def test_samples_with_features(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("too_long", ["skip", "cut"])
-def test_more_frames_than_the_encoder_takes(too_long: str) -> None:
+def test_too_many_frames_are_rejected(too_long: str) -> None:
     processor, _ = composed()
     collator = ChatCollator(processor, data_config("unused", too_long=too_long))
     features = noise(FRAMES + 1)
@@ -200,7 +200,7 @@ def test_more_frames_than_the_encoder_takes(too_long: str) -> None:
         assert np.array_equal(found[0].numpy(), features[:FRAMES].T.astype(np.float32))
 
 
-def test_waves_and_features_are_not_mixed_up(tmp_path: Path) -> None:
+def test_waves_and_features_are_distinguished(tmp_path: Path) -> None:
     processor, _ = composed()
     for_features = ChatCollator(processor, data_config("unused"))
     for_waves = ChatCollator(processor_for(audio="whisper")[0], data_config("unused"))

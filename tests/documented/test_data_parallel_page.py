@@ -35,7 +35,7 @@ def expected(hub: dict[str, str]) -> Callable[[str], page.Result]:
 
 @pytest.mark.parametrize("trained", page.TRAINED)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_way_trains_as_one_process_does(
+def test_each_documented_setup_trains_like_one_process(
     hub: dict[str, str],
     expected: Callable[[str], page.Result],
     way: Callable[[dict[str, str], str], page.Result],

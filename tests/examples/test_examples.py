@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from cornstarch import MultimodalModel, MultimodalProcessor
+from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.weights import open_checkpoint
 from cornstarch.cli import main as command_line
+from cornstarch.data.formats import open_sources
 from cornstarch.train import Trainer, load_config, load_run
-from cornstarch.train.data.formats import open_sources
-from cornstarch.train.state import named_parameters
-from cornstarch.train.weights import checkpoint_of
 from tests.examples import small_world as world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_names_of_the_hub_are_not_looked_for_here(
     cornstarch: Cornstarch, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    assert "is right" in cornstarch("validate", example(f"{name}/run.yaml")).replace("\n", " ")
+    assert "is valid" in cornstarch("validate", example(f"{name}/run.yaml")).replace("\n", " ")
 
 
 def test_a_run_to_begin_with_must_be_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def example(name: str) -> str:
 # ---------------------------------------------------------------------------------------------------- images and sounds
 
 
-FEW = ("loop.batch_size=16", "loop.accumulation=2", "data.workers=0")
+FEW = ("loop.batch_size=16", "loop.gradient_accumulation_steps=2", "data.workers=0")
 
 
 def test_llava_in_two_stages(here: Path, cornstarch: Cornstarch, language_model: Path) -> None:
@@ -138,7 +138,7 @@ def test_llava_in_two_stages(here: Path, cornstarch: Cornstarch, language_model:
     check_run(first, falls_to=0.3, accuracy=0.9)
     (exchanged,) = lines(first, "shuffled")
     assert exchanged["accuracy"] < 0.5  # it looks
-    with checkpoint_of(first).tensors() as tensors:
+    with open_checkpoint(first).tensors() as tensors:
         learned = {name.removeprefix("parameters/"): tensors[name] for name in tensors if name.startswith("parameters")}
     assert learned and all(name.startswith("vision_encoder.projector.") for name in learned)
 
@@ -183,7 +183,7 @@ def test_lora_vlm_and_its_export(here: Path, cornstarch: Cornstarch, language_mo
     texts = ["user: <vision> what colour is it ? assistant: it was"] * len(images)
     batch = processor(text=texts, images=images, return_tensors="pt")
     with torch.no_grad():
-        with loaded.placement.computing():
+        with loaded.placement.forward_context():
             mine, theirs = loaded.task.model(**batch).logits.float(), exported(**batch).logits.float()
         torch.testing.assert_close(theirs, mine, rtol=0, atol=0.03 * mine.abs().max().item())  # bf16
         colours = [processor.llm_tokenizer.decode(word) for word in theirs[:, -2].argmax(-1)]  # the last one is </s>
@@ -225,7 +225,7 @@ def test_t5_summarization(here: Path, cornstarch: Cornstarch) -> None:
     # A saved dataset has no configurations; the one on the hub has.
     local = [f"data.{name}.0.arguments.name=null" for name in ("train", "evaluation")]
 
-    few = ("loop.batch_size=32", "loop.accumulation=1", "loop.epochs=10", "data.workers=0")
+    few = ("loop.batch_size=32", "loop.gradient_accumulation_steps=1", "loop.epochs=10", "data.workers=0")
     cornstarch("train", example("t5_summarization/run.yaml"), *local, *few, "optimizer.learning_rate=1e-2")
     run = here / "runs/t5-summarization"
     check_run(run, falls_to=0.3, accuracy=0.9)

@@ -6,11 +6,18 @@ import pytest
 
 from cornstarch.errors import ConfigError
 from cornstarch.explain import TOPICS, Story, explain
-from cornstarch.explain.collectives import Ring, example
-from cornstarch.explain.context import HEAD_WIDTH, HEADS_PER_RANK, exchanged, ring_story, shared_out, ulysses_story
-from cornstarch.explain.holdings import Sharing, resting, with_parts
-from cornstarch.explain.pipelines import POLICY_OF, VIRTUAL, bubble_by_formula
-from cornstarch.explain.tensor import Layer, added
+from cornstarch.explain.collectives import RingSimulation, build_example
+from cornstarch.explain.context_parallel import (
+    HEAD_WIDTH,
+    HEADS_PER_RANK,
+    build_ring,
+    build_ulysses,
+    distribute_tokens,
+    exchange_pieces,
+)
+from cornstarch.explain.data_parallel import ShardedModel
+from cornstarch.explain.pipeline_schedules import POLICY_OF, VIRTUAL, compute_bubble
+from cornstarch.explain.tensor_parallel import FeedForward, sum_vectors
 from cornstarch.plan import DataPlan
 from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from cornstarch.plan.memory import textbook
@@ -28,7 +35,7 @@ def test_every_story_is_complete(topic: str) -> None:
     assert ranks == TOPICS[topic].sizes["ranks"]
     for step in story.steps:
         assert len(step.rows) == ranks and len(step.sent) in (0, ranks)
-        assert step.title and step.says.endswith(".") and step.says[0].isupper()
+        assert step.title and step.description.endswith(".") and step.description[0].isupper()
         for row in step.rows:
             boxes = sorted(row.boxes, key=lambda box: box.start)
             assert all(box.start < box.end for box in boxes)
@@ -38,7 +45,7 @@ def test_every_story_is_complete(topic: str) -> None:
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("topic", TOPICS)
-def test_what_is_counted_is_what_the_formula_says(topic: str, ranks: int) -> None:
+def test_counted_values_equal_the_formulas(topic: str, ranks: int) -> None:
     sizes = {"parameters": 64 * ranks * ranks} if "parameters" in TOPICS[topic].sizes else {}
     story = explain(topic, ranks=ranks, **sizes)
     for formula in story.formulas:
@@ -53,26 +60,26 @@ def results(story: Story) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_ring_sums_and_shares(ranks: int) -> None:
-    lists = example(ranks, 2 * ranks)
+def test_ring_reduces_and_gathers(ranks: int) -> None:
+    lists = build_example(ranks, 2 * ranks)
     sums = [[sum(own[chunk][at] for own in lists) for at in range(2)] for chunk in range(ranks)]
-    ring = Ring([[*own] for own in lists])
+    ring = RingSimulation([[*own] for own in lists])
     sent = [0] * ranks
     for number in range(ranks - 1):
         for message in ring.reduce_round(number):
             sent[message.source] += message.bytes
     assert sent == [reduce_scatter_bytes(8 * ranks, ranks)] * ranks
     for rank in range(ranks):  # one finished chunk each, and nothing else
-        assert [chunk for chunk in range(ranks) if ring.held[rank][chunk] is not None] == [(rank + 1) % ranks]
-        assert ring.held[rank][(rank + 1) % ranks] == sums[(rank + 1) % ranks]
+        assert [chunk for chunk in range(ranks) if ring.chunks[rank][chunk] is not None] == [(rank + 1) % ranks]
+        assert ring.chunks[rank][(rank + 1) % ranks] == sums[(rank + 1) % ranks]
     for number in range(ranks - 1):
         for message in ring.gather_round(number, first=1):
             sent[message.source] += message.bytes
-    assert ring.held == [sums] * ranks
+    assert ring.chunks == [sums] * ranks
     assert sent == [all_reduce_bytes(8 * ranks, ranks)] * ranks
 
 
-def test_the_numbers_of_the_picture_are_those_of_the_ring() -> None:
+def test_boxes_show_the_numbers_of_the_ring() -> None:
     assert results(explain("allreduce")) == [["1111 2222", "3333 4444", "5555 6666", "7777 8888"]] * 4
     assert results(explain("allgather")) == [["1 2", "30 40", "500 600", "7000 8000"]] * 4
     reduced = results(explain("reducescatter"))
@@ -84,7 +91,7 @@ def test_the_numbers_of_the_picture_are_those_of_the_ring() -> None:
     ("topic", "formula"),
     [("allreduce", all_reduce_bytes), ("allgather", all_gather_bytes), ("reducescatter", reduce_scatter_bytes)],
 )
-def test_bytes_of_collectives(topic: str, formula) -> None:
+def test_bytes_of_collectives_equal_the_planner_s(topic: str, formula) -> None:
     for ranks, elements in ((2, 2), (3, 12), (4, 4096), (8, 64)):
         story = explain(topic, ranks=ranks, elements=elements)
         assert story.sent == (formula(4 * elements, ranks),) * ranks
@@ -100,18 +107,18 @@ KINDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_boxes_weigh_what_the_kind_holds(kind: str, ranks: int) -> None:
+def test_bytes_of_a_state_equal_the_planner_s(kind: str, ranks: int) -> None:
     for parameters in (ranks * ranks * 100, 1009):  # evenly, and with padding
-        sharing = Sharing(DataPlan(kind), parameters, ranks)  # type: ignore[arg-type]
-        start = resting(sharing)
-        after = with_parts(start, gradients="whole" if kind in ("ddp", "zero1") else "slice")
+        model = ShardedModel(DataPlan(kind), parameters, ranks)  # type: ignore[arg-type]
+        start = model.build_resting_state()
+        after = start.replace(gradients="whole" if kind in ("ddp", "zero1") else "slice")
         for rank in range(ranks):
-            memory = sharing.memory(rank)
-            assert sharing.held(rank, after) == memory.held
-            assert sharing.held(rank, start) == memory.held - memory.gradients
+            memory = model.memory(rank)
+            assert model.count_bytes(rank, after) == memory.persistent
+            assert model.count_bytes(rank, start) == memory.persistent - memory.gradients
 
 
-def test_held_bytes_are_the_textbook_s() -> None:
+def test_memory_equals_the_textbook_s() -> None:
     shares = textbook(400, 4, weight=4, gradient=4, states=8)
     for topic, kind in (("ddp", "ddp"), ("zero1", "zero1"), ("zero3", "zero3"), ("fsdp", "zero3")):
         held = explain(topic, ranks=4, parameters=400).formulas[1]
@@ -119,14 +126,14 @@ def test_held_bytes_are_the_textbook_s() -> None:
 
 
 @pytest.mark.parametrize(("topic", "passes"), [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp", 3)])
-def test_bytes_of_data_parallelism(topic: str, passes: int) -> None:
+def test_bytes_of_data_parallelism_equal_the_formula(topic: str, passes: int) -> None:
     story = explain(topic, ranks=4, parameters=1000)
     assert story.sent == pytest.approx((passes * 3 / 4 * 4000,) * 4)
 
 
-def test_what_a_step_has_brought_is_marked() -> None:
+def test_new_boxes_of_a_step_are_marked() -> None:
     """Layers come one by one, and what is freed is nothing new."""
-    brought = [{box.said for row in step.rows for box in row.boxes if box.fresh} for step in explain("fsdp").steps]
+    brought = [{box.tooltip for row in step.rows for box in row.boxes if box.fresh} for step in explain("fsdp").steps]
     own = "from this rank's samples only"
     assert brought[:2] == [set(), {"parameters of layer 0: whole for a moment"}]
     assert brought[5] == set()
@@ -140,42 +147,44 @@ def test_what_a_step_has_brought_is_marked() -> None:
 
 
 @pytest.mark.parametrize(("hidden", "ranks"), [(4, 2), (8, 4), (6, 3), (16, 8)])
-def test_a_layer_that_is_cut_computes_the_same(hidden: int, ranks: int) -> None:
-    whole = Layer.example(hidden)
-    shares = whole.cut(ranks)
+def test_sharded_layer_computes_the_same(hidden: int, ranks: int) -> None:
+    whole = FeedForward.build_example(hidden)
+    shards = whole.split(ranks)
     x, ones = [1, 2], [1, 1]
-    assert sum((share.hidden(x) for share in shares), []) == whole.hidden(x)
-    assert 0 in whole.hidden(x) and any(whole.hidden(x))  # the relu has something to do
-    assert added([share.output(x) for share in shares]) == whole.output(x)
-    assert added([share.gradient_of_input(x, ones) for share in shares]) == whole.gradient_of_input(x, ones)
-    by_difference = [sum(whole.output([1001, 2002])) - sum(whole.output([1000, 2000]))]
-    assert by_difference[0] == sum(g * d for g, d in zip(whole.gradient_of_input(x, ones), [1, 2], strict=True))
+    assert sum((shard.compute_hidden(x) for shard in shards), []) == whole.compute_hidden(x)
+    assert 0 in whole.compute_hidden(x) and any(whole.compute_hidden(x))  # the relu has something to do
+    assert sum_vectors([shard.compute_output(x) for shard in shards]) == whole.compute_output(x)
+    assert sum_vectors([shard.compute_input_gradient(x, ones) for shard in shards]) == whole.compute_input_gradient(
+        x, ones
+    )
+    by_difference = [sum(whole.compute_output([1001, 2002])) - sum(whole.compute_output([1000, 2000]))]
+    assert by_difference[0] == sum(g * d for g, d in zip(whole.compute_input_gradient(x, ones), [1, 2], strict=True))
 
 
-def test_bytes_of_tensor_parallelism() -> None:
+def test_bytes_of_tensor_parallelism_equal_the_formula() -> None:
     story = explain("tp", ranks=4, elements=8)
     assert story.sent == (2 * all_reduce_bytes(8, 4),) * 4  # two numbers of four bytes, forth and back
     assert [step.title for step in story.steps if step.sent] == ["All-reduce", "All-reduce of the gradient"]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])
-def test_an_all_to_all_turns_tokens_into_heads_and_back(ranks: int) -> None:
+def test_all_to_all_exchanges_tokens_for_heads_and_back(ranks: int) -> None:
     before = [[(rank, head) for head in range(ranks)] for rank in range(ranks)]
-    turned, sent = exchanged(before, ranks, by_heads=True)
+    turned, sent = exchange_pieces(before, ranks, by_heads=True)
     assert turned == [[(share, rank) for share in range(ranks)] for rank in range(ranks)]
     assert [len(own) for own in sent] == [ranks - 1] * ranks
-    assert exchanged(turned, ranks, by_heads=False)[0] == before
+    assert exchange_pieces(turned, ranks, by_heads=False)[0] == before
     size = 3 * (HEADS_PER_RANK * ranks) * HEAD_WIDTH * 4  # three tokens of each rank
-    assert ulysses_story(ranks, 3 * ranks).sent == (4 * all_to_all_bytes(size, ranks),) * ranks
+    assert build_ulysses(ranks, 3 * ranks).sent == (4 * all_to_all_bytes(size, ranks),) * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_in_a_ring_every_query_meets_every_key_that_it_sees(ranks: int) -> None:
+def test_ring_attention_covers_every_visible_pair(ranks: int) -> None:
     tokens = 4 * ranks
-    story = ring_story(ranks, tokens)
-    found = shared_out(tokens, ranks, "zigzag")
+    story = build_ring(ranks, tokens)
+    found = distribute_tokens(tokens, ranks, "zigzag")
     for rank in range(ranks):
-        met = [step.rows[rank].boxes[1].said for step in story.steps[:ranks]]
+        met = [step.rows[rank].boxes[1].tooltip for step in story.steps[:ranks]]
         assert len({*met}) == ranks  # the keys of everybody, once
         assert story.steps[ranks - 1].rows[rank].boxes[3].text == f"{found.loads[rank]:g} so far"
     assert sum(found.loads) == tokens * (tokens + 1) / 2
@@ -188,12 +197,12 @@ def test_in_a_ring_every_query_meets_every_key_that_it_sees(ranks: int) -> None:
 
 @pytest.mark.parametrize(("places", "microbatches"), [(2, 2), (2, 6), (4, 4), (4, 8), (3, 3)])
 @pytest.mark.parametrize("topic", POLICY_OF)
-def test_a_schedule_grows_into_the_simulated_one(topic: str, places: int, microbatches: int) -> None:
+def test_last_step_is_the_simulated_schedule(topic: str, places: int, microbatches: int) -> None:
     story = explain(topic, ranks=places, microbatches=microbatches, elements=10)
     graph = StageGraph.chain(places, virtual_stages=VIRTUAL if topic == "interleaved" else 1)
     schedule = make_schedule(graph, microbatches, POLICY_OF[topic])
     timeline = simulate(schedule)
-    assert timeline.bubble == pytest.approx(bubble_by_formula(topic, places, microbatches))
+    assert timeline.bubble == pytest.approx(compute_bubble(topic, places, microbatches))
     drawn = [[(box.start, box.end) for box in row.boxes] for row in story.steps[-1].rows]
     assert drawn == [[(event.start, event.end) for event in own] for own in timeline.events]
     counts = [sum(len(row.boxes) for row in step.rows) for step in story.steps]
@@ -206,12 +215,14 @@ def test_a_schedule_grows_into_the_simulated_one(topic: str, places: int, microb
     assert story.sent == tuple(sends)
 
 
-def test_why_a_rank_waits() -> None:
+def test_text_says_why_a_rank_waits() -> None:
     steps = explain("gpipe", ranks=2, microbatches=1).steps
-    assert steps[0].says.startswith("Rank 0 begins the forward of microbatch 0. Rank 1 waits:")
-    assert "needs the output of stage 0" in steps[0].says
-    assert "Rank 0 waits: rank 0's next action, the backward of microbatch 0, needs the gradient" in steps[1].says
-    assert "Rank 1 has nothing left to do" in steps[3].says
+    assert steps[0].description.startswith("Rank 0 begins the forward of microbatch 0. Rank 1 waits:")
+    assert "needs the output of stage 0" in steps[0].description
+    assert (
+        "Rank 0 waits: rank 0's next action, the backward of microbatch 0, needs the gradient" in steps[1].description
+    )
+    assert "Rank 1 has nothing left to do" in steps[3].description
 
 
 def test_zero_bubble_says_where_its_formula_ends() -> None:
@@ -239,11 +250,11 @@ def test_zero_bubble_says_where_its_formula_ends() -> None:
         ("zero3", {"parameters": 3}, "expected 64 to"),
     ],
 )
-def test_mistakes_are_told(topic: str, options: dict[str, int], said: str) -> None:
+def test_wrong_options_raise_config_error_with_advice(topic: str, options: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         explain(topic, **options)
 
 
 @pytest.mark.parametrize(("written", "meant"), [("All-Reduce", "allreduce"), ("zero_bubble", "zero-bubble")])
-def test_names_may_be_written_as_people_do(written: str, meant: str) -> None:
+def test_topic_names_may_be_spelled_differently(written: str, meant: str) -> None:
     assert explain(written).topic == meant

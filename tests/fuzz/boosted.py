@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cornstarch import Booster, ModalParallelPlugin, MultimodalParallelPlugin
+from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.random_state import seed_all
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel.tensor import full_tensors
+from cornstarch.parallel.tensor import gather_full_tensors
+from cornstarch.tasks import Task, build_task
 from cornstarch.train import RunConfig, load_config
-from cornstarch.train.holdings import named_parameters
-from cornstarch.train.random_numbers import seed_all
-from cornstarch.train.tasks import Task, build_task
 from tests.fuzz.case import Case, build_samples, describe_run
 from tests.fuzz.models import Folders
 from tests.fuzz.work import Outcome, Refusal, Values
@@ -149,7 +149,7 @@ def _own_loss(outputs: Any, inputs: Any) -> Tensor:
 
 def _whole_values(model: nn.Module) -> Values:
     own = {name: parameter.detach() for name, parameter in named_parameters(model).items()}
-    return {name: tensor.clone().float().numpy() for name, tensor in full_tensors(model, own).items()}
+    return {name: tensor.clone().float().numpy() for name, tensor in gather_full_tensors(model, own).items()}
 
 
 def _as_metrics(losses: list[float]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from cornstarch.train.data.sample import Media, Message, Sample
+from cornstarch.data.sample import Media, Message, Sample
 from tests.fuzz.models import ENCODERS, IMAGE, MEL_BINS, MEL_FRAMES, TOKENS, Folders
 from tests.parity.samples import WORDS
 

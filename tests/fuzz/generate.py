@@ -296,7 +296,7 @@ def _draw_options(
     elif drawn.random() < 0.08 and is_plain:
         loop["activation_budget"] = drawn.choice(("2 MB", "20 MB"))
     if encoders and is_plain and drawn.random() < 0.2:
-        data["split_images"] = True
+        data["balance_encoders"] = True
     elif encoders and is_plain and drawn.random() < 0.3 and not any(e["train"] in ("full", "lora") for e in encoders):
         more["features"] = {"cache": True}
     elif drawn.random() < 0.1:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-from cornstarch.models.twin import disturb
+from cornstarch.models.twin import add_noise
 from tests.models import local_processors
 
 IMAGE, PATCH = 8, 4
@@ -144,7 +144,7 @@ class Folders:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = build(config)
-                disturb(model, seed)
+                add_noise(model, seed)
             model.save_pretrained(into)
 
         digest = hashlib.sha256(json.dumps([seed, dict(sizes)], sort_keys=True).encode()).hexdigest()[:8]

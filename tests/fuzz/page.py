@@ -53,18 +53,18 @@ def describe(results: Sequence[Result], mended: int = 0) -> str:
         f"took {sum(one.verdict.seconds for one in results) / max(len(results), 1):.1f} s."
     )
     if mended:
-        about += f" {mended} of them failed at first, and were run again when that was mended."
+        about += f" {mended} of them failed at first and no longer do after fixes."
     how = (
-        "Models, the parts that are trained, plans, 2 to 6 ranks, batches and options are drawn at random "
-        "(`tests/fuzz/generate.py`), and each run is compared with one process: the norm of the gradients of each "
-        "step, everything that is logged, the evaluation and the model's answers, every parameter after 3 steps, and "
-        "the weights that one process reads back from the checkpoint. A parameter may be off by "
-        f"{TOLERANCE:g} of its movement in fp32, which is at least {FLOOR:g} of the largest movement in the model; the "
-        f"largest of all cases is {max(exact, default=0.0):.0e}. In bf16 and fp16 it may be off by 4 times the "
-        f"distance between one process in half precision and one in fp32, or by {HALF:g}."
+        "Models, trained parts, plans, 2 to 6 ranks, batches and options are drawn at random "
+        "(`tests/fuzz/generate.py`), and each run is compared with one process: the gradient norm of each step, all "
+        "logged metrics, the evaluation and the model's answers, every parameter after 3 steps, and the weights that "
+        "one process reads back from the checkpoint. In fp32, a parameter may deviate by "
+        f"{TOLERANCE:g} of its update, where the update counts as at least {FLOOR:g} of the largest update in the "
+        f"model; the largest deviation of all cases is {max(exact, default=0.0):.0e}. In bf16 and fp16, it may deviate "
+        f"by 4 times the distance between one process in half precision and one in fp32, or by {HALF:g}."
     )
-    again = "A case that fails prints the command that repeats it. Cases that were wrong once are in "
-    again += "`tests/fuzz/cases.json`, and run in `make test` with 40 random ones."
+    again = "A failing case prints the command that repeats it. Cases that once failed are in `tests/fuzz/cases.json` "
+    again += "and run in `make test`, together with 40 random ones."
     parts = [
         "## Random cases", "", fill(about, WIDTH), "", fill(how, WIDTH), "", "```sh", commands, "```", "",
         fill(again, WIDTH), "", *_table("plan", _plans, results), "", *_table("language model", _models, results), "",
@@ -113,7 +113,7 @@ def _options(case: Case) -> Iterator[str]:
         "packing": data.get("packing"),
         "accumulation": case["accumulation"] > 1,
         "balance": data.get("balance"),
-        "split images": data.get("split_images"),
+        "split images": data.get("balance_encoders"),
         "clipping": case["optimizer"].get("clip"),
         "moving average": loop.get("ema"),
         "LoRA": "lora" in trained,
@@ -142,7 +142,7 @@ def _reasons(results: Sequence[Result]) -> list[str]:
     reasons = Counter(_shorten(one.verdict.reason) for one in results if one.verdict.kind == "refused")
     if not reasons:
         return []
-    lines = ["Why cases were refused, in the words of the refusal:", "", "| reason | cases |", "|---|---|"]
+    lines = ["The most common reasons for refusal, as quoted:", "", "| reason | cases |", "|---|---|"]
     lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common(_MOST_REASONS)]
     rest = sum(count for _, count in reasons.most_common()[_MOST_REASONS:])
     return lines + ([f"| others | {rest} |"] if rest else [])

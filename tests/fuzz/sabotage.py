@@ -8,17 +8,17 @@ from unittest import mock
 
 from torch import Tensor
 
+from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
-from cornstarch.parallel import processes
-from cornstarch.train.data.loader import StepBatch
-from cornstarch.train.results import StepResult
+from cornstarch.metrics.results import StepResult
+from cornstarch.parallel import distributed
 from tests.fuzz import work
 from tests.fuzz.case import Case
 from tests.fuzz.work import ObservedTrainer, Outcome, Refusal
 
 
 def _train_with(name: str, replacement: Any, *arguments: Any) -> Outcome | Refusal:
-    if processes.is_alone():  # one process does it right
+    if distributed.is_single_process():  # one process does it right
         return work.train(*arguments)
     with mock.patch.object(ObservedTrainer, name, replacement):
         return work.train(*arguments)
@@ -26,7 +26,7 @@ def _train_with(name: str, replacement: Any, *arguments: Any) -> Outcome | Refus
 
 def scale_one_gradient(case: Case, *arguments: Any) -> Outcome | Refusal:
     """Train with the gradient of one matrix a hundredth too large."""
-    right = ObservedTrainer._changed_weights
+    right = ObservedTrainer.update_weights
 
     def wrong(self: ObservedTrainer, batch: StepBatch, loss: Tensor) -> Tensor | None:
         matrix = next(p for name, p in self.model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
@@ -34,19 +34,19 @@ def scale_one_gradient(case: Case, *arguments: Any) -> Outcome | Refusal:
         matrix.grad.mul_(1.01)
         return right(self, batch, loss)
 
-    return _train_with("_changed_weights", wrong, case, *arguments)
+    return _train_with("update_weights", wrong, case, *arguments)
 
 
 def train_alone(case: Case, *arguments: Any) -> Outcome | Refusal:
     """Train one rank with a gradient of its own."""
-    right = ObservedTrainer._changed_weights
+    right = ObservedTrainer.update_weights
 
     def wrong(self: ObservedTrainer, batch: StepBatch, loss: Tensor) -> Tensor | None:
-        if processes.rank() == 1:
+        if distributed.rank() == 1:
             next(p for p in self.model.parameters() if p.grad is not None).grad.zero_()  # type: ignore[union-attr]
         return right(self, batch, loss)
 
-    return _train_with("_changed_weights", wrong, case, *arguments)
+    return _train_with("update_weights", wrong, case, *arguments)
 
 
 def log_another_rate(case: Case, *arguments: Any) -> Outcome | Refusal:
@@ -62,21 +62,21 @@ def log_another_rate(case: Case, *arguments: Any) -> Outcome | Refusal:
 
 def hang(case: Case, *arguments: Any) -> Outcome | Refusal:
     """Let one rank wait for ever."""
-    if processes.rank() == 1:
+    if distributed.rank() == 1:
         threading.Event().wait()
-    return work.train(case, *arguments) if processes.is_alone() else Refusal("one rank waits", 0)
+    return work.train(case, *arguments) if distributed.is_single_process() else Refusal("one rank waits", 0)
 
 
 def wait_in_all_ranks(case: Case, *arguments: Any) -> Outcome | Refusal:
     """Let all ranks wait for ever."""
-    if not processes.is_alone():
+    if not distributed.is_single_process():
         threading.Event().wait()
     return work.train(case, *arguments)
 
 
 def raise_error(case: Case, *arguments: Any) -> Outcome | Refusal:
     """Fail in one rank."""
-    if processes.rank() == 1:
+    if distributed.rank() == 1:
         raise RuntimeError("something odd")
     return work.train(case, *arguments)
 
@@ -102,6 +102,6 @@ def refuse_after_a_step(case: Case, *arguments: Any) -> Outcome | Refusal:
 
 def refuse_on_one_rank(case: Case, *arguments: Any) -> Outcome | Refusal:
     """Refuse on one rank, while the other is done."""
-    if processes.rank() == 1:
+    if distributed.rank() == 1:
         return Refusal("this cannot work", 0)
-    return work.train({**case, "world": 1}, *arguments) if processes.is_alone() else Outcome({}, {}, {}, [])
+    return work.train({**case, "world": 1}, *arguments) if distributed.is_single_process() else Outcome({}, {}, {}, [])

@@ -27,7 +27,7 @@ def test_all_kinds_are_drawn() -> None:
     assert set(ranks) >= {"auto", "own", "colocated", "first_stage", "shared"}
     for key in ("then", "booster", "evaluated", "features", "precision", "compile"):
         assert any(key in case for case in MANY), key
-    assert any(case["data"].get("split_images") for case in MANY)
+    assert any(case["data"].get("balance_encoders") for case in MANY)
     assert any(not answer for case in MANY for *_, answer in case["kinds"])
 
 

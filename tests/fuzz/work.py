@@ -12,16 +12,15 @@ import numpy as np
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.config.run_folder import METRICS
+from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
+from cornstarch.metrics.results import RunResult, StepResult
 from cornstarch.train import load_config
-from cornstarch.train.data.loader import StepBatch
-from cornstarch.train.holdings import named_parameters
-from cornstarch.train.results import RunResult, StepResult
-from cornstarch.train.runs import METRICS
-from cornstarch.train.setup.assembling import RunSetup
-from cornstarch.train.trainer import Trainer
-from cornstarch.train.using import load_run
-from cornstarch.train.witness import whole_parameters
+from cornstarch.trainer.inference import load_run
+from cornstarch.trainer.recording_trainer import gather_parameters
+from cornstarch.trainer.trainer import Trainer
 from tests.fuzz.case import Case, build_samples, describe_run
 from tests.fuzz.models import Folders
 
@@ -45,7 +44,7 @@ class Outcome:
     parameters: Values
     """After the last step, whole; those that this rank holds."""
     averaged: Values
-    """The weights averaged over time, with which the model would be used; empty without `loop.ema`."""
+    """The weights averaged over time, with which the model would be used; empty without `loop.ema_decay`."""
     start: Values
     """Before the first step; only where it is asked for."""
     norms: list[float | None]
@@ -72,6 +71,7 @@ class ObservedTrainer(Trainer):
     """The Trainer, without its report and without counting FLOPs, that notes what it comes to."""
 
     with_start = False
+    counts_flops = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -82,6 +82,7 @@ class ObservedTrainer(Trainer):
     def setup(self) -> None:
         """Set up, and note the weights that training starts from."""
         super().setup()
+        self.run_model.flops = _NoFlops()  # type: ignore[assignment]
         if self.with_start and not self.start:
             self.start = self._values()
 
@@ -92,27 +93,22 @@ class ObservedTrainer(Trainer):
             self.norms.append(None if result.grad_norm is None else float(result.grad_norm))
         return result
 
-    def _take(self, made: RunSetup) -> None:
-        super()._take(made)
-        self._counter.count_no_flops()
-        self.flops = _NoFlops()  # type: ignore[assignment]
-
     def _values(self) -> Values:
-        whole = whole_parameters(self.model, self.task.wrapped)
+        whole = gather_parameters(self.model, self.task.wrapped)
         return {name: tensor.cpu().float().numpy() for name, tensor in whole.items()}
 
-    def _ended(self, exchanged: dict[str, dict[str, Any]], aloud: bool = True) -> RunResult:
+    def close_run(self, shuffled: dict[str, dict[str, Any]], write_event: bool = True) -> RunResult:
         """Note what there is, instead of writing a report."""
         parameters = self._values()
         averaged: Values = {}
-        if self.config.loop.ema is not None:
-            with self.update.averaged():
+        if self.config.loop.ema_decay is not None:
+            with self.train_step.use_averages():
                 averaged = self._values()
         metrics = []
         if self.rank == 0:
             lines = (self.folder.path / METRICS).read_text(encoding="utf-8").splitlines()
             metrics = [json.loads(line) for line in lines]
-        answers = [one["answer"] for one in self._teller._summary["answers"]]
+        answers = [one["answer"] for one in self.logger._summary["answers"]]
         self.outcome = Outcome(parameters, averaged, self.start, self.norms, metrics, answers)
         return RunResult("finished", self.position.step, None)
 

@@ -1,4 +1,4 @@
-"""The page docs/models.md, written from the tested table: `python -m tests.generality.page`."""
+"""Write docs/models.md from the tested table: `python -m tests.generality.page`."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from cornstarch.parallel.tested import NOT_BUILT, PASSED, REFUSED, WRONG, Sweep,
 from tests.models.mixtures import MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-# By the way to cut: its column, and what is compared. Another sweep is another entry.
+# By axis: its column title and its description. To add a sweep, add an entry.
 AXES = {
-    "tp": ("tp 2", "matrices cut over two processes"),
-    "cp": ("cp 2", "tokens of a language model, or items of an encoder, cut over two processes"),
-    "pp": ("pp 2", "layers cut into two stages"),
+    "tp": ("tp 2", "tensor parallelism: matrices sharded over two ranks"),
+    "cp": ("cp 2", "context parallelism: tokens of a language model, or items of an encoder, sharded over two ranks"),
+    "pp": ("pp 2", "pipeline parallelism: layers split into two stages"),
 }
 TITLES = {"language models": "Language models", "encoders": "Encoders"}
 COMMANDS = {"tp": "tests.generality.tensor", "cp": "tests.generality.context", "pp": "tests.generality.split"}
 
-INTRODUCTION = """# Models that are cut
+INTRODUCTION = """# Models that can be split
 
-Every causal language model and every vision and audio encoder of transformers that can be built tiny from its config is
-cut in two and compared with itself in one process: the loss, and every gradient.
+This page lists every causal language model, vision encoder and audio encoder of transformers that can be built as a
+tiny model from its config. Each model is split in two, and its loss and every gradient are compared with one process.
 
 {ways}
 
-*passed*: they are equal, up to rounding; *in part*: some kinds of layers are left whole, for the reason below.
-*refused*: it is said why it cannot be cut, before anything is trained. *not built*: there is no small working model to
-try, which says nothing against it. Nothing else may happen; a sweep that finds something else fails.
+*passed*: the results are equal, up to rounding; *in part*: some kinds of layers are replicated, for the reasons below.
+*refused*: Cornstarch raises an error with the reason before training. *not built*: no small working model is available
+for the test, so the model may work. A sweep with any other outcome fails.
 
 {totals}
 
-Mixtures of experts are cut with as many experts as published, too, of which a small copy keeps four and chooses among
-them as the model does: {mixtures} (`python -m tests.models.mixtures`).
+Mixture-of-experts models are also split with their published number of experts. A small copy keeps four of them and
+routes tokens as the model does: {mixtures} (`python -m tests.models.mixtures`).
 
-A run that cuts a model which has not passed here is verified on a tiny twin of it when it starts, see
-[Splitting a model](splitting.md#verifying-a-plan). Which models can be composed is on
-[another page](supported_models.md).
+A run that splits a model without a *passed* entry is verified on a tiny twin of the model at start-up, see
+[Splitting a model](splitting.md#verifying-a-plan). [Supported models](supported_models.md) lists the models that can be
+composed.
 
-This page is written by `python -m tests.generality.page` from `cornstarch/parallel/tested.json`, which the sweeps
-write: {commands}.
+`python -m tests.generality.page` writes this page from `cornstarch/parallel/tested.json`. These sweeps write the
+table: {commands}.
 """
 
 
@@ -65,7 +65,7 @@ def _versions(sweep: Sweep) -> str:
 
 
 def _totals(table: Mapping[str, Sweep], axes: list[str]) -> str:
-    lines = ["| | way | passed | of them in part | refused | not built |", "|---|---|---|---|---|---|"]
+    lines = ["| | axis | passed | of these in part | refused | not built |", "|---|---|---|---|---|---|"]
     for group, title in TITLES.items():
         for axis in axes:
             found = table[axis].groups.get(group, {})
@@ -99,7 +99,7 @@ def _cell(name: str, verdict: Verdict | None) -> str:
 
 
 def _short(name: str, reason: str) -> str:
-    """Return the first sentence of a reason, without what the table says already."""
+    """Return the first sentence of a reason, without the model name."""
     first = re.split(r"(?<=[.)]) (?=[A-Z])", reason)[0].rstrip(".")
     first = re.sub(rf"^{name} (cannot be cut along its tokens: )?", "", first)
     first = re.sub(r" \(relative difference [^)]*\)", "", first)
@@ -107,15 +107,15 @@ def _short(name: str, reason: str) -> str:
 
 
 def _left_whole(table: Mapping[str, Sweep], axes: list[str]) -> str:
-    lines = ["| model | way | what is whole, and why |", "|---|---|---|"]
+    lines = ["| model | axis | replicated layers and reasons |", "|---|---|---|"]
     for axis in axes:
         for name, verdict in sorted(table[axis].verdicts.items()):
             if verdict.status == PASSED and verdict.whole:
                 said = "; ".join(line.replace("|", "\\|") for line in verdict.whole)
                 lines.append(f"| `{name}` | {AXES[axis][0]} | {said} |")
-    about = "These layers are on every process, and compute the same there."
-    return "\n".join(["## Left whole", "", about, "", *lines, ""])
+    about = "These layers are replicated: every process has them and computes the same result."
+    return "\n".join(["## Replicated layers", "", about, "", *lines, ""])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(tested.read()), encoding="utf-8")
+    PAGE.write_text(page(tested.read_table()), encoding="utf-8")

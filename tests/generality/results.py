@@ -44,7 +44,7 @@ def keep(axis: str, found: Mapping[str, Verdict], whole_sweep: bool) -> None:
         whole_sweep: Whether these are all models there are; else they join those that are in the table.
     """
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    table = tested.read()
+    table = tested.read_table()
     old = table.get(axis)
     if not whole_sweep and (old is None or dict(old.versions) != versions):
         print(f"The table has no {axis} of these versions yet: a few models alone are not put into it.")
@@ -57,4 +57,4 @@ def keep(axis: str, found: Mapping[str, Verdict], whole_sweep: bool) -> None:
         for group in (LANGUAGE_MODELS, ENCODERS)
     }
     table[axis] = Sweep(versions, {group: inside for group, inside in groups.items() if inside})
-    tested.write(table)
+    tested.write_table(table)

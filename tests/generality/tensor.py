@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.tensor import full_tensors, kept_whole, shard_tensors
+from cornstarch.parallel.tensor import find_unsharded_modules, gather_full_tensors, shard_tensors
 from tests.generality import results
 from tests.models import sweep
 from tests.models.sweep import NOT_BUILT, REFUSED, SUPPORTED, WRONG, NotBuiltError
@@ -68,7 +68,7 @@ def judge_here(model_name: str) -> TensorVerdict:
             expected = passed(model, inputs)
             for parameter in model.parameters():
                 parameter.grad = None
-            left = kept_whole(model)
+            left = find_unsharded_modules(model)
             whole = tuple(sorted({f"{type(model.get_submodule(name)).__name__}: {why}" for name, why in left.items()}))
             shard_tensors(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
             difference = largest_difference(passed(model, inputs), expected)
@@ -102,7 +102,7 @@ def passed(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | No
         raise NotBuiltError("no output has a gradient")
     loss.backward()
     given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    gradients = {name: gradient.clone() for name, gradient in full_tensors(model, given).items()}
+    gradients = {name: gradient.clone() for name, gradient in gather_full_tensors(model, given).items()}
     return {"loss": loss.detach(), **{name: gradients.get(name) for name, _ in model.named_parameters()}}
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cornstarch.parallel.context import exchange, ring
+from cornstarch.parallel.context import all_to_all as exchange
+from cornstarch.parallel.context import ring
 from tests.generality.context import judge_context, judge_here
 from tests.models.sweep import REFUSED, SUPPORTED, WRONG
 from tests.parity.pool import pool
@@ -53,14 +54,14 @@ def test_a_defect_is_seen(defect: str) -> None:
 
 def defective(defect: str) -> Any:
     """Judge a model with a package that has a defect."""
-    summed, share = exchange._Gather.backward, ring._share
+    summed, share = exchange._Gather.backward, ring._fraction
     if defect == "gradients are not summed":
         exchange._Gather.backward = staticmethod(
             lambda ctx, *found: (found[0].split(ctx.sizes, ctx.dim)[dist.get_rank(ctx.group)], None, None, None)
         )
     else:
-        ring._share = lambda part, total: torch.full_like(part, 0.5).unsqueeze(-1)
+        ring._fraction = lambda part, total: torch.full_like(part, 0.5).unsqueeze(-1)
     try:
         return judge_here("LlamaForCausalLM")
     finally:
-        exchange._Gather.backward, ring._share = summed, share
+        exchange._Gather.backward, ring._fraction = summed, share

@@ -14,12 +14,12 @@ from tests.generality.page import AXES, PAGE, page
 
 
 def test_the_page_is_what_the_table_says() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(tested.read()), "run: python -m tests.generality.page"
+    assert PAGE.read_text(encoding="utf-8") == page(tested.read_table()), "run: python -m tests.generality.page"
 
 
 @pytest.mark.parametrize(("axis", "least"), [("tp", 93), ("cp", 79)])
 def test_the_table_is_whole_and_nothing_is_wrong(axis: str, least: int) -> None:
-    sweep = tested.read()[axis]
+    sweep = tested.read_table()[axis]
     assert sweep.versions["transformers"] == transformers.__version__, "run the sweeps again"
     assert sweep.verdicts.keys() == set(results.all_names(results.LANGUAGE_MODELS, results.ENCODERS))
     counts = Counter(verdict.status for verdict in sweep.groups[results.LANGUAGE_MODELS].values())
@@ -41,9 +41,9 @@ def test_another_way_to_cut_is_another_column() -> None:
 
 
 def test_a_few_models_join_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = tested.read()
+    stored = tested.read_table()
     kept: list[dict[str, Sweep]] = []
-    monkeypatch.setattr(tested, "write", lambda table: kept.append(dict(table)))
+    monkeypatch.setattr(tested, "write_table", lambda table: kept.append(dict(table)))
     results.keep("tp", {"LlamaForCausalLM": results.entry("refused", "a\n  reason")}, whole_sweep=False)
     verdicts = kept[0]["tp"].verdicts
     assert verdicts["LlamaForCausalLM"] == Verdict("refused", "a reason")

@@ -40,7 +40,7 @@ def test_a_sample_of_models(name: str) -> None:
 
 
 def test_the_table_has_what_the_sweep_found() -> None:
-    found = tested.read()["pp"]
+    found = tested.read_table()["pp"]
     if found.versions["transformers"] != transformers.__version__:
         pytest.skip(f"the sweep was run with transformers {found.versions['transformers']}")
     assert found.verdicts.keys() == set(results.all_names(results.LANGUAGE_MODELS, results.ENCODERS))

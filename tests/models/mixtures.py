@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from cornstarch.pipeline.survey import survey
+from cornstarch.pipeline.split import analyze_model
 
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V2": (
@@ -92,7 +92,7 @@ def boundaries(name: str) -> int:
     """Return at how many places a mixture can be cut, which is found and proved on a small copy."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(mixture_config(name))
-    return len(survey(model).boundaries)
+    return len(analyze_model(model).boundaries)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cornstarch import ModalEncoderModule, MultimodalModel
-from cornstarch.train.precision import Placement
+from cornstarch.parallel.device import DevicePlacement
 from tests.models.whole_models import FAMILIES as WHOLE
 from tests.models.whole_models import why_not_here
 from tests.versions import versions_of
@@ -147,7 +147,7 @@ def packed_batch(lengths: Sequence[int]) -> Inputs:
     return batch
 
 
-def taken_apart(name: str) -> dict[str, tuple[MultimodalModel, Inputs]]:
+def build_decomposed(name: str) -> dict[str, tuple[MultimodalModel, Inputs]]:
     """Make the case of a whole model; none, if this transformers has it in another way."""
     whole = WHOLE[name].build()
     if why_not_here(name, whole) is not None:
@@ -168,7 +168,7 @@ FAMILIES: dict[str, Family] = {
        for n in LANGUAGE_MODELS},
     **{f"llama with {n}": Family(f"{part.modality} encoder", False, lambda n=n: composed("llama", n))
        for n, part in ENCODERS.items()},
-    **{n: Family("whole model", _is_routed(n), lambda n=n: taken_apart(n)) for n in WHOLE},
+    **{n: Family("whole model", _is_routed(n), lambda n=n: build_decomposed(n)) for n in WHOLE},
 }  # fmt: skip
 
 
@@ -231,13 +231,13 @@ Computed = tuple[float, dict[str, Tensor]]
 
 def computed(model: MultimodalModel, batch: Inputs, device: str, way: str) -> Computed:
     """Return the loss and the gradients of a copy of a model on a device."""
-    placement = Placement(torch.device(device), "bf16" if way == "autocast" else "fp32")
-    own, inputs = copy.deepcopy(model).to(placement.device), placement.moved(batch)
+    placement = DevicePlacement(torch.device(device), "bf16" if way == "autocast" else "fp32")
+    own, inputs = copy.deepcopy(model).to(placement.device), placement.move_batch(batch)
     if way == "weights":
         for parameter in own.parameters():  # not the buffers: positions are computed in fp32 in any precision
             parameter.data = parameter.data.to(torch.bfloat16)
         inputs = {key: one.bfloat16() if one.is_floating_point() else one for key, one in inputs.items()}
-    with placement.computing():
+    with placement.forward_context():
         loss = own(**inputs).loss
     loss.backward()
     gradients = {n: p.grad.double().cpu() for n, p in own.named_parameters() if p.grad is not None}

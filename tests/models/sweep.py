@@ -313,15 +313,15 @@ def build_encoder(model_class: type[PreTrainedModel]) -> tuple[PreTrainedModel, 
 
 PAGE = """# Supported models
 
-Any Hugging Face encoder and any causal language model can be composed; no model has code of its own in Cornstarch.
-What that means in practice is measured: every causal language model, and every vision and audio encoder, that
-transformers {version} can build tiny from its config is composed (language models with CLIP, encoders with Llama) and
-compared with the same parts run by hand: logits, loss and every gradient. A model is *supported* if they agree. It is
-*refused*, with the reason, if it cannot be composed. Nothing else may happen; the sweep test fails if it does.
+Cornstarch can compose any Hugging Face encoder with any causal language model, without code for individual models. This
+page shows the measured result. Every causal language model, vision encoder and audio encoder that transformers
+{version} can build as a tiny model from its config is composed: language models with CLIP, encoders with Llama. The
+logits, the loss and every gradient are compared with the same parts run by hand. A model is *supported* if they agree.
+It is *refused*, with the reason, if it cannot be composed. The sweep test fails on any other outcome.
 
-Which of them can be cut over processes is on [another page](models.md).
+[Another page](models.md) shows which of these models can be split over processes.
 
-This page is written by `HF_HUB_OFFLINE=1 python -m tests.models.sweep > docs/supported_models.md`.
+`HF_HUB_OFFLINE=1 python -m tests.models.sweep > docs/supported_models.md` writes this page.
 
 {sections}"""
 
@@ -337,7 +337,7 @@ SECTION = """## {title}
 |---|---|
 {refused}
 
-**Not tried**: no small working model could be made from the config alone. These may well work. {not_built}
+**Not tested**: no small working model could be built from the config alone. These models may work. {not_built}
 """
 
 

@@ -1,4 +1,4 @@
-"""What is known of a batch beforehand: the same results, the same refusals."""
+"""Facts about a batch change neither results nor refusals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cornstarch import ModalEncoderModule, MultimodalModel
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.encoder_features import split_items
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
-from cornstarch.models.multimodal_language_model.items import split_items
 from cornstarch.models.multimodal_language_model.packing import pack
 from tests.models import small
 
@@ -57,7 +57,7 @@ def gradients(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str
 
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("attention", ["causal", "item", "modality"])
-def test_facts_change_nothing(kind: str, attention: str) -> None:
+def test_facts_do_not_change_results(kind: str, attention: str) -> None:
     model, batch = model_of(attention), BATCHES[kind]()
     loss, wanted = gradients(model, batch)
     facts = BatchFacts.of(batch, model.modality_token_ids)
@@ -68,7 +68,7 @@ def test_facts_change_nothing(kind: str, attention: str) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_facts_by_hand() -> None:
+def test_facts_equal_values_computed_by_hand() -> None:
     batch = {
         "input_ids": torch.tensor([[7, 64, 64, 0], [64, 8, 65, 65]]),
         "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
@@ -81,8 +81,8 @@ def test_facts_by_hand() -> None:
     assert facts.tokens == {"vision": [2, 1], "audio": [0, 2]}
     assert facts.trained_tokens == 3
     assert {name: places.tolist() for name, places in facts.places.items()} == {"vision": [1, 2, 4], "audio": [6, 7]}
-    assert facts.known("vision").keys() == {"audio"}
-    assert facts.known("audio").keys() == {"attention_mask"}
+    assert facts.host_inputs("vision").keys() == {"audio"}
+    assert facts.host_inputs("audio").keys() == {"attention_mask"}
     with pytest.raises(TypeError, match="unhashable"):
         hash(facts)
 
@@ -94,7 +94,7 @@ def test_facts_by_hand() -> None:
         ([[1, 0, 1]], "other"), ([[0, 0], [1, 1]], "other"),
     ],
 )  # fmt: skip
-def test_padding_is_told(mask: list[list[int]], padding: str) -> None:
+def test_padding_is_classified(mask: list[list[int]], padding: str) -> None:
     ids = torch.ones(len(mask), len(mask[0]), dtype=torch.long)
     assert BatchFacts.of({"input_ids": ids, "attention_mask": torch.tensor(mask)}, {}).padding == padding
 
@@ -108,7 +108,7 @@ def test_facts_of_another_batch_are_not_used() -> None:
     assert torch.equal(model(**half, facts=facts).loss, model(**half).loss)
 
 
-def test_a_wrong_count_is_refused_with_facts_too() -> None:
+def test_a_wrong_token_count_is_refused_with_facts() -> None:
     model, batch = model_of("causal"), small.ragged()
     facts = BatchFacts.of(batch, model.modality_token_ids)
     batch["pixel_values"] = batch["pixel_values"][:2]

@@ -1,4 +1,4 @@
-"""A whole Hugging Face multimodal model, taken apart, gives the same results to the bit."""
+"""A decomposed Hugging Face multimodal model gives bit-equal results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.takeover.dismantle import DismantledModel, DismantledOrigin, rebuild
-from cornstarch.models.multimodal_language_model.takeover.own_masks import spans_of
+from cornstarch.models.multimodal_language_model.import_hf.decompose import (
+    DecomposedModel,
+    DecomposedOrigin,
+    find_spans,
+    rebuild,
+)
 from tests.models.shrink import shrunken_configs
 from tests.models.whole_models import AUDIO, FAMILIES, IMAGE, TEXT, VIDEO, Family, Inputs, text_batch, why_not_here
 
 SIDES = ("left", "right", "none")
 
 
-def pair(name: str) -> tuple[Family, PreTrainedModel, DismantledModel]:
+def pair(name: str) -> tuple[Family, PreTrainedModel, DecomposedModel]:
     """Return a family, its model, and a copy of that model taken apart."""
     family = FAMILIES[name]
     whole = family.build()
@@ -35,7 +39,7 @@ def pair(name: str) -> tuple[Family, PreTrainedModel, DismantledModel]:
     if why_not is not None:
         pytest.skip(why_not)
     parts = MultimodalModel.from_multimodal(copy.deepcopy(whole))
-    assert isinstance(parts, DismantledModel)
+    assert isinstance(parts, DecomposedModel)
     return family, whole, parts
 
 
@@ -46,7 +50,7 @@ def labelled(batch: Inputs) -> Inputs:
     return {**batch, "labels": labels}
 
 
-def original_gradients(parts: DismantledModel) -> dict[str, Tensor | None]:
+def original_gradients(parts: DecomposedModel) -> dict[str, Tensor | None]:
     """Return the gradients by the names that the weights have in the whole model."""
     return {name: parameter.grad for name, parameter in parts.whole().named_parameters()}
 
@@ -57,7 +61,7 @@ def assert_same_step(whole: PreTrainedModel, parts: MultimodalModel, batch: Inpu
     Behind a convolution over tokens (Qwen3.5) gradients may differ by rounding: some processors add them up otherwise
     if tensors lie elsewhere in memory.
     """
-    assert isinstance(parts, DismantledModel)
+    assert isinstance(parts, DecomposedModel)
     convolves = any(isinstance(module, nn.Conv1d) for module in whole.modules())
     whole.zero_grad()
     parts.zero_grad()
@@ -106,7 +110,7 @@ def test_no_weight_is_lost_copied_or_doubled(name: str) -> None:
         return
     owned = [parameter.data_ptr() for parameter in parts.parameters()]
     assert sorted(owned) == sorted({parameter.data_ptr() for parameter in whole.parameters()})
-    assert isinstance(parts, DismantledModel)
+    assert isinstance(parts, DecomposedModel)
     assert {key: value.data_ptr() for key, value in parts.whole().state_dict().items()} == named
 
 
@@ -278,15 +282,15 @@ def test_masks_are_read_as_spans() -> None:
     lengths = torch.tensor([6, 4])
     full = (causal | together)[:, None]
     near = places > places[:, None] - 3
-    assert torch.equal(spans_of({"full_attention": full, "sliding_attention": full & near}, lengths), spans)
-    assert torch.equal(spans_of(None, lengths), torch.full((2, 6), -1))
+    assert torch.equal(find_spans({"full_attention": full, "sliding_attention": full & near}, lengths), spans)
+    assert torch.equal(find_spans(None, lengths), torch.full((2, 6), -1))
     for name, masks in {
         "not causal with spans": full & (places != 0),
         "let other spans": {"full_attention": full, "sliding_attention": causal.expand(2, 1, 6, 6)},
         "not ones of booleans": full.float(),
     }.items():
         with pytest.raises(UnsupportedModelError, match=name):
-            spans_of(masks, lengths)
+            find_spans(masks, lengths)
 
 
 def test_callbacks_around_the_encoder() -> None:
@@ -351,7 +355,7 @@ def test_audio_without_its_mask_is_refused() -> None:
 @pytest.mark.parametrize("name", ["llava-next", "qwen2-vl", "qwen2-audio", "llava-next-video"])
 def test_rebuilding_from_the_origin(name: str) -> None:
     family, whole, parts = pair(name)
-    origin = DismantledOrigin.from_dict(json.loads(json.dumps(parts.origin.to_dict())))
+    origin = DecomposedOrigin.from_dict(json.loads(json.dumps(parts.origin.to_dict())))
     frame = rebuild(origin)
     assert all(parameter.is_meta for parameter in frame.parameters())
     assert [(n, p.shape) for n, p in frame.named_parameters()] == [(n, p.shape) for n, p in parts.named_parameters()]
@@ -376,11 +380,11 @@ def test_parts_can_be_replaced(name: str) -> None:
 def test_rebuilding_a_class_from_elsewhere_needs_the_class() -> None:
     origin = pair("llava")[2].origin
     with pytest.raises(ConfigError, match="pass it as model_class"):
-        rebuild(DismantledOrigin("elsewhere.Model", origin.config))
+        rebuild(DecomposedOrigin("elsewhere.Model", origin.config))
     with pytest.raises(ConfigError, match="has no model"):
-        rebuild(DismantledOrigin("transformers.models.llava.modeling_llava.Absent", origin.config))
+        rebuild(DecomposedOrigin("transformers.models.llava.modeling_llava.Absent", origin.config))
     frame = rebuild(
-        DismantledOrigin("elsewhere.Model", origin.config), "meta", transformers.LlavaForConditionalGeneration
+        DecomposedOrigin("elsewhere.Model", origin.config), "meta", transformers.LlavaForConditionalGeneration
     )
     assert frame.encoder_names == ("vision",)
 
@@ -431,7 +435,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_say_why(name: str) -> None:
+def test_refusals_state_the_reason(name: str) -> None:
     config, reason = REFUSED[name]
     with torch.device("meta"):
         model = getattr(transformers, name)(getattr(transformers, config)())
@@ -476,7 +480,7 @@ def _on_meta(model_class: type[PreTrainedModel]) -> PreTrainedModel | None:
 
 
 @pytest.mark.slow
-def test_every_multimodal_model_is_taken_apart_or_refused_with_a_reason() -> None:
+def test_every_multimodal_model_is_decomposed_or_refused_with_a_reason() -> None:
     taken = []
     for model_class in _generative_classes():
         model = _on_meta(model_class)

@@ -25,7 +25,7 @@ from cornstarch import (
     MultimodalProjector,
     MultimodalProjectorConfig,
 )
-from cornstarch.models.multimodal_language_model.verify import check_language_model
+from cornstarch.models.multimodal_language_model.language_model_check import check_language_model
 from tests import zoo
 from tests.models.small import AUDIO, PATCHES, VISION, WHISPER_SINUSOIDS, clip, composed, llama, ragged, row
 
@@ -279,7 +279,7 @@ def test_freezing_sets_gradients_and_modes() -> None:
         assert {m.training for m in part.modules()} == {expected}, name
 
 
-def test_llm_mode_alone_speaks_for_all_and_the_first_argument_may_be_the_encoders() -> None:
+def test_llm_mode_alone_applies_to_all_parts() -> None:
     model = composed()
     model.train(llm_mode=False)
     assert not any(p.requires_grad for p in model.parameters())
@@ -327,14 +327,14 @@ def test_batch_that_does_not_fit_is_refused(change: dict[str, Any], message: str
         composed()(**{**ragged(), **change})
 
 
-def test_image_spread_over_two_samples_is_refused_though_the_total_fits() -> None:
+def test_an_image_split_over_two_samples_is_refused() -> None:
     model = composed()
     ids = torch.tensor([[VISION] * (PATCHES - 1) + [3] * 2, [VISION] * (PATCHES + 1)])
     with pytest.raises(ConfigError, match="Sample 0 has 4 vision tokens.* have 5 features"):
         model(input_ids=ids, pixel_values=torch.randn(2, 3, 8, 8))
 
 
-def test_tokens_not_told_is_a_clear_error() -> None:
+def test_missing_token_ids_are_a_clear_error() -> None:
     model = MultimodalModel(encoders={"vision": clip()}, language_model=llama())
     with pytest.raises(ConfigError, match="set_modality_token_ids"):
         model(input_ids=torch.tensor([[1, 2]]), pixel_values=torch.randn(1, 3, 8, 8))
@@ -488,7 +488,7 @@ def attention_of(model: MultimodalModel, batch: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("attention", ["causal", "item", "modality"])
-def test_who_sees_whom(attention: Any) -> None:
+def test_attention_of_encoder_tokens_equals_brute_force(attention: Any) -> None:
     encoder = ModalEncoderModule(clip(), attention=attention)
     model = MultimodalModel(encoders={"vision": encoder}, language_model=llama()).eval()
     model.set_modality_token_ids({"vision": VISION})

@@ -19,7 +19,7 @@ def test_bf16_is_near_fp32(family: str) -> None:
     assert f"| {family} |" in page(found, "cpu", 1.0)
 
 
-def test_every_family_is_there() -> None:
+def test_every_family_is_covered() -> None:
     assert len(FAMILIES) == len(LANGUAGE_MODELS) + len(ENCODERS) - 1 + len(WHOLE)  # Llama with CLIP is of two kinds
 
 
@@ -31,14 +31,14 @@ def test_long_rows_have_documents_and_are_longer_than_blocks_of_flex_attention()
 
 
 @pytest.mark.parametrize(("change", "seen"), [(1.0, 0), (1.2, 1), (-1.0, 2)])
-def test_a_gradient_that_is_off_is_seen(change: float, seen: int) -> None:
+def test_a_wrong_gradient_is_detected(change: float, seen: int) -> None:
     gradient = torch.randn(32, 32, dtype=torch.double)
     expected = 2.0, {"weight": gradient, "bias": torch.zeros(32, dtype=torch.double)}
     found = 2.0, {**expected[1], "weight": change * gradient}
     assert len(compared("llava", "short", "autocast", found, expected).problems()) == seen
 
 
-def test_a_loss_that_is_off_or_no_number_is_seen() -> None:
+def test_a_wrong_or_non_finite_loss_is_detected() -> None:
     gradients = {"weight": torch.ones(32, 32, dtype=torch.double)}
     for loss in (2.1, float("nan")):
         (problem,) = compared("llava", "short", "fp32", (loss, gradients), (2.0, gradients)).problems()

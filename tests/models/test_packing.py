@@ -1,4 +1,4 @@
-"""Packed samples give the sum of what they give alone; every token lands once, in a row that has room."""
+"""The loss of packed samples is the sum of their own; every token is placed once, in a row with room."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_token_lands_once_in_a_row_with_room(lengths: list[int], room: int
 
 
 @pytest.mark.parametrize("longest", [1, 20, 1000])
-def test_ten_thousand_samples_are_packed_in_no_time(longest: int) -> None:
+def test_ten_thousand_samples_are_packed_quickly(longest: int) -> None:
     lengths = torch.randint(1, longest + 1, (10_000,), generator=zoo.generator(0)).tolist()
     rows, turns = counted(lambda: first_fit_decreasing(lengths, 1024))
     assert turns < 1000 * 10_000  # measured: up to 100 for each sample; to look at all rows would be thousands
@@ -338,11 +338,11 @@ MISTAKES: dict[str, tuple[list[Sample], dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told(name: str) -> None:
-    samples, options, told = MISTAKES[name]
+def test_mistakes_are_reported(name: str) -> None:
+    samples, options, expected = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
         pack(samples, 8, **options)
-    assert [words for words in told if words not in str(caught.value)] == []
+    assert [words for words in expected if words not in str(caught.value)] == []
 
 
 def test_samples_that_are_too_long_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -201,7 +201,7 @@ def test_two_modalities_in_one_sample(language_model: str) -> None:
 @pytest.mark.parametrize(
     ("encoder", "corner"), [("siglip2", (1, slice(2, None))), ("pixtral", (1, slice(None), slice(PATCH, None)))]
 )
-def test_what_only_fills_an_image_up_changes_nothing(encoder: str, corner: tuple[int | slice, ...]) -> None:
+def test_image_padding_changes_no_logits(encoder: str, corner: tuple[int | slice, ...]) -> None:
     composed = compose(encoder, "llama")
     batch, items = composed.batch(), composed.items()
     before = composed.model(**batch, **items)

@@ -1,4 +1,4 @@
-"""Parts that are PEFT models: what is trained, and how they are saved and loaded."""
+"""Parts that are PEFT models: trainability, saving and loading."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_adapters_on_experts_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("active", [["one"], ["two"], ["default"], ["one", "two"]])
-def test_all_adapters_come_back_and_the_active_ones_are_active(active: list[str], tmp_path: Path) -> None:
+def test_all_adapters_and_the_active_ones_are_restored(active: list[str], tmp_path: Path) -> None:
     language_model = get_peft_model(llama(), LoraConfig(**QUERY), adapter_name="one")
     language_model.add_adapter("two", LoraConfig(r=3, target_modules=["v_proj"]))
     if active == ["default"]:
@@ -169,7 +169,7 @@ def test_disabled_adapters_stay_disabled(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded, batch()), enabled)
 
 
-def test_a_frozen_model_knows_its_adapters_again(tmp_path: Path) -> None:
+def test_a_frozen_model_trains_its_adapters_again(tmp_path: Path) -> None:
     model = composed(get_peft_model(llama(), LoraConfig(**QUERY)), get_peft_model(clip(), LoraConfig(**QUERY)))
     model.train(encoders_mode={"vision": (False, True)}, llm_mode=False)
     loaded = round_trip(model, tmp_path / "model")
@@ -179,7 +179,7 @@ def test_a_frozen_model_knows_its_adapters_again(tmp_path: Path) -> None:
     assert any(p.requires_grad for p in loaded.language_model.parameters())
 
 
-def test_saved_again_after_loading(tmp_path: Path) -> None:
+def test_a_loaded_model_can_be_saved_again(tmp_path: Path) -> None:
     model = composed(trained(get_peft_model(llama(), LoraConfig(**QUERY))))
     model.save_pretrained(tmp_path / "first")
     MultimodalModel.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
@@ -189,7 +189,7 @@ def test_saved_again_after_loading(tmp_path: Path) -> None:
     assert len(content["parts"]["language_model"]["trainable"]["but"]) == 4
 
 
-def test_an_adapter_that_is_taken_off_leaves_no_trace(tmp_path: Path) -> None:
+def test_an_unloaded_adapter_is_gone_from_the_next_save(tmp_path: Path) -> None:
     model = composed(trained(get_peft_model(llama(), LoraConfig(**QUERY))))
     model.save_pretrained(tmp_path / "model")
     model.language_model = model.language_model.merge_and_unload()
@@ -237,7 +237,9 @@ def _injected() -> nn.Module:
         (_injected, "language_model has adapters inside.*get_peft_model"),
     ],
 )
-def test_what_would_not_come_back_is_not_saved(build: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_loaded_are_not_saved(
+    build: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
     model = composed(llama())
     model.language_model = build()
     with pytest.raises(ConfigError, match=message):
@@ -252,7 +254,7 @@ def test_without_peft_the_message_says_what_to_install(tmp_path: Path, monkeypat
         MultimodalModel.from_pretrained(tmp_path / "model")
 
 
-def test_a_flipped_bit_in_an_adapter_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_an_adapter_is_detected(tmp_path: Path) -> None:
     composed(get_peft_model(llama(), LoraConfig(**QUERY))).save_pretrained(tmp_path / "model")
     path = tmp_path / "model/language_model/adapter/adapter_model.safetensors"
     content = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""transformers is told that positions hide no documents, and only then does not look."""
+"""Inside `positions_in_order`, and only there, transformers does not search positions for packed documents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cornstarch.compat import positions_in_order
 
 
-def test_documents_are_looked_for_but_inside_the_block() -> None:
+def test_documents_are_searched_for_outside_the_block_only() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)

@@ -120,7 +120,7 @@ def test_processors_and_functions_by_modality(keyword: str) -> None:
     assert batch["pixel_values"].dtype == torch.float64 and batch["input_ids"].dtype == torch.int64
 
 
-def test_classes_stand_for_processors_with_their_defaults() -> None:
+def test_processor_classes_are_built_with_their_defaults() -> None:
     mm = MultimodalProcessor(
         encoder_processors={
             "vision": transformers.CLIPImageProcessor,
@@ -169,7 +169,7 @@ def test_the_batch_fits_the_model(name: str, side: str) -> None:
 
     nested = {modality: batch[modality]} if modality in batch else dict(batch)
     encoder = model.encoders[modality]
-    arguments = encoder.as_arguments(dict(nested[modality])) if modality in nested else encoder.select_inputs(nested)
+    arguments = encoder.rename_inputs(dict(nested[modality])) if modality in nested else encoder.select_inputs(nested)
     lengths = encoder.features(arguments).lengths
     counts = (batch["input_ids"] == processor.modality_token_ids[modality]).sum(-1).tolist()
     assert counts == [lengths[0], lengths[1] + lengths[2], 0]
@@ -205,7 +205,7 @@ def test_equal_names_of_two_encoders_are_nested() -> None:
         assert model(**one).logits.shape[1] == 6 and model(**two).logits.shape[1] == 10
 
 
-def test_what_the_encoder_does_not_take_is_left_out() -> None:
+def test_outputs_that_the_encoder_does_not_take_are_dropped() -> None:
     model = model_of(vision="siglip2")
     processor = MultimodalProcessor({"vision": lambda images: {**made, "num_crops": [1]}}, tokenizer(), model)
     made = dict(processor_of("siglip2")(images=[image()], return_tensors="np"))
@@ -228,7 +228,7 @@ def whole(family: str) -> tuple[MultimodalModel, Any]:
 
 
 @pytest.mark.parametrize("family", ["llava", "llava-next", "qwen2-vl", "qwen2-audio"])
-def test_the_batch_fits_a_model_taken_apart(family: str) -> None:
+def test_the_batch_fits_a_decomposed_model(family: str) -> None:
     model, processor = whole(family)
     (modality,) = model.encoders
     mm = MultimodalProcessor({modality: processor}, tokenizer(), model)
@@ -277,7 +277,7 @@ def test_ways_to_give_one_sound(items: Any) -> None:
     ("said", "expected"),
     [(2, [2, 4]), ([1, 2, 3], [1, 5]), ([[1], [2, 3]], [1, 5]), (torch.tensor([1, 2, 3]), [1, 5]), ([0, 2, 3], [0, 5])],
 )
-def test_what_a_function_may_return(said: Any, expected: list[int]) -> None:
+def test_results_of_feature_functions_are_parsed(said: Any, expected: list[int]) -> None:
     seen: list[Any] = []
     processor = vision(num_feature_calculation_funcs={"vision": lambda *given: seen.append(given) or said})
     batch = processor(text=["a <vision>", "<vision> <vision>"], images=IMAGES)
@@ -368,7 +368,7 @@ CHAT = [
 ]
 
 
-def test_chats() -> None:
+def test_chat_templates_render_text_and_placeholders() -> None:
     processor = both()
     processor.tokenizer.chat_template = local.CHAT_TEMPLATE
     written = "user: <vision>what is this<audio> assistant: a cat "
@@ -395,14 +395,14 @@ def test_chats() -> None:
         ("look now the <vision> cat", 8, "left", ["the", ("<vision>", 5), "cat"]),
     ],
 )
-def test_text_outside_images_may_be_cut(text: str, limit: int, side: str, expected: list[Any]) -> None:
+def test_text_outside_images_may_be_truncated(text: str, limit: int, side: str, expected: list[Any]) -> None:
     processor = vision(llm_tokenizer=tokenizer(truncation_side=side))
     ids = processor(text=text, images=image(), truncation=True, max_length=limit)["input_ids"]
     assert ids == [ids_of(processor, *expected)]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 6])
-def test_an_image_is_never_cut(limit: int) -> None:
+def test_an_image_is_never_truncated(limit: int) -> None:
     message = f"Sample 1 has 8 tokens, the limit is {limit}: truncation would leave {max(limit - 2, 0)} of its 5 vision"
     texts = ["the", "look <vision> now"]
     with pytest.raises(ConfigError, match=message):
@@ -488,7 +488,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     ),
     "overflow": (
         lambda: vision()(llm_inputs={"text": "a", "return_overflowing_tokens": True}),
-        "return_overflowing_tokens would spread an item",
+        "return_overflowing_tokens would split an item",
     ),
     "token taken apart": (
         lambda: vision()(llm_inputs={"text": "<vision>", "split_special_tokens": True}, images=image()),
@@ -536,7 +536,7 @@ CALLS: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_mistakes_are_named(name: str) -> None:
+def test_mistakes_raise_errors_that_name_them(name: str) -> None:
     call, message = CALLS[name]
     with pytest.raises(ConfigError, match=message):
         call()
@@ -545,7 +545,7 @@ def test_mistakes_are_named(name: str) -> None:
 # ---------------------------------------------------------------------------------------- storing and sending
 
 
-def test_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_saved_processor_gives_equal_batches(tmp_path: Path) -> None:
     model = model_of(vision="clip", audio="whisper")
     processors = {"vision": processor_of("clip"), "audio": processor_of("whisper")}
     saved = MultimodalProcessor(processors, tokenizer(), model, predefined_tokens={"vision": "<image>"})
@@ -579,7 +579,7 @@ class OwnProcessor(transformers.CLIPImageProcessor):  # type: ignore[misc,valid-
     """A processor that transformers does not have."""
 
 
-def test_own_classes_are_passed_again(tmp_path: Path) -> None:
+def test_custom_classes_are_passed_again(tmp_path: Path) -> None:
     own = OwnProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     MultimodalProcessor({"vision": own}, tokenizer()).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="OwnProcessor, which is not in transformers.*classes={'vision': OwnProc"):
@@ -619,7 +619,7 @@ def test_bad_folders_are_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("send", [lambda p: pickle.loads(pickle.dumps(p)), copy.deepcopy], ids=["pickled", "copied"])
-def test_a_processor_travels_without_the_model(send: Callable[[Any], Any]) -> None:
+def test_a_pickled_processor_has_no_model(send: Callable[[Any], Any]) -> None:
     processor = both()
     travelled = send(processor)
     given = {"text": "<vision> <audio>", "images": image(), "audio": sound(), "return_tensors": "pt"}

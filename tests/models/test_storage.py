@@ -1,4 +1,4 @@
-"""save_pretrained and from_pretrained: what comes back, what other libraries can read, what is refused, crashes."""
+"""save_pretrained and from_pretrained: round trips, other libraries, refusals and crashes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from cornstarch.models.multimodal_language_model import (
     MultimodalProjector,
     MultimodalProjectorConfig,
 )
-from cornstarch.models.multimodal_language_model.storage import folder
-from cornstarch.models.multimodal_language_model.storage import model as storage
+from cornstarch.models.multimodal_language_model.storage import model_folder as folder
+from cornstarch.models.multimodal_language_model.storage import pretrained as storage
 from tests.models.small import VISION, clip, llama, ragged, whisper
 from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
@@ -84,7 +84,7 @@ def add_listed(saved: Path, name: str, text: str) -> None:
     ("encoder", "language_model"),
     [*((name, "llama") for name in ENCODERS), *(("clip", name) for name in LANGUAGE_MODELS if name != "llama")],
 )
-def test_every_part_comes_back_to_the_bit(encoder: str, language_model: str, dtype: str, tmp_path: Path) -> None:
+def test_every_part_is_loaded_bit_equal(encoder: str, language_model: str, dtype: str, tmp_path: Path) -> None:
     part = ENCODERS[encoder]
     model = MultimodalModel({part.modality: part.build()}, LANGUAGE_MODELS[language_model].build())
     # `to` also rounds what no state dict has: rotary tables.
@@ -123,7 +123,7 @@ def test_mixed_precisions_and_trainability_come_back(options: dict[str, Any], tm
     exact(loaded, model)
 
 
-def test_settings_come_back(tmp_path: Path) -> None:
+def test_settings_are_loaded(tmp_path: Path) -> None:
     encoder = ModalEncoderModule(clip(), additional_args=["grid"], attention="item")
     model = MultimodalModel({"vision": encoder, "audio": whisper()}, llama(), init_activation="relu")
     model.set_modality_token_ids({"vision": 64, "audio": 65})
@@ -156,7 +156,7 @@ def test_a_model_without_encoders(tmp_path: Path) -> None:
     exact(MultimodalModel.from_pretrained(tmp_path / "model"), model)
 
 
-def test_another_precision_and_device_can_be_asked_for(tmp_path: Path) -> None:
+def test_dtype_and_device_can_be_chosen_when_loading(tmp_path: Path) -> None:
     vision_model().save_pretrained(tmp_path / "model")
     for dtype in (torch.bfloat16, "bfloat16"):
         loaded = MultimodalModel.from_pretrained(tmp_path / "model", dtype=dtype, device="cpu")
@@ -274,7 +274,7 @@ def own_model() -> MultimodalModel:
     ],
     ids=["classes", "function and module"],
 )
-def test_own_modules_come_back_with_help(classes: dict[str, Any], tmp_path: Path) -> None:
+def test_custom_modules_are_loaded_into_given_modules(classes: dict[str, Any], tmp_path: Path) -> None:
     model = own_model()
     model.save_pretrained(tmp_path / "model")
     loaded = MultimodalModel.from_pretrained(tmp_path / "model", classes=classes)
@@ -299,7 +299,7 @@ BOTH = {"vision_encoder": TinyEncoder, "vision_projector": Projection}
         ({**BOTH, "language_model": TinyEncoder}, "not a class of transformers models"),
     ],
 )
-def test_own_modules_need_the_right_help(classes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_custom_modules_that_do_not_fit_are_refused(classes: dict[str, Any], message: str, tmp_path: Path) -> None:
     own_model().save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         MultimodalModel.from_pretrained(tmp_path / "model", classes=classes)
@@ -309,7 +309,7 @@ class OwnLlama(transformers.LlamaForCausalLM):
     """A transformers model of the user's own."""
 
 
-def test_an_own_transformers_class_is_not_imported_on_a_files_word(tmp_path: Path) -> None:
+def test_a_custom_transformers_class_is_not_imported_from_a_file(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MultimodalModel({"vision": clip()}, OwnLlama(llama().config))
     model.save_pretrained(tmp_path / "model")
@@ -332,7 +332,7 @@ class Newline(nn.Module):
         return output
 
 
-def test_callbacks_are_asked_for_again(tmp_path: Path) -> None:
+def test_callbacks_must_be_passed_again_when_loading(tmp_path: Path) -> None:
     def halve(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": inputs["pixel_values"] / 2}
 
@@ -368,7 +368,7 @@ def test_callbacks_are_asked_for_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_models_that_were_taken_apart_come_back(name: str, tmp_path: Path) -> None:
+def test_decomposed_models_are_loaded_bit_equal(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     whole = family.build()
     batch = family.batch(whole)
@@ -388,7 +388,7 @@ def test_models_that_were_taken_apart_come_back(name: str, tmp_path: Path) -> No
 # -------------------------------------------------------------------------------------------- what is refused
 
 
-def test_the_origins_class_is_not_imported_on_a_files_word(tmp_path: Path) -> None:
+def test_the_origin_class_is_not_imported_from_a_file(tmp_path: Path) -> None:
     whole = FAMILIES["llava"].build()
     MultimodalModel.from_multimodal(whole).save_pretrained(tmp_path / "model")
     rewrite(tmp_path / "model", lambda content: content["origin"].update(class_path="evil.Llava"))
@@ -563,7 +563,7 @@ def _unknown_parameter(saved: Path) -> None:
         (_foreign_weights, "index.json is not a file of the saved model"),
         (_auto_map, "vision_encoder/config.json asks to run Python code.*auto_map.*trust_remote_code=True"),
         (_foreign_class, "language_model is a os.system.*not imported.*classes={'language_model'"),
-        (_smuggled_class, "not imported on a file's word"),
+        (_smuggled_class, "not imported because a file names it"),
         (_unknown_class, "LlamaForNothing does not exist in the installed version"),
         (_other_class, "OPTForCausalLM"),
         (_traversal_in_files, "'../secret', which does not lie in the model's folder"),
@@ -578,7 +578,7 @@ def _unknown_parameter(saved: Path) -> None:
         (_unknown_parameter, "no.such.weight"),
     ],
 )
-def test_what_cannot_be_loaded_is_refused(
+def test_models_that_cannot_be_loaded_are_refused(
     saved: Path, spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(saved)
@@ -587,7 +587,7 @@ def test_what_cannot_be_loaded_is_refused(
         MultimodalModel.from_pretrained(saved)
 
 
-def test_every_flipped_bit_is_found(saved: Path) -> None:
+def test_every_flipped_bit_is_detected(saved: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for path in sorted(p for p in saved.rglob("*") if p.is_file()):
         content = path.read_bytes()
@@ -641,7 +641,7 @@ def test_code_in_the_folder_runs_only_when_it_is_trusted(tmp_path: Path, monkeyp
     assert (tmp_path / "ran").exists()
 
 
-def test_what_would_be_lost_is_not_saved(tmp_path: Path) -> None:
+def test_a_model_that_would_lose_weights_is_not_saved(tmp_path: Path) -> None:
     class Wider(ModalEncoderModule):
         pass
 
@@ -837,8 +837,8 @@ def test_a_kill_at_any_step_leaves_a_model(tmp_path: Path) -> None:
     assert (target / "mine.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("failing", ["save_part", "seal", "rename_away", "rename_in"])
-def test_an_error_leaves_the_old_model_and_no_litter(
+@pytest.mark.parametrize("failing", ["save_part", "finish_folder", "rename_away", "rename_in"])
+def test_an_error_keeps_the_old_model_and_leaves_no_files(
     failing: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = vision_model(), vision_model()
@@ -865,14 +865,14 @@ def test_an_error_leaves_the_old_model_and_no_litter(
     assert [path.name for path in saved.parent.iterdir()] == ["model"]
 
 
-def test_leftovers_are_told(saved: Path) -> None:
+def test_leftovers_of_an_interrupted_save_are_reported(saved: Path) -> None:
     shutil.copytree(saved, saved.with_name("model.tmp.0123"))
     with pytest.warns(UserWarning, match="model.tmp.0123"):
         vision_model().save_pretrained(saved)
     assert saved.with_name("model.tmp.0123").exists()
 
 
-def test_a_projector_remembers_what_it_stands_between(tmp_path: Path) -> None:
+def test_a_projector_stores_both_model_types(tmp_path: Path) -> None:
     vision_model(init_projector_type="mlp").save_pretrained(tmp_path)
     config = MultimodalProjector.from_pretrained(tmp_path / "vision_projector").config
     assert (config.encoder_model_type, config.language_model_type) == ("clip_vision_model", "llama")
@@ -880,7 +880,7 @@ def test_a_projector_remembers_what_it_stands_between(tmp_path: Path) -> None:
     assert (given.encoder_model_type, given.language_model_type) == ("clip_vision_model", "llama")
 
 
-def test_a_projector_of_each_kind_says_what_it_is(tmp_path: Path) -> None:
+def test_a_projector_of_each_kind_describes_its_config(tmp_path: Path) -> None:
     config = MultimodalProjectorConfig(in_features=24, out_features=32)
     encoder = ModalEncoderModule(clip(), MultimodalProjector(config, projection=Projection()))
     MultimodalModel({"vision": encoder}, llama()).save_pretrained(tmp_path)

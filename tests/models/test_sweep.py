@@ -78,7 +78,7 @@ def test_the_judge(check: Callable[[], None], status: str, reason: str, monkeypa
 
 
 @pytest.mark.parametrize("sabotage", ["position", "order", "scale", "leak"])
-def test_the_sweep_sees_a_wrong_composition(sabotage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_detects_a_wrong_composition(sabotage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that finds nothing must be able to find something."""
     merge = sweep.MultimodalModel.merge
 
@@ -106,6 +106,6 @@ def chosen(names: Iterable[str], *wanted: str) -> bool:
     return set(wanted) <= set(names)
 
 
-def test_the_sweep_knows_the_common_models() -> None:
+def test_the_sweep_includes_common_models() -> None:
     assert chosen(sweep.language_model_names(), "LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel")
     assert chosen(sweep.encoder_names(), "CLIPVisionModel", "Qwen2AudioEncoder", "Qwen3VLVisionModel", "Wav2Vec2Model")

@@ -1,4 +1,4 @@
-"""Trainers of other libraries over a whole model: they train what a plain loop trains."""
+"""Trainers of other libraries train a whole model like a plain loop."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrained
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
-from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_tokenizer
+from cornstarch.models.multimodal_language_model.preprocessing.tokenization import check_tokenizer
 from tests.documented import hub
 from tests.models import local_processors
 from tests.zoo import LANGUAGE_MODELS, VOCABULARY
@@ -18,7 +18,7 @@ from tests.zoo import LANGUAGE_MODELS, VOCABULARY
 
 # To nothing; to special tokens alone; to unknown tokens; to unknown tokens and spaces.
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3_text", "bert", "t5"])
-def test_a_folder_without_tokenizer_files(kind: str, tmp_path: Path) -> None:
+def test_a_tokenizer_without_files_is_refused(kind: str, tmp_path: Path) -> None:
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="encodes plain text to nothing") as error:

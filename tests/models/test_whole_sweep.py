@@ -63,7 +63,7 @@ def test_the_check_of_data_shows_the_models_own_text(
 
 
 @pytest.mark.parametrize("sabotage", ["input_ids", "labels", "pixel_values"])
-def test_the_sweep_sees_a_wrong_batch(sabotage: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_detects_a_wrong_batch(sabotage: str, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that finds nothing must be able to find something."""
     build = whole_sweep.build_task
 

@@ -1,4 +1,4 @@
-"""Wrappers of other libraries around the parts of a model: they are called, not passed by."""
+"""Wrappers of other libraries around the parts of a model are called, not bypassed."""
 
 from __future__ import annotations
 

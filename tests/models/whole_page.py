@@ -16,27 +16,28 @@ _LONGEST = 260  # characters of a reason
 
 PAGE = """# Whole multimodal models
 
-`model.whole` trains a Hugging Face multimodal model as it is. Its own processor and chat template decide what a
-conversation becomes. This page is measured: for each family a tiny folder is written as `save_pretrained` writes it
-(config, weights, tokenizer with the family's special tokens, processor, chat template), loaded by the path that
-`cornstarch train` takes, and compared with transformers:
+`model.whole` trains a Hugging Face multimodal model as it is. The model's own processor and chat template convert a
+conversation into model inputs. This page shows measured results. For each family, a tiny folder in the format of
+`save_pretrained` (config, weights, tokenizer with the family's special tokens, processor, chat template) is loaded in
+the same way as by `cornstarch train`. These comparisons are made with transformers:
 
 - every tensor of the batch with that of `AutoProcessor` and `apply_chat_template`, bit by bit;
-- the labels with the answers and the tokens that end them;
-- the loss with that of the original model on that batch (relative difference at most 1e-6, fp32);
+- the labels with the answers and their end tokens;
+- the loss with that of the original model on the same batch (relative difference at most 1e-6, fp32);
 - rows in LLaVA's JSON, with `<image>` and `<audio>` in the text, with the same samples as typed parts;
-- every gradient with the original model's; loss and every gradient of packed rows with those of padded ones.
+- every gradient with that of the original model; the loss and every gradient of packed rows with those of padded rows.
 
-*equal*: all of that holds. *refused*: Cornstarch says why it does not train this. *–*: not asked, because the model's
-own processor refuses such a conversation, or for another reason below. Anything else would be *wrong*: the tests fail.
+*equal*: all comparisons hold. *refused*: Cornstarch raises an error with the reason. *–*: not tested, because the
+model's own processor refuses such a conversation, or for another reason below. Any other outcome is *wrong*, and the
+tests fail.
 
-Some processors need a package that neither Cornstarch nor transformers installs; without it the model is refused:
+Some processors need a package that neither Cornstarch nor transformers installs. Without it, the model is refused:
 
 | package | models |
 |---|---|
 | `num2words` | SmolVLM |
-| `transformers[mistral-common]`, `soundfile` | Voxtral; mistral-common wants numpy < 2.4 on Python 3.12 and older |
-| `torchvision` | those below that say so, and videos |
+| `transformers[mistral-common]`, `soundfile` | Voxtral; mistral-common needs numpy < 2.4 on Python 3.12 and older |
+| `torchvision` | the models below that mention it, and videos |
 | `torchaudio` | Granite Speech |
 
 {versions}. Written by `{command}`.{others}
@@ -49,11 +50,11 @@ Some processors need a package that neither Cornstarch nor transformers installs
 
 {refused}
 
-## Not asked
+## Not tested
 
 {not_asked}
 
-## Without a folder
+## Families without a test
 
 {uncovered}
 """

@@ -26,11 +26,11 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cornstarch.config.config_file import load_config
+from cornstarch.data.row_formats import parse_row
+from cornstarch.data.sample import Media, Message, Sample, SampleError
 from cornstarch.errors import ConfigError
-from cornstarch.train.data.rows import sample_of
-from cornstarch.train.data.sample import Media, Message, Sample, SampleError
-from cornstarch.train.source import load_config
-from cornstarch.train.tasks.build import build_task
+from cornstarch.tasks.build import build_task
 from tests.models import whole_oracle as oracle
 from tests.models.whole_folders import FOLDERS, StoredFamily, write_folder
 from tests.models.whole_folders.registry import model_types, uncovered
@@ -258,7 +258,7 @@ def sample_of_row(conversation: Conversation) -> Sample:
     row: dict[str, Any] = {"conversations": turns}
     for item in items:
         row.setdefault(item.kind, []).append(item.value)
-    return sample_of(row, "llava", "row", Path())
+    return parse_row(row, "llava", "row", Path())
 
 
 # ------------------------------------------------------------------------------------------------ comparing

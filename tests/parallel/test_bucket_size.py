@@ -15,58 +15,57 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import apply_data_parallel, data_mesh
-from cornstarch.parallel.bucket_size import ChosenBucket, measured_link
-from cornstarch.parallel.data import measured_bucket
+from cornstarch.parallel.data import MeasuredBucket, get_measured_bucket, measure_link
 from cornstarch.plan import DataPlan
-from cornstarch.plan.links import Link
-from cornstarch.plan.network import SMALLEST_BUCKET, bucket_bytes
+from cornstarch.plan.communication import Link
+from cornstarch.plan.low_bandwidth_cost import SMALLEST_BUCKET, choose_bucket_bytes
 from cornstarch.train import Trainer
 from tests.parallel.test_data import assert_same
 from tests.parallel.work import alone, step
 from tests.parity.pool import Pool
-from tests.train.tiny import tiny_config
+from tests.trainer.tiny import tiny_config
 
 BUCKET = "parallel.data.bucket_mb"
 
 
-def wrapped_with(bucket: float | str | None) -> tuple[ChosenBucket | None, int]:
+def wrapped_with(bucket: float | str | None) -> tuple[MeasuredBucket | None, int]:
     """Return what was measured, and the size that DDP was given."""
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     plan = DataPlan(bucket_mb=bucket)  # type: ignore[arg-type]
     wrapped = apply_data_parallel(model, data_mesh("cpu"), plan)
     assert isinstance(wrapped, DistributedDataParallel)
-    return measured_bucket(wrapped), wrapped.bucket_bytes_cap
+    return get_measured_bucket(wrapped), wrapped.bucket_bytes_cap
 
 
 def measured() -> Link:
     """Return the link between all processes."""
     assert dist.group.WORLD is not None
-    return measured_link(dist.group.WORLD, torch.device("cpu"))
+    return measure_link(dist.group.WORLD, torch.device("cpu"))
 
 
-def test_processes_agree_on_what_they_measure(workers: Pool) -> None:
+def test_all_ranks_measure_the_same_bucket_size(workers: Pool) -> None:
     links = workers.run(3, measured)
     assert len(set(links)) == 1
     assert links[0].bandwidth > 1e6 and links[0].latency >= 0
 
 
-def test_ddp_gets_the_size_that_suits_the_link(workers: Pool) -> None:
+def test_ddp_uses_the_bucket_size_measured_for_the_link(workers: Pool) -> None:
     told = workers.run(2, wrapped_with, "auto")
     assert told[0] == told[1]
     chosen, size = told[0]
     bytes_of_all = 4 * 2 * (512 * 512 + 512)
-    assert chosen.size == size == bucket_bytes(chosen.link, 2, bytes_of_all)
+    assert chosen.size == size == choose_bucket_bytes(chosen.link, 2, bytes_of_all)
     assert SMALLEST_BUCKET <= size <= bytes_of_all // 4
     assert f"{size / 2**20:.3g} MiB" in chosen.line and "measured" in chosen.line
 
 
-def test_nothing_is_measured_unless_asked_for(workers: Pool) -> None:
+def test_bucket_size_is_not_measured_by_default(workers: Pool) -> None:
     (found, size), _ = workers.run(2, wrapped_with, 3.0)
     assert found is None and size == 3 * 2**20
     assert workers.run(2, wrapped_with, None)[0][0] is None
 
 
-def test_gradients_are_those_of_one_process(workers: Pool) -> None:
+def test_gradients_equal_those_of_one_process(workers: Pool) -> None:
     expected = alone(most=0.1)
     for one in workers.run(2, step, {"kind": "ddp", "bucket_mb": "auto"}, 0.1, 2):
         assert_same(one.gradients, expected.gradients)
@@ -80,7 +79,7 @@ def run_told(folder: str) -> str:
     return said.getvalue()
 
 
-def test_a_run_tells_its_buckets_and_shows_them_in_its_report(workers: Pool, tmp_path: Path) -> None:
+def test_run_logs_and_reports_its_measured_bucket_size(workers: Pool, tmp_path: Path) -> None:
     tiny_config(tmp_path)  # writes the data
     told, _ = workers.run(2, run_told, str(tmp_path))
     line = json.loads((tmp_path / "run" / "run.json").read_text())["buckets"]
@@ -88,6 +87,6 @@ def test_a_run_tells_its_buckets_and_shows_them_in_its_report(workers: Pool, tmp
     assert f"gradients in {line}" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_compression_needs_buckets_that_stay() -> None:
+def test_compression_with_auto_buckets_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bucket_mb = auto\n(.|\n)*would measure another size"):
         DataPlan(bucket_mb="auto", compression={"kind": "topk"})  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def assert_same(found: Mapping[str, Tensor | None], expected: Mapping[str, Tenso
 
 @pytest.mark.parametrize("portions", [1, 2])
 @pytest.mark.parametrize("name", PLANS)
-def test_norm_and_clipped_gradients_are_those_of_one_process(workers: Pool, name: str, portions: int) -> None:
+def test_norm_and_clipped_gradients_equal_those_of_one_process(workers: Pool, name: str, portions: int) -> None:
     ranks, plan = PLANS[name]
     if ranks * portions > SAMPLES // 2 and portions > 1:
         pytest.skip("a portion would be a single sample")
@@ -77,7 +77,7 @@ def test_norm_and_clipped_gradients_are_those_of_one_process(workers: Pool, name
 
 
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
-def test_gradients_of_all_but_the_last_portion_stay_in_their_process(workers: Pool, kind: str) -> None:
+def test_only_the_last_microbatch_synchronizes_gradients(workers: Pool, kind: str) -> None:
     for rank, found in enumerate(workers.run(2, step, {"kind": kind}, 1.0, 2)):
         model = layered()
         (model(rows()[rank::2].chunk(2)[0]) / 2).backward()
@@ -86,7 +86,7 @@ def test_gradients_of_all_but_the_last_portion_stay_in_their_process(workers: Po
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "zero2"])
-def test_a_part_of_the_model_can_be_called_inside(workers: Pool, kind: str) -> None:
+def test_model_can_be_called_directly_inside_use_full_model(workers: Pool, kind: str) -> None:
     model = layered()
     with torch.no_grad():
         expected = model.out(model.blocks[1](model.into(rows())))
@@ -94,13 +94,13 @@ def test_a_part_of_the_model_can_be_called_inside(workers: Pool, kind: str) -> N
         torch.testing.assert_close(found, expected)
 
 
-def test_unused_parameters_are_named(workers: Pool) -> None:
+def test_error_names_unused_parameters(workers: Pool) -> None:
     for said in workers.run(2, refuse_unused):
         assert "parallel.data.find_unused = false" in said and "left unused.weight, unused.bias without" in said
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_adapters_in_fp32_beside_weights_in_bf16(workers: Pool, kind: str) -> None:
+def test_fp32_adapters_train_beside_bf16_weights(workers: Pool, kind: str) -> None:
     expected = workers.run(1, adapters_in_fp32, "ddp")[0]
     assert expected and all("lora" in name for name in expected)
     for found in workers.run(2, adapters_in_fp32, kind):
@@ -108,7 +108,7 @@ def test_adapters_in_fp32_beside_weights_in_bf16(workers: Pool, kind: str) -> No
 
 
 # The tests of a plan itself are in tests/plan; these are of plans and models together.
-def test_types_that_fsdp1_cannot_flatten_are_refused() -> None:
+def test_mixed_dtypes_are_refused_with_fsdp1() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match=r"fsdp1\n.*bfloat16 and float32.*use fsdp2"):
         check_data_plan(model, DataPlan(kind="fsdp1"))
@@ -130,7 +130,7 @@ def test_types_that_fsdp1_cannot_flatten_are_refused() -> None:
         ({"kind": "zero2", "reshard_after_forward": True}, "zero2 keeps"),
     ],
 )
-def test_options_that_make_no_sense_together_are_refused(plan: dict[str, Any], reason: str) -> None:
+def test_contradicting_options_are_refused(plan: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         DataPlan(**plan)
 
@@ -146,7 +146,7 @@ TRAINED = {
 
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("how", ["ddp", "fsdp1", "fsdp2"])
-def test_a_multimodal_model_wrapped_by_hand_trains_on_mixed_batches(workers: Pool, how: str, trained: str) -> None:
+def test_multimodal_model_wrapped_by_hand_trains_on_mixed_batches(workers: Pool, how: str, trained: str) -> None:
     expected = trained_by_hand(None, *TRAINED[trained])
     for found in workers.run(2, trained_by_hand, how, *TRAINED[trained]):
         plain = {name.removeprefix("module."): value for name, value in found.items()}

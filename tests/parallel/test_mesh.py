@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cornstarch.parallel.mesh import Meshes
-from cornstarch.pipeline.staging import StageGroups
+from cornstarch.parallel.mesh import DeviceMeshes
+from cornstarch.pipeline.stages import StageGroups
 from cornstarch.plan import Layout, ModulePlan, Plan
 
 SHARED = Plan({"model": ModulePlan(tp=2, cp=2)}, ranks="shared")
@@ -47,7 +47,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return counted
 
 
-def test_a_process_of_a_pipeline_makes_as_many_groups_in_any_world(count: Callable[..., list[int]]) -> None:
+def test_group_count_of_a_pipeline_rank_does_not_depend_on_world_size(count: Callable[..., list[int]]) -> None:
     """So that all together make a number that is linear in the world size."""
     per_rank = {}
     for replicas in (1, 2, 8, 32):
@@ -60,14 +60,14 @@ def test_a_process_of_a_pipeline_makes_as_many_groups_in_any_world(count: Callab
     assert max(per_rank[1]) <= 4  # its replica, and the axes of its stage
 
 
-def test_groups_where_modules_share_their_ranks_are_linear_in_the_world_size(count: Callable[..., list[int]]) -> None:
+def test_group_count_with_shared_ranks_is_linear_in_world_size(count: Callable[..., list[int]]) -> None:
     """In each process: torch makes all lines of a mesh everywhere."""
     made = {}
     for world in (16, 64, 256):
         layout = Layout.of(SHARED, world)
 
         def meshes(layout: Layout = layout) -> None:
-            Meshes(layout, "cpu").context(2)
+            DeviceMeshes(layout, "cpu").context(2)
 
         made[world] = len(count(world - 1, world, meshes))
     assert made[64] <= 4 * made[16] and made[256] <= 4 * made[64], made

@@ -75,7 +75,7 @@ def test_ranks_reach_one_another_and_count_what_they_send(namespaces: ModuleType
     assert own_namespaces() == []
 
 
-def test_nothing_is_left_of_a_failure(namespaces: ModuleType, tmp_path: Path) -> None:
+def test_failure_leaves_no_namespaces(namespaces: ModuleType, tmp_path: Path) -> None:
     code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('lost')\ntime.sleep(600)"
     with pytest.raises(RuntimeError, match=r"rank 1 ended with 1:\nlost"), namespaces.network(2, "1gbit") as joined:
         joined.run([sys.executable, "-c", code], tmp_path / "logs", 250)
@@ -100,7 +100,7 @@ def way(name: str, seconds: float, steps: int, rate: str = "100mbit") -> dict[st
     }  # fmt: skip
 
 
-def test_what_was_measured_bit_by_bit_is_one_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_partial_measurements_are_merged_into_one_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network, picture = loaded("slow_network", monkeypatch), loaded("slow_picture", monkeypatch)
     first, second, page = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "page.md"
     network.keep(first, "ways", way("ddp", 1.0, 48))
@@ -118,7 +118,7 @@ def split(line: str) -> list[str]:
     return line.split("|") if line.startswith("|") else ["", "", ""]
 
 
-def test_a_page_without_ddp_is_refused(
+def test_page_without_ddp_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     network, picture = loaded("slow_network", monkeypatch), loaded("slow_picture", monkeypatch)
@@ -129,7 +129,7 @@ def test_a_page_without_ddp_is_refused(
     assert "100mbit: all is compared with ddp" in capsys.readouterr().err
 
 
-def test_figures_are_those_of_the_quickest_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_come_from_the_quickest_block(monkeypatch: pytest.MonkeyPatch) -> None:
     module = loaded("slow_network", monkeypatch)
     block, steps = module.BLOCK, 3 * module.BLOCK + 1
     # The first block is slow, the second quick, the third disturbed in one rank; 10 bytes a step, but 1,000 at first.

@@ -80,13 +80,13 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_units_are_found(name: str) -> None:
+def test_default_units_are_the_outermost_layers(name: str) -> None:
     make, expected = FOUND[name]
     assert Counter(type(unit).__name__ for unit in wrapping_units(make())) == expected
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_no_parameter_is_in_two_units_or_has_a_name_outside(name: str) -> None:
+def test_no_parameter_is_in_two_units_or_shared_with_outside(name: str) -> None:
     model = FOUND[name][0]()
     units = wrapping_units(model)
     counts = Counter(id(parameter) for unit in units for parameter in unit.parameters())
@@ -103,24 +103,24 @@ def test_embeddings_and_head_stay_with_the_model() -> None:
     assert id(model.get_input_embeddings().weight) not in inside  # type: ignore[operator]
 
 
-def test_classes_are_taken_outermost_first() -> None:
+def test_units_by_class_are_outermost_modules() -> None:
     model = multimodal()
     units = wrapping_units(model, ["LlamaDecoderLayer", "LlamaAttention"])
     assert [type(unit).__name__ for unit in units] == ["LlamaDecoderLayer"] * 2
 
 
-def test_a_class_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"wrap names Lama, which the model has not\. It has: .*Linear"):
+def test_unknown_class_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"wrap names Lama, which the model does not have\. It has: .*Linear"):
         wrapping_units(llama(), ["LlamaDecoderLayer", "Lama"])
 
 
-def test_small_units_stay_with_what_is_around_them() -> None:
+def test_units_below_the_minimum_stay_with_their_parent() -> None:
     model = Around(nn.ModuleList([nn.Linear(2, 2), nn.Linear(9, 9)]))
     assert wrapping_units(model, least=90) == [model.layers[1]]  # type: ignore[index]
     assert wrapping_units(model, least=91) == []
     assert wrapping_units(model, ["Linear"], least=7) == [model.layers[1]]  # type: ignore[index]
 
 
-def test_it_works_before_there_is_memory() -> None:
+def test_units_are_found_on_the_meta_device() -> None:
     with torch.device("meta"):
         assert len(wrapping_units(llama())) == 2

@@ -20,9 +20,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cornstarch import MultimodalModel
 from cornstarch.errors import ConfigError
-from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, processes
-from cornstarch.parallel.clipping import clip_gradients
-from cornstarch.parallel.data import full_value, gradients_kept_here, whole_model
+from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, distributed
+from cornstarch.parallel.data import defer_gradient_sync, use_full_model
+from cornstarch.parallel.distributed import to_full_tensor
+from cornstarch.parallel.gradients import clip_gradients
 from cornstarch.plan import DataPlan
 from tests import zoo
 
@@ -86,7 +87,7 @@ def step(plan: Mapping[str, Any], most: float, portions: int = 1) -> Step:
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
     kept: dict[str, Tensor | None] = {}
     for number, portion in enumerate(mine.chunk(portions), start=1):
-        with gradients_kept_here(wrapped, number < portions):
+        with defer_gradient_sync(wrapped, number < portions):
             (wrapped(portion) / portions).backward()
         if number == 1 and portions > 1 and isinstance(wrapped, DistributedDataParallel):
             kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -99,7 +100,7 @@ def _gradients(wrapped: nn.Module, model: nn.Module) -> dict[str, Tensor | None]
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=True):
             found = {name: p.grad for name, p in model.named_parameters()}
             return {_plain(name): None if g is None else g.clone() for name, g in found.items()}
-    return {name: None if p.grad is None else full_value(p.grad).clone() for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else to_full_tensor(p.grad).clone() for name, p in model.named_parameters()}
 
 
 def _plain(name: str) -> str:
@@ -175,7 +176,7 @@ def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict
         texts = [text for share in shares for text in share] if how is None else shares[dist.get_rank()]
         batch = batch_of(texts, number)
         tokens = trained_tokens(batch)
-        share = tokens * processes.size() / processes.sum_over_ranks([tokens])[0]
+        share = tokens * distributed.world_size() / distributed.sum_over_ranks([tokens])[0]
         loss = wrapped(**batch).loss * share
         loss.backward()
         optimizer.step()
@@ -183,7 +184,7 @@ def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict
     if isinstance(wrapped, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
             return {_plain(name): p.detach().clone() for name, p in model.named_parameters()}
-    return {name: full_value(p.detach()).clone() for name, p in model.named_parameters()}
+    return {name: to_full_tensor(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 # ------------------------------------------------------------------------------------------------ the rest
@@ -203,7 +204,7 @@ def dealt_out(dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
     with torch.no_grad():
         for name in owned.names:
             parameters[name].add_(1)
-    owned.share()
+    owned.broadcast()
     changed = {name: bool(torch.equal(p, before[name] + 1)) for name, p in parameters.items()}
     return {"names": sorted(owned.names), "changed": changed}
 
@@ -236,13 +237,13 @@ def talked(values: list[Any]) -> dict[str, Any]:
     """Let processes tell one another what they have."""
     rank = dist.get_rank()
     return {
-        "alone": processes.is_alone(),
-        "rank": processes.rank(),
-        "size": processes.size(),
-        "sum": processes.sum_over_ranks([2**52 + rank, 0.5, rank]),
-        "gathered": processes.gather_data(values[rank]),
-        "first": processes.broadcast_data(values[rank]),
-        "last": processes.broadcast_data(values[rank], source=len(values) - 1),
+        "alone": distributed.is_single_process(),
+        "rank": distributed.rank(),
+        "size": distributed.world_size(),
+        "sum": distributed.sum_over_ranks([2**52 + rank, 0.5, rank]),
+        "gathered": distributed.all_gather_json(values[rank]),
+        "first": distributed.broadcast_json(values[rank]),
+        "last": distributed.broadcast_json(values[rank], source=len(values) - 1),
     }
 
 
@@ -251,10 +252,10 @@ def called_inside(kind: str) -> Tensor:
     model = layered()
     wrapped = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
     wrapped(rows())
-    with torch.no_grad(), whole_model(wrapped):
+    with torch.no_grad(), use_full_model(wrapped):
         found = model.out(model.blocks[1](model.into(rows())))
     wrapped(rows()).backward()  # it can still be trained
-    return full_value(found) if isinstance(found, DTensor) else found
+    return to_full_tensor(found) if isinstance(found, DTensor) else found
 
 
 class Unused(nn.Module):
@@ -291,7 +292,7 @@ def adapters_in_fp32(kind: str) -> dict[str, float]:
     with torch.autocast("cpu", torch.bfloat16):
         loss = wrapped(**batch).loss
     loss.backward()
-    return {name: full_value(p.grad).norm().item() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: to_full_tensor(p.grad).norm().item() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def with_adapters() -> nn.Module:

@@ -14,12 +14,13 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from cornstarch.data.sample import Sample
 from cornstarch.errors import ConfigError
-from cornstarch.parallel import processes
-from cornstarch.parallel.data import full_value
+from cornstarch.parallel import distributed
+from cornstarch.parallel.distributed import to_full_tensor
 from cornstarch.train import load_config
-from cornstarch.train.data.sample import Sample
-from cornstarch.train.witness import Witness, deviations, whole_parameters
+from cornstarch.trainer.recording_trainer import RecordingTrainer, gather_parameters
+from cornstarch.verify.compare import compute_deviations
 from tests.models import local_processors
 from tests.parity.columns import COLUMNS, LOADS, Load
 from tests.parity.pool import Pool
@@ -83,13 +84,13 @@ def run(
     return outcome_of(trainer)
 
 
-def outcome_of(trainer: Witness) -> Outcome:
+def outcome_of(trainer: RecordingTrainer) -> Outcome:
     """Do all steps and return what they come to; all processes have to ask together."""
     losses, norms, totals = [], [], []
     for batch in trainer.batches():
         result = trainer.step(batch)
         assert result.grad_norm is not None
-        losses.append(processes.sum_over_ranks([float(result.loss)])[0] / trainer.replica.alike)
+        losses.append(distributed.sum_over_ranks([float(result.loss)])[0] / trainer.replica.loss_copies)
         norms.append(float(result.grad_norm))
         # Not what was multiplied: a portion of text alone has no backward pass where only projectors are trained, so
         # that depends on which samples are in one portion.
@@ -106,11 +107,11 @@ def made(
     parallel: Mapping[str, Any],
     tokenizer: str,
     folder: str,
-    kind: type[Witness] = Witness,
+    kind: type[RecordingTrainer] = RecordingTrainer,
     place: Place = EXACT,
     data: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Witness:
+) -> RecordingTrainer:
     """Return a trainer of a row that is ready for its first step; `data` is said beside what the row says of it."""
     described = {
         "output": folder,
@@ -153,12 +154,12 @@ def _samples(row: str, load: Load) -> list[Sample]:
 
 def parameter_arrays(model: nn.Module, wrapped: nn.Module | None) -> Values:
     """Return all parameters, whole; all processes have to ask together."""
-    return {name: array_of(tensor) for name, tensor in whole_parameters(model, wrapped).items()}
+    return {name: array_of(tensor) for name, tensor in gather_parameters(model, wrapped).items()}
 
 
 def whole_array(tensor: Tensor) -> np.ndarray:
     """Return a tensor whole; all processes have to ask together."""
-    return array_of(full_value(tensor.detach()).clone())
+    return array_of(to_full_tensor(tensor.detach()).clone())
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
@@ -314,7 +315,7 @@ def _without_zeros(found: Values, expected: Values) -> Values:
 def farthest(found: Values, expected: Values) -> tuple[float, str]:
     """Return the largest deviation of any number, and whose it is."""
     ours, theirs = _tensors(found, expected)
-    return max(((off, name) for name, off in deviations(ours, theirs).items()), default=(0.0, "nothing"))
+    return max(((off, name) for name, off in compute_deviations(ours, theirs).items()), default=(0.0, "nothing"))
 
 
 def relative_norm(found: Values, expected: Values) -> tuple[float, str]:

@@ -212,15 +212,15 @@ COLUMNS: dict[str, Column] = {
 LOADS: dict[str, Load] = {
     "plain": Load("Plain batches", 8, 1, "Steps of 8 samples, each with one item of every kind."),
     "accumulation": Load(
-        "Accumulation × 4", 16, 4, "Steps of 16 samples in 4 portions, each sample with one item of every kind."
+        "Accumulation × 4", 16, 4, "Steps of 16 samples in 4 microbatches, each sample with one item of every kind."
     ),
     "mixed": Load(
         "Mixed batches",
         16,
         2,
-        "Steps of 16 samples in 2 portions: text alone, several images, sounds, ragged lengths, broken samples. "
-        "In the first step one process has no item at all while another has several, in the second no process has any, "
-        "in the third some have not a single sample.",
+        "Steps of 16 samples in 2 microbatches: text only, several images, audio, different lengths, broken samples. "
+        "In the first step, one process has no item while another has several. In the second, no process has any. In "
+        "the third, some processes have no sample.",
         mixed=True,
     ),
 }

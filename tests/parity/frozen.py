@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
+from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.train.tasks.task import Task
-from cornstarch.train.witness import Witness
+from cornstarch.tasks.task import Task
+from cornstarch.trainer.recording_trainer import RecordingTrainer
 from tests.parity.cell import STEPS, Outcome, made, outcome_of
 from tests.parity.rows import ROWS
 from tests.parity.samples import alike
@@ -19,13 +20,14 @@ COMBINATIONS = [trained for trained in product((False, True), repeat=3) if any(t
 _MODULES = {"vision": {}, "language_model": {"stages": 2}}
 
 
-class _Frozen(Witness):
+class _Frozen(RecordingTrainer):
     """A run in which just some parts are trained."""
 
     trained = (True, True, True)
 
-    def _built_task(self) -> Task:
-        task = super()._built_task()
+    def build_task(self, loading: ShardedLoading) -> Task:
+        """Return the task, with the parts frozen."""
+        task = super().build_task(loading)
         encoder, projector, language_model = self.trained
         assert isinstance(task.model, MultimodalModel)
         task.model.train(encoders_mode={"vision": (encoder, projector)}, llm_mode=language_model)

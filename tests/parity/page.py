@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from cornstarch.train.witness import FLOOR, TOLERANCE
+from cornstarch.verify.compare import FLOOR, TOLERANCE
 from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, compared, farthest, joined, together
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.frozen import COMBINATIONS, PARTS, SCHEDULES, run_frozen
@@ -290,12 +290,12 @@ def page(run: Run, earlier: str = "") -> str:
 
 
 def mask_section(masks: Mapping[str, Sequence[str]]) -> str:
-    """Return what is said about masks."""
+    """Return the section about masks."""
     tools = versions_of("torch", "transformers")
     heads = " | ".join(COLUMNS[way].title for way in WAYS)
     about = (
-        "Who sees whom must not depend on where tokens are. Mixed batches of a vision encoder and a language model, "
-        f"all trained, with every kind of mask and every way to cut tokens ({tools}):"
+        "Attention must not depend on the placement of tokens. These cells use mixed batches, a vision encoder and a "
+        f"language model, both trained, with every kind of mask and every way to shard tokens ({tools}):"
     )
     rows = [f"| {title} | {' | '.join(told)} |" for title, told in masks.items()]
     return "\n".join([fill(about, WIDTH), "", f"| | {heads} |", "|---" * (len(WAYS) + 1) + "|", *rows])
@@ -340,15 +340,15 @@ def _result(run: Run) -> str:
     return fill(
         f"**{len(run.found)} cells: {counts['passed']} passed, {counts['refused']} refused as not supported yet, "
         f"{counts['failed']} failed.** Run on {datetime.now(UTC):%Y-%m-%d} with {tools} and Python "
-        f"{platform.python_version()}; the processes talked through gloo, on {os.cpu_count()} CPU cores, and all of it "
+        f"{platform.python_version()}; the processes used gloo on {os.cpu_count()} CPU cores. The whole matrix "
         f"took {max(1, round(run.seconds / 60))} minutes.",
         WIDTH,
     )
 
 
 _ZEROS = (
-    "fsdp1: a trained parameter that the loss does not depend on has a gradient of zeros, where one process has none "
-    "(here CLIP's last norm, which only its pooled output goes through). It is dropped before the optimizer's step, so "
+    "fsdp1: a trained parameter that the loss does not depend on has a zero gradient, where one process has None (here "
+    "CLIP's last norm, which affects only its pooled output). The gradient is dropped before the optimizer step, so "
     "that weight decay does not shrink the parameter."
 )
 
@@ -357,27 +357,28 @@ _TEXT = """\
 
 <!-- Written by `make parity`. To change it, change tests/parity/page.py. -->
 
-Training in several processes must come to the same as training in one. This page shows that it does. Each cell is a
-model (row) trained for {steps} steps under one kind of parallelism (column), and once more in one process on the same
-samples, both through the same `Trainer`.
+Training in several processes must give the same result as training in one. This page shows that it does. Each cell
+trains a model (row) for {steps} steps with one kind of parallelism (column), and once more in one process on the same
+samples, both with the same `Trainer`, and compares the two.
 
 {result}
 
-Compared are
+The comparison covers
 
-- the loss of every step, the norm of its gradients, and what it has counted: samples, tokens, images, sounds;
-- **every** gradient of every step before clipping, and whether there is one at all: what is frozen, or what no process
-  had an item for, has none;
+- the loss of every step, the gradient norm, and the counts of samples, tokens, images and audio clips;
+- **every** gradient of every step before clipping, and whether it is None: parameters that are frozen, or whose
+  modality no process had an item of, have no gradient;
 - **every** parameter after {steps} steps of AdamW with a weight decay of {decay} and clipping at {clip};
-- that what several processes have is the same in all of them, to the bit.
+- that replicated values are bit-identical in all processes.
 
-The number in a cell is the largest deviation of anything compared: |a − b| / (|b| + {floor:g} × the largest |b|), where
-the largest is that of all gradients of the step, or of all parameters; of a loss, |a − b| / |b|. More than
-**{tolerance:g}** is a failure. All is computed in fp32 on the CPU, without dropout. The largest of all cells are
-{worst}.
+The number in a cell is the largest deviation of all compared values: |a − b| / (|b| + {floor:g} × the largest |b|),
+where the largest is taken over all gradients of the step, or over all parameters. For a loss, it is |a − b| / |b|. More
+than **{tolerance:g}** is a failure. Everything is computed in fp32 on the CPU, without dropout. The largest deviations
+of all cells are {worst}.
 
-AdamW divides a gradient by its own size. With its usual eps of 1e-8, rounding in a gradient that is zero in truth (that
-of a key's bias in attention) would become a step like any other, so here eps is {eps:g}. No parameter is left out.
+AdamW divides a gradient by its own magnitude. With the usual eps of 1e-8, the rounding error of a gradient that is zero
+in theory (such as that of a key bias in attention) would become a full step, so eps is {eps:g} here. No parameter is
+excluded.
 
 {tables}
 ## Notes
@@ -388,22 +389,22 @@ of a key's bias in attention) would become a step like any other, so here eps is
 
 {masks}
 
-## What is frozen, in a pipeline
+## Frozen parts in a pipeline
 
-A vision encoder on a rank of its own, the language model in two stages, packed rows, 4 microbatches. A stage before
-which nothing is trained has no backward pass; a frozen stage behind a trained one has input gradients only. Each row
-names what is trained; all else is frozen.
+A vision encoder on its own rank, the language model in two stages, packed rows, 4 microbatches. A stage without any
+trained module in it or before it has no backward pass. A frozen stage after a trained one computes input gradients
+only. Each row names the trained parts; all others are frozen.
 
 | trained | {schedules} |
 |---|---|---|---|
 {frozen}
 
-## Whole models, taken apart
+## Decomposed models
 
-`MultimodalModel.from_multimodal` takes a Hugging Face model apart. Here two processes train one together: the first has
-images, the second text alone, and neither waits for ever. The number is the largest deviation of any gradient from one
-process that has both batches; 0 is no wonder, because halving is exact. Qwen3-VL hands features of deeper layers on
-beside the tokens; of LLaVA's vision tower the last layer is not used.
+`MultimodalModel.from_multimodal` decomposes a Hugging Face model. Here, two processes train such a model together: the
+first has images, the second only text, and neither hangs. The number is the largest deviation of any gradient from one
+process that has both batches. A deviation of 0 is possible, because halving is exact. Qwen3-VL also passes features of
+deeper layers to the language model; LLaVA does not use the last layer of its vision tower.
 
 | | gradients |
 |---|---|
@@ -411,10 +412,10 @@ beside the tokens; of LLaVA's vision tower the last layer is not used.
 
 ## {many} random steps
 
-Two processes and samples drawn at random: text alone, up to three images, sounds, and with the Trainer many that are
-broken, so that a process often has no image, or not a single sample. Nothing hangs, and at the end everything is where
-one process is. The numbers are the largest deviation of a loss, and of a weight at the end. By hand is a loop without
-the Trainer: `model.keep_encoders_running(processor.stand_ins())`, torch's own wrapping, and SGD.
+Two processes train on random samples: text only, up to three images, audio and, with the Trainer, many broken samples,
+so that a process often has no image or no sample at all. Nothing hangs, and the final result equals that of one
+process. The numbers are the largest deviation of a loss, and of a weight at the end. "By hand" is a loop without the
+Trainer: `model.keep_encoders_running(processor.stand_ins())`, torch's own wrapping, and SGD.
 
 | | losses | weights |
 |---|---|---|
@@ -426,10 +427,10 @@ the Trainer: `model.keep_encoders_running(processor.stand_ins())`, torch's own w
 make parity
 ```
 
-writes this page. `make test` runs some of the cells: every row with every kind of batches, and every column, those
-that are no combination of others with every kind of batches, too. A new column is an entry in
-`tests/parity/columns.py`, a new row one in `tests/parity/rows.py`.
+writes this page. `make test` runs a subset of the cells: every row with every kind of batch, and every column. Columns
+that do not combine others also run with every kind of batch. To add a column, add an entry to
+`tests/parity/columns.py`; to add a row, add one to `tests/parity/rows.py`.
 
-Some of the cells (`tests/parity/on_device.py`) are also run on a GPU, in fp32 and bf16, all processes on the same one:
-`python -m tests.parity --device cuda --jobs 2` writes `benchmarks/results/gpu_parity.md`, with the bounds.
+Some of the cells (`tests/parity/on_device.py`) also run on a GPU, in fp32 and bf16, with all processes on the same GPU:
+`python -m tests.parity --device cuda --jobs 2` writes `benchmarks/results/gpu_parity.md`, with the tolerances.
 """

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cornstarch.launch.world import GLOO_FOR_ALL
+from cornstarch.launch.process_group import GLOO_FOR_ALL
 from tests import forked
 
 MOST = 6

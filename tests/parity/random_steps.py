@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 
 from cornstarch import MultimodalModel, MultimodalProcessor
-from cornstarch.parallel import processes
+from cornstarch.parallel import distributed
 from tests.models import local_processors
 from tests.parity.cell import Values, made, parameter_arrays
 from tests.parity.rows import ROWS
@@ -47,7 +47,7 @@ def trained(row: str, steps: int, parallel: Mapping[str, Any], tokenizer: str, f
         if result.totals.trained_tokens:
             losses.append(float(result.loss))
     ends = parameter_arrays(trainer.model, trainer.task.wrapped)
-    return [processes.sum_over_ranks([loss])[0] for loss in losses], ends
+    return [distributed.sum_over_ranks([loss])[0] for loss in losses], ends
 
 
 # ------------------------------------------------------------------------------------------------ without the Trainer
@@ -97,13 +97,13 @@ def trained_by_hand(way: str, frozen: bool, steps: int) -> End:
         mine = samples[rank::ranks]
         batch, labels = _batch(processor, mine or samples[:1])
         tokens = int((labels[:, 1:] != -100).sum()) if mine else 0
-        (total,) = processes.sum_over_ranks([tokens])
+        (total,) = distributed.sum_over_ranks([tokens])
         loss = wrapped(**batch, labels=labels).loss * (tokens / total)
         if loss.requires_grad:
             (loss * ranks).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses += processes.sum_over_ranks([float(loss.detach())])
+        losses += distributed.sum_over_ranks([float(loss.detach())])
     return losses, parameter_arrays(model, wrapped)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from PIL import Image
 
-from cornstarch.train.data.sample import Media, Message, Sample
+from cornstarch.data.sample import Media, Message, Sample
 
 WORDS = "a and cat dog is it loud look now or sound the this what".split()
 

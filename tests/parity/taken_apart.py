@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cornstarch import MultimodalModel
-from cornstarch.models.multimodal_language_model.takeover.undivided import UndividedModel
+from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
 from cornstarch.parallel import apply_data_parallel, data_mesh
 from cornstarch.plan import DataPlan
-from cornstarch.train.state import named_parameters
 from tests.models.whole_models import FAMILIES, text_batch
 from tests.parity.cell import Values, whole_array
 

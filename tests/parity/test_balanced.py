@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cornstarch.train.data.loader import StepBatch
-from cornstarch.train.results import StepResult
-from cornstarch.train.witness import TOLERANCE
+from cornstarch.data.loader import StepBatch
+from cornstarch.metrics.results import StepResult
+from cornstarch.verify.compare import TOLERANCE
 from tests.parity.cell import Matrix, Outcome, compared, joined, made, outcome_of
 from tests.parity.columns import COLUMNS
 from tests.parity.rows import row_of
@@ -23,7 +23,7 @@ def run(row: str, column: str | None, packing: bool, tokenizer: str, folder: str
     step = trainer.step
 
     def noted(batch: StepBatch) -> StepResult:
-        tokens.append([portion.tokens for portion in batch.portions])
+        tokens.append([portion.tokens for portion in batch.microbatches])
         return step(batch)
 
     trainer.step = noted  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from cornstarch.train.witness import TOLERANCE
+from cornstarch.verify.compare import TOLERANCE
 from tests.parity.cell import EXACT, Deviation, Matrix, Outcome, Place, made, outcome_of
 from tests.parity.columns import COLUMNS
 from tests.parity.on_device import PRECISIONS, problem
@@ -21,7 +21,7 @@ def run(row: str, column: str | None, tokenizer: str, folder: str, place: Place 
     """Do three steps of mixed samples; return what came out, and how many images each call of the encoder had."""
     parallel = {} if column is None else COLUMNS[column].parallel(row_of(row))
     loop = {"steps": 3, "batch_size": 16, "accumulation": 2}
-    data = {"split_images": column is not None}
+    data = {"balance_encoders": column is not None}
     trainer = made(row, mixed(row_of(row).make), loop, parallel, tokenizer, folder, place=place, data=data)
     seen: list[int] = []
 

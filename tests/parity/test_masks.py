@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornstarch.train.witness import TOLERANCE
+from cornstarch.verify.compare import TOLERANCE
 from tests.parity.cell import Matrix
 from tests.parity.masks import MASKS, WAYS
 from tests.parity.page import masked

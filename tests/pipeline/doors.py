@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.pipeline import LayerSpec, Pipe, PipelineModule, initialize
-from cornstarch.pipeline.chain import Layers
+from cornstarch.pipeline.sequential import SequentialLayers
 
 STEPS, BATCH, WIDTH, CLASSES = 3, 12, 10, 4
 
@@ -55,7 +55,7 @@ def trained(model: nn.Module, layers: nn.Module, *others: nn.Module) -> tuple[li
     return losses, gradients, numbers(named)
 
 
-def alone() -> tuple[list[float], State, State]:
+def run_in_one_process() -> tuple[list[float], State, State]:
     """Return what the plain layers do."""
     model = nn.Sequential(*small_layers())
     return trained(model, model)
@@ -100,7 +100,7 @@ def twice(is_pipe: bool, shared: bool) -> State:
     for layer in layers:
         for parameter in layer.parameters():
             nn.init.normal_(parameter, std=0.3)
-    plain = Layers.of({str(number): layer for number, layer in enumerate(layers)})
+    plain = SequentialLayers.of({str(number): layer for number, layer in enumerate(layers)})
     model = Pipe(nn.Sequential(*layers), 2) if is_pipe else plain
     for inputs, _ in batches(2):
         model(inputs).square().mean().backward()
@@ -120,7 +120,7 @@ def normed(deferred: bool, checkpoint: str = "always") -> State:
 
 
 def refused(make: Callable[[], Any]) -> str:
-    """Return what is said about a mistake."""
+    """Return the message of the error that a function raises."""
     try:
         make()
     except ValueError as error:
@@ -129,12 +129,12 @@ def refused(make: Callable[[], Any]) -> str:
 
 
 def pipe_of(layers: int, chunks: int, rows: int) -> str:
-    """Return what is said about a pipe of so many layers, called with so many rows."""
+    """Return the error message of a pipe with the given numbers of layers, chunks and rows."""
     return refused(lambda: Pipe(nn.Sequential(*small_layers()[:layers]), chunks)(torch.ones(rows, WIDTH)))
 
 
 def module_of(stages: int, method: str = "uniform", layers: int = 6) -> str:
-    """Return what is said about a module of so many stages and layers."""
+    """Return the error message of a module with the given numbers of stages and layers."""
     return refused(lambda: PipelineModule(small_layers()[:layers], stages, partition_method=method))
 
 
@@ -152,17 +152,17 @@ class Failing(nn.Linear):
 
 
 def failing_pipe() -> list[str]:
-    """Return what is said when a layer of the last stage fails, and what is said after it."""
+    """Return the error messages of a step in which the last stage fails, and of the step after it."""
     model = Pipe(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), Failing(4, 4)), 4, "never")
-    said = []
+    messages = []
     for _ in range(2):
         try:
             model(batches()[0][0]).sum().backward()
         except RuntimeError as error:
-            said.append(str(error))
+            messages.append(str(error))
     del model
     gc.collect()  # as when the process ends: only then its lines are closed
-    return said
+    return messages
 
 
 def frozen_pipe(stage: int | None) -> tuple[bool, list[str], str]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cornstarch.pipeline.payload import put_together, take_apart
-from cornstarch.pipeline.split import StagePart, cut
+from cornstarch.pipeline.message import flatten_payload, unflatten_payload
+from cornstarch.pipeline.split import cut
+from cornstarch.pipeline.stage import StageModule
 from cornstarch.pipeline.template import PipelineTemplate
 
 Inputs = Mapping[str, Any]
@@ -18,7 +19,7 @@ LossOf = Callable[[Any], Tensor]
 Gradients = dict[str, Tensor | None]
 
 
-def stages_of(model: nn.Module, template: PipelineTemplate | int) -> list[StagePart]:
+def stages_of(model: nn.Module, template: PipelineTemplate | int) -> list[StageModule]:
     """Cut a copy of a model for each stage."""
     if isinstance(template, int):
         template = PipelineTemplate.split(model, template, by="uniform")
@@ -28,7 +29,7 @@ def stages_of(model: nn.Module, template: PipelineTemplate | int) -> list[StageP
 class Emulation:
     """Stages of a model, and what is in flight between them."""
 
-    def __init__(self, parts: Sequence[StagePart], batches: Sequence[Inputs], loss_of: LossOf, seed: int = 0) -> None:
+    def __init__(self, parts: Sequence[StageModule], batches: Sequence[Inputs], loss_of: LossOf, seed: int = 0) -> None:
         self.parts, self.batches, self.loss_of, self.seed = parts, batches, loss_of, seed
         self.losses: dict[int, Tensor] = {}
         self.made: dict[tuple[int, int], list[Tensor]] = {}
@@ -42,13 +43,13 @@ class Emulation:
             sent = self.made[stage - 1, microbatch]
             arrived = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in sent]
             self.given[stage, microbatch] = arrived
-            received = put_together(self.forms[stage - 1, microbatch], arrived)
+            received = unflatten_payload(self.forms[stage - 1, microbatch], arrived)
         torch.manual_seed(self.seed + microbatch)
         output = self.parts[stage](self.batches[microbatch], received)
         if self.parts[stage].last:
             self.losses[microbatch] = self.loss_of(output)
         else:
-            self.forms[stage, microbatch], self.made[stage, microbatch] = take_apart(output)
+            self.forms[stage, microbatch], self.made[stage, microbatch] = flatten_payload(output)
 
     def backward(self, stage: int, microbatch: int) -> None:
         """Run the backward pass of one stage for one microbatch."""
@@ -111,7 +112,7 @@ def whole_gradients(model: nn.Module, batches: Sequence[Inputs], loss_of: LossOf
 
 
 def staged_gradients(
-    parts: Sequence[StagePart], batches: Sequence[Inputs], loss_of: LossOf, order: Sequence[str] | None = None
+    parts: Sequence[StageModule], batches: Sequence[Inputs], loss_of: LossOf, order: Sequence[str] | None = None
 ) -> Gradients:
     """Return the same of a model in stages."""
     numbers = range(len(batches))

@@ -1,4 +1,4 @@
-"""Stages of a few numbers, run by the real runtime in several processes, and the same computed in one."""
+"""Small stages, run by the real runtime in several processes, and the same computation in one process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cornstarch.compat import default_store
+from cornstarch.engine.context import DistributedContext
+from cornstarch.engine.parallelize import ParallelizeOptions, parallelize
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge
 from cornstarch.pipeline.runtime import Runtime
-from cornstarch.pipeline.transfer import Edge, Post, Route
+from cornstarch.plan.layout import Layout
+from cornstarch.plan.plan import ModulePlan, Plan
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
+from tests import zoo
 
 WIDTH = 6
 MODULES = {"language_model", "model"}
 
 
 class SmallStage(nn.Module):
-    """Adds what it receives to its own input, if it has one, and computes a little."""
+    """Adds the received tensors to its own input, if it has one, and applies an MLP."""
 
     def __init__(self, number: int, module: str, trains: bool, is_first: bool) -> None:
         super().__init__()
@@ -42,47 +48,47 @@ class SmallStage(nn.Module):
         return {"hidden": self.layers(hidden), "factor": 0.5, "rows": [torch.arange(3)]}
 
 
-def microbatches(count: int, modules: list[str], ragged: bool, lonely: bool) -> list[dict[str, Tensor]]:
-    """Return inputs of every module; ragged: of different lengths; lonely: every other one has no image."""
+def microbatches(count: int, modules: list[str], ragged: bool, text_only: bool) -> list[dict[str, Tensor]]:
+    """Return inputs of every module; ragged: of different lengths; text_only: every other one has no image."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for m in range(count):
         rows = 2 + (m % 3 if ragged else 0)
-        names = [name for name in modules if not (lonely and m % 2 and name not in MODULES)]
+        names = [name for name in modules if not (text_only and m % 2 and name not in MODULES)]
         found.append({name: torch.randn(rows, WIDTH, generator=generator) for name in names})
     return found
 
 
-def made(graph: StageGraph) -> dict[int, SmallStage]:
+def build_stages(graph: StageGraph) -> dict[int, SmallStage]:
     """Return all stages of a graph."""
     return {
         number: SmallStage(number, node.module, node.trains, node.index == 0) for number, node in enumerate(graph.nodes)
     }
 
 
-def takes_part(graph: StageGraph, stage: int, inputs: Mapping[str, Any]) -> bool:
-    """Whether a stage has something to do."""
+def is_active(graph: StageGraph, stage: int, inputs: Mapping[str, Any]) -> bool:
+    """Return whether a stage has an input in a microbatch."""
     return graph.nodes[stage].module in inputs
 
 
-def alone(graph: StageGraph, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Any]]:
+def run_in_one_process(graph: StageGraph, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Any]]:
     """Return the losses and all gradients, computed in one piece."""
-    stages = made(graph)
+    stages = build_stages(graph)
     losses = []
     for inputs in batches:
         outputs: dict[int, Any] = {}
         for number in range(len(graph.nodes)):  # numbered in the order of the edges
-            if takes_part(graph, number, inputs):
+            if is_active(graph, number, inputs):
                 before = {s: outputs[s] for s in graph.predecessors(number) if s in outputs}
                 outputs[number] = stages[number](inputs, before)
         loss = outputs[graph.sink]["hidden"].pow(2).mean()
         if loss.requires_grad:
             loss.backward()
         losses.append(float(loss))
-    return losses, gradients(stages)
+    return losses, collect_gradients(stages)
 
 
-def gradients(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
+def collect_gradients(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
     """Return all gradients by stage and name."""
     return {
         f"{number} {name}": None if p.grad is None else p.grad.numpy()
@@ -91,29 +97,29 @@ def gradients(stages: Mapping[int, nn.Module]) -> dict[str, Any]:
     }
 
 
-def runtime_of(
-    graph: StageGraph, policy: str, count: int, own: Mapping[int, nn.Module], post: Post | None = None
+def build_runtime(
+    graph: StageGraph, policy: str, count: int, own: Mapping[int, nn.Module], channel: P2PChannel | None = None
 ) -> Runtime:
-    """Return what runs the stages of this process's place."""
+    """Return the runtime of this process's place."""
     place = dist.get_rank()
-    post = post or Post(dist.new_group(backend="gloo"), torch.device("cpu"))
+    channel = channel or P2PChannel(dist.new_group(backend="gloo"), torch.device("cpu"))
     edges = {}
     for number, (source, target) in enumerate(graph.edges):
         a, b = graph.nodes[source].place, graph.nodes[target].place
         if a != b and place in (a, b):
             route = Route.between(np.array([[a]]), np.array([[b]]), is_same_module=True)
-            edges[source, target] = Edge.at(place, route, post, number, str(graph.nodes[source]))
+            edges[source, target] = StageEdge.for_rank(place, route, channel, number, str(graph.nodes[source]))
     schedule = make_schedule(graph, count, policy)
-    return Runtime(schedule, place, own, edges, post, lambda stage, inputs: takes_part(graph, stage, inputs))
+    return Runtime(schedule, place, own, edges, channel, lambda stage, inputs: is_active(graph, stage, inputs))
 
 
 def run(
-    graph: StageGraph, policy: str, count: int, ragged: bool, lonely: bool, steps: int = 1
+    graph: StageGraph, policy: str, count: int, ragged: bool, text_only: bool, steps: int = 1
 ) -> tuple[list[float], dict[str, Any], int]:
     """Run this process's place; return the losses that it has, its gradients, and how many actions it recorded."""
-    place, stages = dist.get_rank(), made(graph)
+    place, stages = dist.get_rank(), build_stages(graph)
     own = {number: stages[number] for number, node in enumerate(graph.nodes) if node.place == place}
-    runtime = runtime_of(graph, policy, count, own)
+    runtime = build_runtime(graph, policy, count, own)
     losses: dict[int, float] = {}
 
     def finish(m: int, output: Any) -> Tensor:
@@ -125,41 +131,41 @@ def run(
     for _ in range(steps):
         for stage in own.values():
             stage.zero_grad()
-        runtime.train(microbatches(count, names, ragged, lonely), finish)
-    found = gradients(own)
+        runtime.train(microbatches(count, names, ragged, text_only), finish)
+    found = collect_gradients(own)
     if place == graph.nodes[graph.sink].place:
         trained = dict(losses)
-        runtime.forward(microbatches(count, names, ragged, lonely), finish)
+        runtime.forward(microbatches(count, names, ragged, text_only), finish)
         assert losses == trained
     else:
-        runtime.forward(microbatches(count, names, ragged, lonely), finish)
-    runtime.post.close()
+        runtime.forward(microbatches(count, names, ragged, text_only), finish)
+    runtime.channel.close()
     return [losses[m] for m in sorted(losses)], found, len(runtime.events)
 
 
-class CountingPost(Post):
-    """Knows how much it ever held."""
+class CountingChannel(P2PChannel):
+    """Records the largest number of payloads in flight."""
 
     most = 0
 
     def send(self, *arguments: Any) -> None:
         """Begin to send."""
         super().send(*arguments)
-        self.most = max(self.most, len(self._left))
+        self.most = max(self.most, self.num_in_flight)
 
 
-def most_held(graph: StageGraph, policy: str, count: int) -> tuple[int, int]:
-    """Return how many payloads this process held at most because they might not have left, in training and without."""
-    place, stages = dist.get_rank(), made(graph)
+def measure_most_in_flight(graph: StageGraph, policy: str, count: int) -> tuple[int, int]:
+    """Return the largest number of payloads in flight from this process, in training and in evaluation."""
+    place, stages = dist.get_rank(), build_stages(graph)
     own = {number: stages[number] for number, node in enumerate(graph.nodes) if node.place == place}
-    post = CountingPost(dist.new_group(backend="gloo"), torch.device("cpu"))
-    runtime = runtime_of(graph, policy, count, own, post)
+    channel = CountingChannel(dist.new_group(backend="gloo"), torch.device("cpu"))
+    runtime = build_runtime(graph, policy, count, own, channel)
     batches = microbatches(count, ["model"], False, False)
     runtime.train(batches, lambda m, output: output["hidden"].sum())
-    training, post.most = post.most, 0
+    training, channel.most = channel.most, 0
     runtime.forward(batches, lambda m, output: None)
-    post.close()
-    return training, post.most
+    channel.close()
+    return training, channel.most
 
 
 class _Trouble(torch.autograd.Function):
@@ -191,32 +197,63 @@ class FailingStage(SmallStage):
         return made
 
 
-_caught: list[BaseException] = []  # with its traceback, which knows every message that was on its way
+_caught: list[BaseException] = []  # with its traceback, which refers to every message that was in flight
 
 
 def fail(graph: StageGraph, place: int, microbatch: int, where: str, policy: str, count: int) -> tuple[str, float]:
-    """Raise in one stage, and live on; return what every process is told, and when it was done with it."""
-    rank, stages = dist.get_rank(), made(graph)
+    """Raise in one stage, and keep running; return the error message of this process, and when it was raised."""
+    rank, stages = dist.get_rank(), build_stages(graph)
     failing = FailingStage(place, graph.nodes[place].module, True, place == 0)
     failing.at = where, microbatch
     own = failing if rank == place else stages[rank]
-    runtime = runtime_of(graph, policy, count, {rank: own})
+    runtime = build_runtime(graph, policy, count, {rank: own})
 
     def finish(m: int, output: Any) -> Tensor:
         if (where, microbatch) == ("loss", m):
             raise ValueError("a bad number")
         return output["hidden"].sum()
 
-    words = "nothing"
-    dist.barrier()  # how long it takes until all know is counted from when all are at work
+    message = "nothing"
+    dist.barrier()  # the time until all processes raise is measured from when all have started
     try:
-        for _ in range(2):  # the first step may be over for some
+        for _ in range(2):  # some processes may have finished the first step
             runtime.train(microbatches(count, ["model"], False, False), finish)
     except RuntimeError as error:
-        _caught[:], words = [error], str(error)
+        _caught[:], message = [error], str(error)
     ended = time.time()
     store = default_store()
     store.add("ended", 1)
-    while store.add("ended", 0) < graph.places:  # nobody goes, and closes its connections by that, before all know
+    while store.add("ended", 0) < graph.places:  # an exit would close connections
         time.sleep(0.02)
-    return words, ended
+    return message, ended
+
+
+def fail_in_replica(rank: int, microbatch: int) -> tuple[str, float]:
+    """Raise in the loss of one replica; return the error message of this process, and when it was raised."""
+    plan = Plan(modules={"model": ModulePlan(stages=2)})
+    layout = Layout.of(plan, dist.get_world_size(), dist.get_world_size())
+    context = DistributedContext(layout, DevicePlacement(torch.device("cpu"), "fp32"))
+    parallel = parallelize(zoo.LANGUAGE_MODELS["llama"].build(), context, ParallelizeOptions(microbatches=2))
+    pipeline = parallel.pipeline
+    assert pipeline is not None
+    ids = torch.arange(3, 15).view(2, 6)
+
+    def finish(number: int, output: Any) -> Tensor:
+        if (dist.get_rank(), number) == (rank, microbatch):
+            raise ValueError("a bad number")
+        loss: Tensor = output.loss
+        return loss
+
+    message = "nothing"
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    dist.barrier()  # the time until all processes raise is measured from when all have started
+    try:
+        pipeline.train([batch, batch], finish)
+    except RuntimeError as error:
+        _caught[:], message = [error], str(error)
+    ended = time.time()
+    store = default_store()
+    store.add("ended", 1)
+    while store.add("ended", 0) < dist.get_world_size():  # no process exits before all have raised
+        time.sleep(0.02)
+    return message, ended

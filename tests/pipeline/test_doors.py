@@ -31,7 +31,7 @@ def same(found: list[State], expected: State) -> None:
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_pipe_trains_as_its_layers_do(workers: Pool, ranks: int, checkpoint: str) -> None:
-    losses, gradients, parameters = doors.alone()
+    losses, gradients, parameters = doors.run_in_one_process()
     results = workers.run(ranks, doors.pipe, 4, checkpoint)
     for found, own, _ in results:
         assert found == pytest.approx(losses, rel=1e-5)
@@ -78,11 +78,11 @@ def test_running_statistics_are_those_of_chunks_or_deferred(workers: Pool, check
     assert (plain["2.num_batches_tracked"], deferred["2.num_batches_tracked"]) == (4, 2)
 
 
-def test_a_pipe_says_what_is_wrong(workers: Pool) -> None:
-    for said in workers.run(2, doors.pipe_of, 4, 5, 12):
-        assert "A batch of 12 samples cannot be cut into 5 chunks of the same size" in said
-    for said in workers.run(3, doors.pipe_of, 2, 2, 12):
-        assert "2 layers cannot be dealt out to 3 processes" in said
+def test_wrong_use_of_a_pipe_is_refused_with_the_reason(workers: Pool) -> None:
+    for message in workers.run(2, doors.pipe_of, 4, 5, 12):
+        assert "A batch of 12 samples cannot be cut into 5 chunks of the same size" in message
+    for message in workers.run(3, doors.pipe_of, 2, 2, 12):
+        assert "2 layers cannot be split over 3 processes" in message
     with pytest.raises(ConfigError, match="not Linear; PipelineModule takes a list"):
         Pipe(nn.Linear(2, 2), 2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="chunks = 0: expected a whole number of at least 1"):
@@ -105,8 +105,8 @@ def test_frozen_layers_have_no_gradient(workers: Pool, frozen: int | None, takes
     results = workers.run(2, doors.frozen_pipe, frozen)
     assert [found for found, _, _ in results] == [takes] * 2
     assert [own for _, own, _ in results] == named
-    for _, _, said in results:
-        assert ("nothing in its first stage is trained" in said) == (frozen != 1)
+    for _, _, message in results:
+        assert ("nothing in its first stage is trained" in message) == (frozen != 1)
 
 
 # ---------------------------------------------------------------------------------------------------- PipelineModule
@@ -151,9 +151,9 @@ def test_ways_to_balance(workers: Pool, method: str, starts: list[int]) -> None:
     assert workers.run(2, doors.engine, 2, method, 0)[0][3] == starts
 
 
-def test_a_module_says_what_is_wrong(workers: Pool) -> None:
-    for said in workers.run(4, doors.module_of, 3):
-        assert "num_stages = 3 does not fit 4 processes" in said and "--nproc-per-node=3" in said
+def test_wrong_use_of_a_pipeline_module_is_refused_with_the_reason(workers: Pool) -> None:
+    for message in workers.run(4, doors.module_of, 3):
+        assert "num_stages = 3 does not fit 4 processes" in message and "--nproc-per-node=3" in message
     with pytest.raises(ConfigError, match="num_stages = 2 does not fit 1 process:"):
         PipelineModule(doors.small_layers(), 2)
     assert "can be cut into at most 2 stages; 3 were asked for" in workers.run(3, doors.module_of, 3, "uniform", 2)[0]
@@ -169,7 +169,7 @@ def test_a_module_says_what_is_wrong(workers: Pool) -> None:
         LayerSpec(nn.ReLU())  # type: ignore[arg-type]
 
 
-def test_an_engine_says_what_is_wrong() -> None:
+def test_wrong_use_of_an_engine_is_refused_with_the_reason() -> None:
     model = PipelineModule(doors.small_layers(), loss_fn=lambda output, labels: output)
     engine = initialize(model, torch.optim.Adam, microbatches=2)
     pairs = [(torch.ones(2, doors.WIDTH), torch.zeros(2))]
@@ -187,7 +187,7 @@ def test_an_engine_says_what_is_wrong() -> None:
         ConfigError, match=r"does not take args, config\.\n  args: leave it out.*\n  config: give micro"
     ):
         initialize(args=None, model=model, config={"train_batch_size": 2})
-    with pytest.raises(RuntimeError, match=r"microbatch 0: loss_fn returned a tensor of the shape \[2, 4\]"):
+    with pytest.raises(ConfigError, match=r"loss_fn returned a tensor of the shape \[2, 4\]"):
         engine.train_batch(iter(pairs * 2))
 
 

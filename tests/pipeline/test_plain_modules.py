@@ -1,4 +1,4 @@
-"""Modules that come from no library are cut where their forward calls one module after the other."""
+"""Custom modules are split where their forward calls one module after the other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from cornstarch import PipelineTemplate
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.pipeline.split import cut, survey
-from cornstarch.pipeline.trial import staged_pass, whole_pass
+from cornstarch.pipeline.split import cut, run_staged, run_whole, survey
 
 
 class Chain(nn.Module):
@@ -58,7 +57,7 @@ def batch(_: Any = None) -> dict[str, Tensor]:
 def test_stages_compute_what_the_module_does(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
-    expected = whole_pass(copy.deepcopy(model), batch())
+    expected = run_whole(copy.deepcopy(model), batch())
     copies = [copy.deepcopy(model) for _ in range(3)]
     for one in copies:
         survey(one, batch)
@@ -66,13 +65,13 @@ def test_stages_compute_what_the_module_does(kind: type[nn.Module]) -> None:
     template = PipelineTemplate.split(model, 3, by="uniform")
     parts = [cut(one, template, stage) for stage, one in enumerate(copies)]
     assert all(0 < len(list(part.parameters())) < len(list(model.parameters())) for part in parts)
-    found = staged_pass(parts, batch())
+    found = run_staged(parts, batch())
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
 
 
-def test_what_cannot_be_cut_is_refused_with_advice() -> None:
+def test_module_that_cannot_be_split_is_refused_with_advice() -> None:
     with pytest.raises(UnsupportedModelError, match="Let its forward call modules one after the other, each once"):
         survey(Again(), batch)
     with pytest.raises(UnsupportedModelError, match="say what it is run on"):

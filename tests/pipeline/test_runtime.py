@@ -1,4 +1,4 @@
-"""The runtime does what one process does: losses and every gradient, for every policy and graph."""
+"""The runtime computes the same losses and gradients as one process, for every policy and graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cornstarch.pipeline.runtime import _uses_a_weight_twice
-from cornstarch.pipeline.transfer import Route
+from cornstarch.pipeline.p2p import Route
+from cornstarch.pipeline.runtime import uses_weight_twice
 from cornstarch.schedule.graph import StageGraph, StageNode
 from tests.parity.pool import QUIET, Pool
 from tests.pipeline import small_stages
@@ -33,29 +33,29 @@ GRAPHS = {
 @pytest.mark.parametrize("policy", ["naive", "gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_policy_computes_what_one_process_does(workers: Pool, name: str, policy: str) -> None:
-    compare(workers, GRAPHS[name], policy)
+    assert_equal_to_one_process(workers, GRAPHS[name], policy)
 
 
 def test_interleaved_stages_compute_what_one_process_does(workers: Pool) -> None:
-    compare(workers, StageGraph.chain(2, virtual_stages=2), "interleaved")
+    assert_equal_to_one_process(workers, StageGraph.chain(2, virtual_stages=2), "interleaved")
 
 
 def test_a_microbatch_without_images_leaves_the_encoder_idle_but_in_step(workers: Pool) -> None:
-    compare(workers, GRAPHS["two encoders"], "1f1b", lonely=True)
+    assert_equal_to_one_process(workers, GRAPHS["two encoders"], "1f1b", text_only=True)
 
 
-def test_no_microbatch_has_an_image(workers: Pool) -> None:
+def test_every_other_microbatch_without_an_image_computes_what_one_process_does(workers: Pool) -> None:
     graph = StageGraph.branches({"vision": 1}, 2)
-    compare(workers, graph, "1f1b", count=4, lonely=True)
+    assert_equal_to_one_process(workers, graph, "1f1b", count=4, text_only=True)
 
 
-def compare(
-    workers: Pool, graph: StageGraph, policy: str, count: int = 6, ragged: bool = True, lonely: bool = False
+def assert_equal_to_one_process(
+    workers: Pool, graph: StageGraph, policy: str, count: int = 6, ragged: bool = True, text_only: bool = False
 ) -> None:
     names = list(dict.fromkeys(node.module for node in graph.nodes))
-    batches = small_stages.microbatches(count, names, ragged, lonely)
-    losses, expected = small_stages.alone(graph, batches)
-    results = workers.run(graph.places, small_stages.run, graph, policy, count, ragged, lonely, 2)
+    batches = small_stages.microbatches(count, names, ragged, text_only)
+    losses, expected = small_stages.run_in_one_process(graph, batches)
+    results = workers.run(graph.places, small_stages.run, graph, policy, count, ragged, text_only, 2)
     assert [found for found, _, _ in results if found] == [pytest.approx(losses, rel=1e-6)]
     together = {name: value for _, own, _ in results for name, value in own.items()}
     assert together.keys() == expected.keys()
@@ -78,29 +78,29 @@ def compare(
         (4, 3, "loss"),
     ],
 )
-def test_a_failure_stops_every_process_although_the_one_that_failed_lives_on(
+def test_failure_stops_every_process_while_the_failed_process_stays_alive(
     workers: Pool, places: int, place: int, where: str, policy: str
 ) -> None:
     began = time.time()
     graph = StageGraph.chain(places)
-    told = workers.run(places, small_stages.fail, graph, place, 2, where, policy, 8)
+    results = workers.run(places, small_stages.fail, graph, place, 2, where, policy, 8)
     expected = f"rank {place}, stage {place} (model {place}), microbatch 2: ValueError: a bad number"
-    assert [words for words, _ in told] == [expected] * places
-    failed = told[place][1]  # the first to know
-    assert max(ended for _, ended in told) - failed < QUIET["cpu"] / 2  # not because gloo has waited long enough
+    assert [message for message, _ in results] == [expected] * places
+    failed = results[place][1]  # the first to raise
+    assert max(ended for _, ended in results) - failed < QUIET["cpu"] / 2  # not by gloo's timeout
     assert failed >= began
 
 
 @pytest.mark.parametrize(("policy", "virtual_stages"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)])
-def test_what_is_sent_is_not_held_until_the_end(workers: Pool, policy: str, virtual_stages: int) -> None:
+def test_sent_payloads_are_released_during_the_step(workers: Pool, policy: str, virtual_stages: int) -> None:
     graph, count = StageGraph.chain(2, virtual_stages=virtual_stages), 24
-    for training, forward in workers.run(2, small_stages.most_held, graph, policy, count):
+    for training, forward in workers.run(2, small_stages.measure_most_in_flight, graph, policy, count):
         assert 0 < training <= 6 * virtual_stages
         assert forward <= 6  # the last stage sends nothing
 
 
-def test_routes_between_sizes_that_differ() -> None:
-    """Every process has exactly one source forward, and one of each part of the tokens backward."""
+def test_routes_between_stages_of_different_sizes() -> None:
+    """Every rank has exactly one source forward, and one for each cp rank backward."""
     one, tp2, cp2tp2 = np.array([[0]]), np.array([[1, 2]]), np.array([[3, 4], [5, 6]])
     wide = Route.between(one, tp2, is_same_module=False)
     assert wide.forward == ((0, 1), (0, 2))
@@ -114,13 +114,20 @@ def test_routes_between_sizes_that_differ() -> None:
     assert Route.between(tp2, tp2 + 2, is_same_module=True).forward == ((1, 3), (2, 4))
 
 
-def test_a_graph_on_one_place_needs_no_messages(workers: Pool) -> None:
+def test_stages_of_one_place_compute_what_one_process_does(workers: Pool) -> None:
     nodes = tuple(StageNode("model", i, 0) for i in range(2))
-    compare(workers, StageGraph(nodes, ((0, 1),)), "1f1b")
+    assert_equal_to_one_process(workers, StageGraph(nodes, ((0, 1),)), "1f1b")
 
 
-def test_only_weights_that_are_used_twice_are_not_left_for_later() -> None:
+def test_weight_gradients_are_deferred_unless_a_weight_is_used_twice() -> None:
     weight, received = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
     once = received + weight @ received  # an input is used wherever there is a residual
-    assert not _uses_a_weight_twice([once], [received])
-    assert _uses_a_weight_twice([weight @ once.relu()], [received])
+    assert not uses_weight_twice([once], [received])
+    assert uses_weight_twice([weight @ once.relu()], [received])
+
+
+def test_failure_in_one_replica_stops_the_replica_that_waits_for_its_gradients(workers: Pool) -> None:
+    results = workers.run(4, small_stages.fail_in_replica, 3, 1)
+    expected = "rank 3, stage 1 (model 1), microbatch 1: ValueError: a bad number"
+    assert [message for message, _ in results] == [expected] * 4
+    assert max(ended for _, ended in results) - results[3][1] < QUIET["cpu"] / 2  # not by gloo's timeout

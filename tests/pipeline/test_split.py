@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 from cornstarch.attention import attend_through_masks
 from cornstarch.errors import ConfigError
-from cornstarch.pipeline.holes import Elsewhere
-from cornstarch.pipeline.split import StagePart, cut, survey
+from cornstarch.pipeline.remote_module import RemoteModule
+from cornstarch.pipeline.split import cut, survey
+from cornstarch.pipeline.stage import StageModule
 from cornstarch.pipeline.template import PipelineTemplate
 from tests.pipeline.protocol import Emulation, assert_same, staged_gradients, stages_of, whole_gradients
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, build, generator, text_batch
@@ -45,7 +46,7 @@ def language_model(name: str, layers: int = 4, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_language_models(name: str, checkpointing: bool) -> None:
+def test_stages_of_language_models_compute_what_the_model_does(name: str, checkpointing: bool) -> None:
     model = language_model(name)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -62,14 +63,14 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="".join)
-def test_microbatches_in_any_order(order: list[str]) -> None:
+def test_microbatches_may_run_in_any_order(order: list[str]) -> None:
     model = language_model("qwen2")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = whole_gradients(model, batches(), loss_of)
     assert_same(staged_gradients(stages_of(model, 3), batches(), loss_of, order), expected)
 
 
-def test_every_boundary_and_the_head_alone() -> None:
+def test_every_boundary_can_be_split_and_the_head_can_be_a_stage() -> None:
     model = language_model("gemma2")
     expected = whole_gradients(model, batches(), loss_of)
     names = PipelineTemplate.get_modules(model)
@@ -79,7 +80,7 @@ def test_every_boundary_and_the_head_alone() -> None:
         assert_same(staged_gradients(stages_of(model, template), batches(), loss_of), expected)
 
 
-def with_embeddings_alone(model: nn.Module, *ends: int) -> PipelineTemplate:
+def with_embeddings_only(model: nn.Module, *ends: int) -> PipelineTemplate:
     """Return a template whose first stage ends before the first layer, the others behind so many layers."""
     names = PipelineTemplate.get_modules(model)
     layers = [place for place, name in enumerate(names) if name in survey(model).layers]
@@ -90,28 +91,28 @@ def with_embeddings_alone(model: nn.Module, *ends: int) -> PipelineTemplate:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_first_stage_of_embeddings_alone(name: str, tied: bool) -> None:
+def test_first_stage_may_have_embeddings_only(name: str, tied: bool) -> None:
     model = language_model(name, tie_word_embeddings=tied)
     expected = whole_gradients(model, batches(), loss_of)
     for ends in ((), (2,)):
-        parts = stages_of(model, with_embeddings_alone(model, *ends))
+        parts = stages_of(model, with_embeddings_only(model, *ends))
         assert_same(staged_gradients(parts, batches(), loss_of, GPIPE), expected)
         kept = {key for key, _ in parts[0].model.named_parameters()}
         assert kept and not any(".0." in key for key in kept) and [part.first for part in parts][:2] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip", "whisper"])
-def test_an_encoder_may_begin_with_its_embeddings(name: str) -> None:
+def test_first_stage_of_an_encoder_may_have_embeddings_only(name: str) -> None:
     part = ENCODERS[name]
     model = part.build()
     expected = whole_gradients(model, [part.inputs(2)], squared)
-    found = staged_gradients(stages_of(model, with_embeddings_alone(model)), [part.inputs(2)], squared)
+    found = staged_gradients(stages_of(model, with_embeddings_only(model)), [part.inputs(2)], squared)
     assert_same(found, expected)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_first_layer_that_reads_more_than_its_input(layers: int) -> None:
-    """What several layers read travels by itself; what the first layer alone reads does not, and is refused."""
+def test_first_layer_that_reads_more_than_its_input_is_refused_behind_embeddings(layers: int) -> None:
+    """Results that several layers read are sent separately; a result that only the first layer reads is not."""
     config = transformers.Gemma3nTextConfig(
         num_hidden_layers=layers, num_kv_shared_layers=0, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, laurel_rank=4,
@@ -121,10 +122,10 @@ def test_a_first_layer_that_reads_more_than_its_input(layers: int) -> None:
     model = transformers.Gemma3nForCausalLM(config)
     if layers == 1:
         with pytest.raises(ConfigError, match="cannot begin with a stage without layers: a small copy computes"):
-            stages_of(model, with_embeddings_alone(model))
+            stages_of(model, with_embeddings_only(model))
         return
     expected = whole_gradients(model, batches(), loss_of)
-    assert_same(staged_gradients(stages_of(model, with_embeddings_alone(model)), batches(), loss_of), expected)
+    assert_same(staged_gradients(stages_of(model, with_embeddings_only(model)), batches(), loss_of), expected)
 
 
 def squared(output: Any) -> Tensor:
@@ -134,7 +135,7 @@ def squared(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders(name: str) -> None:
+def test_stages_of_encoders_compute_what_the_encoder_does(name: str) -> None:
     part = ENCODERS[name]
     model = part.build()
     inputs = [part.inputs(2, seed=seed) for seed in (2, 3)]
@@ -145,7 +146,7 @@ def test_encoders(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ parameters
 
 
-def test_tied_embeddings_add_up() -> None:
+def test_gradients_of_tied_embeddings_add_up() -> None:
     model = language_model("llama", tie_word_embeddings=True)
     parts = stages_of(model, 3)
     assert [part.tied for part in parts] == [
@@ -160,7 +161,7 @@ def test_tied_embeddings_add_up() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0", "model.layers.3", "model", "lm_head"])
-def test_frozen_parts(frozen: str) -> None:
+def test_frozen_modules_have_no_gradient(frozen: str) -> None:
     model = language_model("llama")
     model.get_submodule(frozen).requires_grad_(False)
     expected = whole_gradients(model, batches(), loss_of)
@@ -169,11 +170,11 @@ def test_frozen_parts(frozen: str) -> None:
     emulation.run(GPIPE)
     total = torch.stack([loss.detach() for loss in emulation.losses.values()]).sum()
     assert_same({"loss": total, **emulation.gradients()}, expected)
-    # What is frozen, and has nothing trained before it, hands on something that takes no gradient.
+    # The output of frozen modules with nothing trained before them requires no gradient.
     assert any(tensor.requires_grad for tensor in emulation.made[0, 0]) == (frozen != "model")
 
 
-def test_adapters() -> None:
+def test_adapters_keep_names_and_gradients() -> None:
     peft = pytest.importorskip("peft")
     base = language_model("llama")
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
@@ -183,7 +184,7 @@ def test_adapters() -> None:
     assert names == {name for name, _ in model.named_parameters()}
 
 
-def test_names_stay_and_nothing_is_left_of_the_rest() -> None:
+def test_names_stay_and_remote_parameters_are_on_meta() -> None:
     model = language_model("llama")
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parts = stages_of(model, 3)
@@ -194,12 +195,12 @@ def test_names_stay_and_nothing_is_left_of_the_rest() -> None:
         found |= own
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    elsewhere = [module for module in parts[0].model.modules() if isinstance(module, Elsewhere)]
-    assert len(elsewhere) > 2
-    assert all(parameter.is_meta for module in elsewhere for parameter in module.original.parameters())
+    remote = [module for module in parts[0].model.modules() if isinstance(module, RemoteModule)]
+    assert len(remote) > 2
+    assert all(parameter.is_meta for module in remote for parameter in module.original.parameters())
 
 
-def test_memory_is_given_up() -> None:
+def test_memory_of_remote_parameters_is_freed() -> None:
     import gc
     import weakref
 
@@ -212,7 +213,7 @@ def test_memory_is_given_up() -> None:
     assert kept() is part.model.model.layers[0].mlp.up_proj.weight
 
 
-def test_a_model_on_meta_stays_there_and_keeps_its_buffers() -> None:
+def test_meta_model_stays_on_meta_and_keeps_its_buffers() -> None:
     config = language_model("llama").config
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config)
@@ -223,7 +224,7 @@ def test_a_model_on_meta_stays_there_and_keeps_its_buffers() -> None:
     assert real.model.model.rotary_emb.inv_freq.abs().sum() > 0
     assert {name for name, _ in part.named_parameters()} == {name for name, _ in real.named_parameters()}
     assert part.model.get_input_embeddings().weight.device.type == "meta"
-    # Once the weights are there, stand-ins are where the stage is.
+    # Once the weights are loaded, placeholders are on the device of the stage.
     part = part.to_empty(device="cpu")
     table = part.model.get_input_embeddings().weight
     assert table.device.type == "cpu"
@@ -235,7 +236,7 @@ def test_a_model_on_meta_stays_there_and_keeps_its_buffers() -> None:
     assert torch.equal(part(batches()[0], received).logits, real(batches()[0], received).logits)
 
 
-def test_precision_is_that_of_the_stage_that_owns_a_module() -> None:
+def test_placeholders_have_the_dtype_of_the_owning_stage() -> None:
     model = language_model("llama")
     parts = stages_of(model, 2)
     first = parts[0].to(torch.bfloat16)
@@ -243,7 +244,7 @@ def test_precision_is_that_of_the_stage_that_owns_a_module() -> None:
     assert payload["precisions"]["model.embed_tokens"] == "bfloat16"
     seen = []
     parts[1].to(torch.bfloat16)
-    parts[1].model.model.rotary_emb.register_forward_hook(lambda *said: seen.append(said[2][0].dtype))
+    parts[1].model.model.rotary_emb.register_forward_hook(lambda *hook: seen.append(hook[2][0].dtype))
     parts[1](batches()[0], payload)
     assert seen == [torch.bfloat16]
 
@@ -266,7 +267,7 @@ def t5(**options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_encoder_decoder(tied: bool) -> None:
+def test_encoder_decoder_is_split_in_both_halves(tied: bool) -> None:
     model = t5(tie_word_embeddings=tied)
     assert [name for name in PipelineTemplate.get_modules(model) if "block" in name] == [
         "encoder.block.0",
@@ -279,7 +280,7 @@ def test_encoder_decoder(tied: bool) -> None:
         assert_same(staged_gradients(stages_of(model, stages), batches(), loss_of, GPIPE), expected)
 
 
-def test_speech_to_text() -> None:
+def test_speech_to_text_model_is_split_in_both_halves() -> None:
     sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "vocab_size": 64}
     config = transformers.WhisperConfig(**sizes, decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
                                         num_mel_bins=8, max_source_positions=8, max_target_positions=32, dropout=0.0,
@@ -294,7 +295,7 @@ def test_speech_to_text() -> None:
         assert_same(staged_gradients(stages_of(model, stages), inputs, loss_of), expected)
 
 
-def test_a_module_of_ones_own() -> None:
+def test_custom_module_is_split_at_every_boundary() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -339,7 +340,7 @@ def test_a_module_of_ones_own() -> None:
 # ------------------------------------------------------------------------------------------------ with FSDP
 
 
-def test_fsdp_around_layers_and_the_stage() -> None:
+def test_fsdp_around_layers_and_stage_keeps_gradients() -> None:
     model = language_model("llama")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = whole_gradients(model, batches(), loss_of)
@@ -348,7 +349,7 @@ def test_fsdp_around_layers_and_the_stage() -> None:
         parts, mesh = stages_of(model, 2), init_device_mesh("cpu", (1,))
         for part in parts:
             for layer in part.model.model.layers:
-                if not isinstance(layer, Elsewhere):
+                if not isinstance(layer, RemoteModule):
                     fully_shard(layer, mesh=mesh)
             fully_shard(part, mesh=mesh)
         found = staged_gradients(parts, batches(), loss_of, GPIPE)
@@ -360,7 +361,7 @@ def test_fsdp_around_layers_and_the_stage() -> None:
 # ------------------------------------------------------------------------------------------------ mistakes
 
 
-def test_what_a_stage_is_given() -> None:
+def test_wrong_inputs_of_a_stage_are_refused() -> None:
     model = language_model("llama")
     first, last = stages_of(model, 2)
     payload = first(batches()[0])
@@ -375,7 +376,7 @@ def test_what_a_stage_is_given() -> None:
         cut(language_model("llama"), PipelineTemplate.split(model, 2), 2)
 
 
-def test_a_model_is_cut_once() -> None:
+def test_model_is_split_only_once() -> None:
     model = language_model("llama")
     template = PipelineTemplate.split(model, 2)
     cut(model, template, 0)
@@ -383,7 +384,7 @@ def test_a_model_is_cut_once() -> None:
         cut(model, template, 1)
 
 
-def test_attention_is_chosen_before() -> None:
+def test_attention_must_be_chosen_before_splitting() -> None:
     model = language_model("llama")
     template = PipelineTemplate.split(model, 2)
     attend_through_masks(model)
@@ -393,13 +394,13 @@ def test_attention_is_chosen_before() -> None:
         attend_through_masks(late)
 
 
-def test_a_stage_that_is_called_past_its_end_says_so() -> None:
+def test_stage_that_runs_past_its_end_raises() -> None:
     first = stages_of(language_model("llama"), 2)[0]
     with pytest.raises(ConfigError, match=r"model.layers.2 was called, but belongs to another stage"):
         first.model(**batches()[0])
 
 
-def test_left_out_layers_are_noticed() -> None:
+def test_skipped_layers_raise() -> None:
     model = language_model("opt", layerdrop=1.0)
     first, last = stages_of(model, 2)
     with pytest.raises(ConfigError, match="belongs to another stage. Were layers left out"):
@@ -409,9 +410,9 @@ def test_left_out_layers_are_noticed() -> None:
     assert last.eval()(batches()[0], payload).loss.isfinite()
 
 
-def test_one_stage_is_the_whole_model() -> None:
+def test_single_stage_is_the_whole_model() -> None:
     model = language_model("llama")
     (part,) = stages_of(model, 1)
-    assert isinstance(part, StagePart)
+    assert isinstance(part, StageModule)
     assert part.first and part.last and not part.tied
     assert_same(staged_gradients([part], batches(), loss_of), whole_gradients(model, batches(), loss_of))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.models.multimodal_language_model.items import Features
-from cornstarch.pipeline.payload import put_together, take_apart
-from cornstarch.pipeline.split import StagePart, cut
+from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
+from cornstarch.pipeline.message import flatten_payload, unflatten_payload
+from cornstarch.pipeline.split import cut
+from cornstarch.pipeline.stage import StageModule
 from cornstarch.pipeline.template import PipelineTemplate
 from tests.pipeline.protocol import Gradients, assert_same
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch
@@ -47,12 +48,12 @@ def whole(model: MultimodalModel) -> Gradients:
     return {"loss": torch.stack(losses).sum().detach(), **gradients}
 
 
-class Run:
+class StagedModel:
     """The stages of an encoder, then those of the language model; each on a model of its own."""
 
     def __init__(self, model: MultimodalModel, vision: int, language: int) -> None:
         self.names: list[str] = []
-        self.parts: list[StagePart] = []
+        self.parts: list[StageModule] = []
         encoder = PipelineTemplate.split(model.encoders["vision"], vision, by="uniform")
         for stage in range(vision):
             own = copy.deepcopy(model)
@@ -61,7 +62,7 @@ class Run:
         for stage in range(language):
             self._add("language_model.", self._language_stage(copy.deepcopy(model), template, stage))
 
-    def _add(self, prefix: str, part: StagePart) -> None:
+    def _add(self, prefix: str, part: StageModule) -> None:
         self.names.append(prefix)
         self.parts.append(part)
 
@@ -71,10 +72,10 @@ class Run:
         found = encoder.features({"pixel_values": inputs["pixel_values"]})
         return {"tokens": found.tokens}
 
-    def _language_stage(self, model: MultimodalModel, template: PipelineTemplate, stage: int) -> StagePart:
+    def _language_stage(self, model: MultimodalModel, template: PipelineTemplate, stage: int) -> StageModule:
         def call(language_model: nn.Module, inputs: Mapping[str, Any]) -> Any:
             known = {key: inputs.get(key) for key in ("input_ids", "attention_mask", "labels")}
-            features = {"vision": Features(inputs["tokens"], None)}
+            features = {"vision": EncoderFeatures(inputs["tokens"], None)}
             merged, _ = model.merge(features, position_ids=None, inputs_embeds=None, documents=None, **known)
             return language_model(**merged)
 
@@ -111,10 +112,10 @@ class Run:
             output = part(given, received)
             if part is self.parts[-1]:
                 return output.loss
-            form, sent = take_apart(output)
+            form, sent = flatten_payload(output)
             arrived = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
             edges.append((sent, arrived))
-            received = put_together(form, arrived)
+            received = unflatten_payload(form, arrived)
         raise AssertionError
 
 
@@ -129,7 +130,7 @@ FREEZING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("freezing", FREEZING)
-def test_every_part_in_stages(freezing: str, checkpointing: bool) -> None:
+def test_stages_of_every_module_compute_what_the_model_does(freezing: str, checkpointing: bool) -> None:
     model = composed()
     if FREEZING[freezing]:
         model.train(**FREEZING[freezing])
@@ -137,15 +138,15 @@ def test_every_part_in_stages(freezing: str, checkpointing: bool) -> None:
         model.gradient_checkpointing_enable()
     expected = whole(model)
     for vision, language in ((1, 2), (2, 1), (2, 3)):
-        assert_same(Run(model, vision, language).gradients(), expected)
+        assert_same(StagedModel(model, vision, language).gradients(), expected)
 
 
-def test_tied_embeddings() -> None:
+def test_tied_embeddings_of_a_staged_model_have_the_same_gradients() -> None:
     model = composed(tie_word_embeddings=True)
-    assert_same(Run(model, 2, 2).gradients(), whole(model))
+    assert_same(StagedModel(model, 2, 2).gradients(), whole(model))
 
 
-def test_adapters_in_both() -> None:
+def test_adapters_in_both_modules_have_the_same_gradients() -> None:
     peft = pytest.importorskip("peft")
     model = composed()
     model.language_model = peft.get_peft_model(
@@ -156,10 +157,10 @@ def test_adapters_in_both() -> None:
         encoder.module, peft.LoraConfig(target_modules=["q_proj", "fc1"], init_lora_weights=False)
     )
     assert PipelineTemplate.get_modules(encoder)[0] == "module.embeddings"
-    assert_same(Run(model, 2, 2).gradients(), whole(model))
+    assert_same(StagedModel(model, 2, 2).gradients(), whole(model))
 
 
-def test_the_whole_forward_around_a_cut_language_model() -> None:
+def test_outer_forward_runs_on_every_stage_of_the_language_model() -> None:
     """As a user of `call` has it: the outer model's own forward on every stage, with its encoders there."""
     model = composed()
     expected = whole(model)
@@ -183,10 +184,10 @@ def test_the_whole_forward_around_a_cut_language_model() -> None:
         assert not list(own.language_model.get_input_embeddings().parameters())
 
 
-def test_callbacks_run_where_they_belong() -> None:
+def test_callbacks_run_on_the_first_and_last_stage() -> None:
     calls: list[str] = []
 
-    def said(name: str) -> Any:
+    def record(name: str) -> Any:
         def callback(inputs: Any, *rest: Any) -> Any:
             calls.append(name)
             return rest[0] if rest else inputs
@@ -196,9 +197,9 @@ def test_callbacks_run_where_they_belong() -> None:
     encoder = ModalEncoderModule(
         PART.build(),
         nn.Linear(48, 32),
-        preprocess_callback=lambda inputs: said("before")(inputs),
-        postprocess_module_callback=lambda inputs, output: said("behind")(inputs, output),
-        postprocess_projector_callback=lambda inputs, output: said("projected")(inputs, output),
+        preprocess_callback=lambda inputs: record("before")(inputs),
+        postprocess_module_callback=lambda inputs, output: record("behind")(inputs, output),
+        postprocess_projector_callback=lambda inputs, output: record("projected")(inputs, output),
     )
     template = PipelineTemplate.split(encoder, 2, by="uniform")
     first, last = (cut(copy.deepcopy(encoder), template, stage) for stage in range(2))

@@ -35,14 +35,14 @@ def whole(model: nn.Module) -> Gradients:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_a_sequence(stages: int) -> None:
+def test_stages_of_a_sequential_compute_what_it_does(stages: int) -> None:
     model = nn.Sequential(*layers())
     template = PipelineTemplate.split(model, stages)
     parts = [cut(copy.deepcopy(model), template, stage) for stage in range(stages)]
     assert_same(staged_gradients(parts, BATCHES, loss_of, ORDER), whole(model))
 
 
-def test_names_are_those_of_the_sequence() -> None:
+def test_stages_keep_the_names_of_the_sequential() -> None:
     model = nn.Sequential(*layers())
     parts = [cut(copy.deepcopy(model), PipelineTemplate("torch.nn.modules.container.Sequential", names), stage)
              for stage, names in enumerate([[["0", "1"], ["2", "3", "4"]]] * 2)]  # fmt: skip
@@ -52,7 +52,7 @@ def test_names_are_those_of_the_sequence() -> None:
     ]
 
 
-def test_layers_and_functions() -> None:
+def test_functions_among_layers_compute_what_modules_do() -> None:
     chain = layers()
     mixed = [chain[0], torch.relu, *chain[2:4], lambda x: x * 2, chain[4]]
     parts = sequential_stages(mixed, [2, 4])
@@ -68,7 +68,7 @@ def test_layers_and_functions() -> None:
     assert [part.last for part in parts] == [False, False, True]
 
 
-def test_a_layer_that_is_there_twice() -> None:
+def test_layer_that_occurs_twice_is_tied() -> None:
     shared = nn.Linear(6, 6)
     chain = [shared, nn.Linear(6, 6), shared]
     expected = whole(nn.Sequential(*chain))
@@ -79,7 +79,7 @@ def test_a_layer_that_is_there_twice() -> None:
     assert_same(staged_gradients(parts, BATCHES, loss_of), expected)
 
 
-def test_several_things_travel() -> None:
+def test_nested_payloads_are_sent() -> None:
     class Pair(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             return x, {"twice": 2 * x}
@@ -93,12 +93,12 @@ def test_several_things_travel() -> None:
 
 
 @pytest.mark.parametrize("boundaries", [[0], [2, 2], [3, 1], [5], [-1]])
-def test_boundaries_grow(boundaries: list[int]) -> None:
+def test_boundaries_must_increase(boundaries: list[int]) -> None:
     with pytest.raises(ConfigError, match="there are 5 layers"):
         sequential_stages(layers(), boundaries)
 
 
-def test_what_a_chain_is_given() -> None:
+def test_wrong_inputs_of_a_chain_are_refused() -> None:
     first, last = sequential_stages(layers(), [2])
     with pytest.raises(ConfigError, match="takes one input; the batch has a, b"):
         first({"a": torch.ones(1, 6), "b": torch.ones(1, 6)})

@@ -14,9 +14,8 @@ from torch import nn
 import cornstarch
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.pipeline.balance import best_starts
-from cornstarch.pipeline.survey import survey
-from cornstarch.pipeline.template import PipelineTemplate
+from cornstarch.pipeline.split import analyze_model
+from cornstarch.pipeline.template import PipelineTemplate, balance_stages
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, text_batch
 
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM"
@@ -39,7 +38,7 @@ def composed(*names: str) -> MultimodalModel:
 # ------------------------------------------------------------------------------------------------ names
 
 
-def test_the_documented_names(llama: nn.Module) -> None:
+def test_modules_and_names_are_those_of_the_documentation(llama: nn.Module) -> None:
     assert PipelineTemplate.get_modules(llama) == MODULES
     assert PipelineTemplate.get_model_name(llama) == LLAMA
     template = PipelineTemplate(model_name=LLAMA, modules_per_stage=[MODULES[:3], MODULES[3:]])
@@ -48,7 +47,7 @@ def test_the_documented_names(llama: nn.Module) -> None:
     template.check(llama)
 
 
-def test_the_doors() -> None:
+def test_published_import_paths_are_the_same_class() -> None:
     from cornstarch.pipeline_template import PipelineTemplate as door
 
     assert door is cornstarch.PipelineTemplate is PipelineTemplate
@@ -58,20 +57,20 @@ MODELS = {
     "gpt2": ["transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f", "lm_head"],
     "clip": ["embeddings", "pre_layrnorm", "encoder.layers.0", "encoder.layers.1", "post_layernorm"],
     "whisper": ["conv1", "conv2", "embed_positions", "layers.0", "layers.1", "layer_norm"],
-    # Modules that are called between layers stand there.
+    # Modules that are called between layers are listed between them.
     "qwen3_vl": ["patch_embed", "pos_embed", "blocks.0", "deepstack_merger_list.0", "blocks.1", "merger"],
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_modules_stand_in_the_order_of_the_forward_pass(name: str) -> None:
+def test_modules_are_listed_in_the_order_of_the_forward_pass(name: str) -> None:
     model = {**LANGUAGE_MODELS, **ENCODERS}[name].build()
     assert PipelineTemplate.get_modules(model) == MODELS[name]
     covered = tuple(f"{module}." for module in MODELS[name])
     assert all(parameter.startswith(covered) for parameter, _ in model.named_parameters())
 
 
-def test_a_classifier_without_a_padding_token() -> None:
+def test_classifier_without_a_padding_token_can_be_split() -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=64, n_positions=32, num_labels=3)
     assert config.pad_token_id is None
     model = transformers.GPT2ForSequenceClassification(config)
@@ -79,7 +78,7 @@ def test_a_classifier_without_a_padding_token() -> None:
     PipelineTemplate.split(model, 2).check(model)
 
 
-def test_an_encoder_with_its_projector() -> None:
+def test_projector_of_an_encoder_comes_last() -> None:
     encoder = composed("clip").encoders["seen0"]
     assert PipelineTemplate.get_model_name(encoder) == PipelineTemplate.get_model_name(encoder.module)
     assert PipelineTemplate.get_modules(encoder) == [*(f"module.{name}" for name in MODELS["clip"]), "projector"]
@@ -97,7 +96,7 @@ def test_adapters_do_not_change_names(llama: nn.Module) -> None:
     PipelineTemplate(LLAMA, [MODULES[:3], MODULES[3:]]).check(adapted)
 
 
-def test_a_model_without_weights_is_enough() -> None:
+def test_meta_model_has_a_template() -> None:
     part = LANGUAGE_MODELS["llama"]
     with torch.device("meta"):
         model = part.model_class(LANGUAGE_MODELS["llama"].build(num_hidden_layers=4).config)
@@ -105,7 +104,7 @@ def test_a_model_without_weights_is_enough() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_two_encoders_of_one_architecture_stay_two() -> None:
+def test_encoders_of_one_architecture_have_templates_of_their_own() -> None:
     model = composed("clip", "clip")
     one, other = (PipelineTemplate.split(encoder, 2) for encoder in model.encoders.values())
     assert one is not other
@@ -118,12 +117,12 @@ def test_two_encoders_of_one_architecture_stay_two() -> None:
         one.check(model.encoders["deep"])
 
 
-def test_a_whole_multimodal_model_is_cut_part_by_part() -> None:
+def test_multimodal_model_is_split_module_by_module() -> None:
     with pytest.raises(ConfigError, match="seen0_encoder, language_model"):
         PipelineTemplate.get_modules(composed("clip"))
 
 
-def test_finding_one_by_the_number_of_stages(llama: nn.Module) -> None:
+def test_template_is_found_by_the_number_of_stages(llama: nn.Module) -> None:
     templates = [PipelineTemplate.split(llama, stages) for stages in (1, 2, 4)]
     assert PipelineTemplate.find_pipeline_template(templates, 2) is templates[1]
     assert PipelineTemplate.find_pipeline_template(templates, 3) is None
@@ -132,7 +131,7 @@ def test_finding_one_by_the_number_of_stages(llama: nn.Module) -> None:
     assert templates[1] != templates[2]
 
 
-def test_modules_without_parameters_may_be_named(llama: nn.Module) -> None:
+def test_modules_without_parameters_may_be_listed(llama: nn.Module) -> None:
     names = ["model.embed_tokens", "model.rotary_emb", *MODULES[1:]]
     PipelineTemplate(LLAMA, [names[:4], names[4:]]).check(llama)
 
@@ -157,19 +156,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said(llama: nn.Module, case: str) -> None:
+def test_wrong_template_is_refused_with_the_reason(llama: nn.Module, case: str) -> None:
     name, stages, complaint = WRONG[case]
     with pytest.raises(ConfigError, match=complaint):
         PipelineTemplate(name, stages).check(llama)
 
 
 @pytest.mark.parametrize("stages", [[], [[]], ["model.norm"], [[1]]])
-def test_a_template_has_stages_of_names(stages: list) -> None:
+def test_template_without_names_is_refused(stages: list) -> None:
     with pytest.raises(ConfigError, match="template has no stages|modules_per_stage"):
         PipelineTemplate(LLAMA, stages)
 
 
-def test_a_barred_boundary_is_refused_with_its_reason() -> None:
+def test_barred_boundary_is_refused_with_its_reason() -> None:
     mixtral = LANGUAGE_MODELS["mixtral"].build(num_hidden_layers=4, output_router_logits=True)
     names = PipelineTemplate.get_modules(mixtral)
     template = PipelineTemplate(PipelineTemplate.get_model_name(mixtral), [names[:3], names[3:]])
@@ -187,14 +186,14 @@ def layers_of(template: PipelineTemplate) -> list[int]:
 
 
 @pytest.mark.parametrize(("stages", "expected"), [(1, [4]), (2, [2, 2]), (3, [1, 1, 2]), (4, [1, 1, 1, 1])])
-def test_uniform(llama: nn.Module, stages: int, expected: list[int]) -> None:
+def test_uniform_stages_have_equal_numbers_of_layers(llama: nn.Module, stages: int, expected: list[int]) -> None:
     template = PipelineTemplate.split(llama, stages, by="uniform")
     assert sorted(layers_of(template)) == sorted(expected)
     assert list(itertools.chain(*template.modules_per_stage)) == MODULES
     template.check(llama)
 
 
-def test_so_many_layers_each(llama: nn.Module) -> None:
+def test_given_numbers_of_layers_must_add_up(llama: nn.Module) -> None:
     template = PipelineTemplate.of_layers(llama, [1, 3, 1])
     assert template.modules_per_stage == [MODULES[:2], MODULES[2:5], MODULES[5:]]
     template.check(llama)
@@ -204,7 +203,7 @@ def test_so_many_layers_each(llama: nn.Module) -> None:
             PipelineTemplate.of_layers(llama, layers)
 
 
-def test_large_tables_weigh_by_parameters_and_not_by_flops() -> None:
+def test_large_embeddings_count_by_parameters_and_not_by_flops() -> None:
     model = LANGUAGE_MODELS["llama"].build(num_hidden_layers=6, vocab_size=2000)
     assert layers_of(PipelineTemplate.split(model, 3, by="parameters")) == [1, 5, 0]
     first, *_, last = layers_of(PipelineTemplate.split(model, 3, by="flops"))
@@ -212,7 +211,7 @@ def test_large_tables_weigh_by_parameters_and_not_by_flops() -> None:
     assert last <= 1  # the head is multiplied
 
 
-def test_what_is_frozen_costs_less() -> None:
+def test_frozen_layers_cost_less() -> None:
     model = LANGUAGE_MODELS["llama"].build(num_hidden_layers=8)
     assert layers_of(PipelineTemplate.split(model, 2, by="uniform")) == [4, 4]
     for layer in list(model.model.layers)[:4]:
@@ -225,7 +224,7 @@ def test_what_is_frozen_costs_less() -> None:
     assert layers_of(PipelineTemplate.split(model, 2, by="uniform")) == [4, 4]
 
 
-def test_by_time() -> None:
+def test_slow_layer_gets_a_stage_of_its_own_by_time() -> None:
     model = LANGUAGE_MODELS["llama"].build(num_hidden_layers=4).eval()
     slow = model.model.layers[0]
 
@@ -244,7 +243,7 @@ def test_by_time() -> None:
 
 
 @pytest.mark.parametrize(("stages", "by"), [(0, "uniform"), (9, "uniform"), (2, "weight"), ("2", "uniform")])
-def test_what_cannot_be_split(llama: nn.Module, stages: int, by: str) -> None:
+def test_wrong_number_of_stages_or_method_is_refused(llama: nn.Module, stages: int, by: str) -> None:
     with pytest.raises(ConfigError, match="stages|expected one of parameters, flops, time, uniform"):
         PipelineTemplate.split(llama, stages, by=by)
 
@@ -254,24 +253,24 @@ def test_what_cannot_be_split(llama: nn.Module, stages: int, by: str) -> None:
     barred=st.sets(st.integers(1, 8)),
     stages=st.integers(1, 5),
 )
-def test_the_dearest_stage_is_as_cheap_as_can_be(costs: list[int], barred: set[int], stages: int) -> None:
+def test_most_expensive_stage_is_as_cheap_as_possible(costs: list[int], barred: set[int], stages: int) -> None:
     boundaries = [place for place in range(1, len(costs)) if place not in barred]
     if stages > len(boundaries) + 1:
         with pytest.raises(ConfigError, match="at most"):
-            best_starts(costs, boundaries, stages, "it")
+            balance_stages(costs, boundaries, stages, "it")
         return
 
     def dearest(starts: tuple[int, ...]) -> int:
         return max(sum(costs[a:b]) for a, b in itertools.pairwise((*starts, len(costs))))
 
     best = min(dearest((0, *chosen)) for chosen in itertools.combinations(boundaries, stages - 1))
-    starts = best_starts(costs, boundaries, stages, "it")
+    starts = balance_stages(costs, boundaries, stages, "it")
     assert len(starts) == stages
     assert set(starts[1:]) <= set(boundaries)
     assert dearest(tuple(starts)) == best
 
 
-def test_a_sequence_of_layers() -> None:
+def test_sequential_has_a_template() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 4), nn.Linear(4, 4))
     assert PipelineTemplate.get_modules(model) == ["0", "1", "2", "3"]
     assert PipelineTemplate.get_model_name(model) == "torch.nn.modules.container.Sequential"
@@ -283,8 +282,8 @@ def test_a_sequence_of_layers() -> None:
     template.check(model)
 
 
-def test_something_that_has_no_layers() -> None:
+def test_module_without_layers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Linear cannot be cut into stages: .*make_inputs"):
         PipelineTemplate.get_modules(nn.Linear(3, 3))
     with pytest.raises(UnsupportedModelError, match="no list of layers"):
-        survey(nn.Linear(3, 3), lambda _: {"input": torch.ones(2, 3)})
+        analyze_model(nn.Linear(3, 3), lambda _: {"input": torch.ones(2, 3)})

@@ -27,8 +27,8 @@ def places(layout: Layout) -> list[Place]:
             for dp in range(first, min(first + together, layout.dp)):
                 for stage in range(span.stages):
                     for cp in range(span.cp):
-                        held = tuple(m for m in span.modules if stage < stages_of(layout.plan, m))
-                        found += [Place(held, stage, dp, cp, tp) for tp in range(span.tp)]
+                        own = tuple(m for m in span.modules if stage < stages_of(layout.plan, m))
+                        found += [Place(own, stage, dp, cp, tp) for tp in range(span.tp)]
     return found
 
 
@@ -68,7 +68,7 @@ def nodes_beyond_need(layout: Layout, axis: str) -> int:
 
 @st.composite
 def plans(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4, 6)) -> Plan:
-    """Draw a plan of one to four modules; those that share ranks have the same sizes."""
+    """Draw a plan of one to four modules; modules on the same ranks have the same sizes."""
     size = st.sampled_from(sizes)
     module = st.builds(ModulePlan, tp=size, cp=size, stages=st.integers(1, 3))
     encoders = draw(st.lists(module, max_size=3))

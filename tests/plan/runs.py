@@ -1,4 +1,4 @@
-"""Small runs and clusters whose figures are easy to reckon with, and random ones."""
+"""Small runs and clusters with simple figures, and random ones."""
 
 from __future__ import annotations
 

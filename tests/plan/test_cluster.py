@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan import communication
 from cornstarch.plan.cluster import (
     DEVICES,
     DTYPES,
@@ -24,8 +22,8 @@ from cornstarch.plan.cluster import (
     this_cpu,
     write_cluster,
 )
-from cornstarch.plan.links import COLLECTIVES, LINKS, Timing, fit_error, fit_link, fit_links, seconds_of
-from cornstarch.plan.quantities import Unit, quantity, written
+from cornstarch.plan.cluster_file import Unit, format_quantity, parse_quantity
+from cornstarch.plan.communication import LINKS
 
 ROOT = Path(__file__).resolve().parents[2]
 H100S = Cluster.parse("2x8xH100")
@@ -44,7 +42,7 @@ disk: 2e9
 
 
 def said(text: str, folder: Path) -> str:
-    """Return what is wrong with a file of that text."""
+    """Return the error of a file with that text."""
     path = folder / "cluster.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as error:
@@ -63,7 +61,7 @@ def said(text: str, folder: Path) -> str:
      ("8xNVIDIA A100-PCIE-40GB", 1, 8, "A100-40-PCIe", 32e9), ("2xH100-NVL", 1, 2, "H100-NVL", 64e9),
      ("8xMI300X", 1, 8, "MI300X", 448e9)],
 )  # fmt: skip
-def test_names(text: str, nodes: int, per_node: int, name: str, inside: float) -> None:
+def test_parse_reads_names(text: str, nodes: int, per_node: int, name: str, inside: float) -> None:
     found = Cluster.parse(text)
     assert (found.nodes, found.per_node, found.device.name) == (nodes, per_node, name)
     assert found.devices == nodes * per_node
@@ -71,7 +69,7 @@ def test_names(text: str, nodes: int, per_node: int, name: str, inside: float) -
     assert not found.measured and found.name == text.strip()
 
 
-def test_processes_share_a_cpu() -> None:
+def test_processes_divide_a_cpu() -> None:
     one, two = Cluster.parse("cpu"), Cluster.parse("2xcpu")
     assert two.device.memory == this_cpu().memory // 2 == one.device.memory // 2
     assert two.device.flops_of("fp32") == one.device.flops_of("fp32") / 2
@@ -87,12 +85,12 @@ def test_processes_share_a_cpu() -> None:
      ("9" * 5000 + "xH100", "There is no GPU"), ("a" * 5000, "There is no GPU"),
      ("nothing.yaml", "no such file")],
 )  # fmt: skip
-def test_mistakes_in_names(text: str, words: str) -> None:
+def test_parse_refuses_wrong_names(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         Cluster.parse(text)
 
 
-def test_a_description_on_one_line() -> None:
+def test_describe_is_one_line() -> None:
     assert H100S.describe() == "2 nodes of 8 × H100, 79.1 GiB each, 450 GB/s inside a node, 50 GB/s between nodes"
     assert Cluster.parse("H200").describe() == "1 node of 1 × H200, 139.8 GiB each"
 
@@ -100,7 +98,7 @@ def test_a_description_on_one_line() -> None:
 # ---------------------------------------------------------------------------------------------------- devices
 
 
-def test_the_catalogue_is_complete_and_in_order() -> None:
+def test_catalogue_rates_are_ordered_by_precision() -> None:
     for one in DEVICES.values():
         rates = dict(one.rates)
         assert rates["fp32"] < rates["fp16"] == one.flops
@@ -110,7 +108,7 @@ def test_the_catalogue_is_complete_and_in_order() -> None:
         assert one.link in LINKS
 
 
-def test_every_figure_of_the_catalogue_is_documented() -> None:
+def test_catalogue_equals_its_documentation() -> None:
     page = (ROOT / "docs/clusters.md").read_text(encoding="utf-8")
     rows = {row.split("|")[1].strip(): row for row in page.splitlines() if row.startswith("|")}
     variants = [device(name) for name in ("H100 PCIe", "H100 NVL", "A100-80 PCIe", "A100-40 PCIe")]
@@ -129,10 +127,10 @@ def test_every_figure_of_the_catalogue_is_documented() -> None:
         assert cells[7], one.name
     for name, link in LINKS.items():
         cells = [cell.strip() for cell in rows[name].split("|")[2:-1]]
-        assert cells[:2] == [written(link.bandwidth, "B/s"), written(link.latency, "s")], name
+        assert cells[:2] == [format_quantity(link.bandwidth, "B/s"), format_quantity(link.latency, "s")], name
 
 
-def test_what_a_device_lacks_it_computes_in_something_wider() -> None:
+def test_flops_of_an_unsupported_dtype_are_those_of_a_wider_one() -> None:
     assert device("T4").flops_of("bf16") == device("T4").flops_of("tf32") == 8.1e12
     assert device("T4").flops_of("fp16") == 65e12
     assert device("A100-80").flops_of("fp8") == 312e12
@@ -152,84 +150,27 @@ def test_what_a_device_lacks_it_computes_in_something_wider() -> None:
     [(range(8), "inside"), ((8, 15), "inside"), ((7, 8), "between"), ((0, 8), "between"), (range(16), "between"),
      ((3,), "inside"), ((3, 3), "inside"), ((), "inside")],
 )  # fmt: skip
-def test_the_link_of_a_group(ranks: tuple[int, ...], crossed: str) -> None:
+def test_link_of_a_group_depends_on_its_nodes(ranks: tuple[int, ...], crossed: str) -> None:
     assert H100S.link(ranks) is getattr(H100S, crossed)
 
 
-def test_the_slowest_link_counts() -> None:
+def test_link_of_a_group_is_the_slowest_it_uses() -> None:
     slow_inside = replace(H100S, inside=Link(1e9, 1e-6))
     assert slow_inside.link(range(16)) is slow_inside.inside
-    assert slow_inside.link((0, 8)) is slow_inside.between  # nobody uses what is inside
+    assert slow_inside.link((0, 8)) is slow_inside.between  # no two of them are in one node
 
 
-def test_ranks_that_do_not_exist() -> None:
+def test_link_refuses_ranks_outside_the_cluster() -> None:
     with pytest.raises(ConfigError, match="rank 16: 2x8xH100 has ranks 0 to 15"):
         H100S.link((0, 16))
     with pytest.raises(ConfigError, match="nodes = 0"):
         replace(H100S, nodes=0)
 
 
-# ---------------------------------------------------------------------------------------------------- fitting
-
-
-def timings(link: Link, noise: float = 0.0, kinds: tuple[str, ...] = COLLECTIVES) -> list[Timing]:
-    rng = random.Random(3)
-    sizes = [2.0**power for power in range(10, 28, 2)]
-    return [
-        Timing(kind, size, ranks, seconds_of(kind, size, ranks, link) * (1 + rng.uniform(-noise, noise)))  # type: ignore[arg-type]
-        for kind in kinds
-        for ranks in (2, 4)
-        for size in sizes
-    ]
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES)
-def test_a_fit_finds_the_link_that_made_the_times(kind: str) -> None:
-    link = Link(3e9, 40e-6)
-    found = fit_link(timings(link, kinds=(kind,)))
-    assert found.bandwidth == pytest.approx(3e9) and found.latency == pytest.approx(40e-6)
-    assert fit_error(timings(link), found) < 1e-9
-
-
-def test_a_fit_withstands_noise() -> None:
-    found = fit_link(timings(Link(3e9, 40e-6), noise=0.1))
-    assert found.bandwidth == pytest.approx(3e9, rel=0.05) and found.latency == pytest.approx(40e-6, rel=0.05)
-
-
-def test_a_fit_is_never_negative() -> None:
-    falling = [Timing("send", 1e3, 2, 1e-3), Timing("send", 1e6, 2, 1e-4)]
-    growing = [Timing("send", 1e3, 2, 1e-7), Timing("send", 1e6, 2, 1e-2)]
-    for times in (falling, growing, falling[:1]):
-        found = fit_link(times)
-        assert found.latency == 0 and 0 < found.bandwidth < float("inf")
-
-
-def test_each_collective_has_a_link_of_its_own() -> None:
-    slow, quick = Link(1e9, 9e-5), Link(4e9, 1e-5)
-    found = fit_links([*timings(slow, kinds=("all_reduce",)), *timings(quick, kinds=("send",))])
-    assert found.of("all_reduce").bandwidth == pytest.approx(1e9)
-    assert found.of("send").latency == pytest.approx(1e-5)
-    assert found.of("all_gather") is found and 1e9 < found.bandwidth < 4e9
-
-
-def test_times_that_cannot_be_fitted() -> None:
-    with pytest.raises(ConfigError, match="at least 2 processes"):
-        fit_link([])
-    for broken in (Timing("send", 10, 2, 0.0), Timing("all_reduce", 10, 1, 1.0), Timing("send", 0, 2, 1.0)):
-        with pytest.raises(ConfigError, match="cannot be fitted"):
-            fit_link([broken])
-
-
-def test_times_are_those_of_the_planner() -> None:
-    link = Link(3e9, 40e-6)
-    assert seconds_of("all_reduce", 1e6, 8, link) == communication.all_reduce(1e6, 8, link)
-    assert seconds_of("send", 1e6, 2, link) == communication.send(1e6, link)
-
-
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def test_a_file(tmp_path: Path) -> None:
+def test_read_cluster_equals_the_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(OWN)
     found = Cluster.parse(str(path))
@@ -238,7 +179,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert found == Cluster(2, 4, own, Link(200e9, 4e-6), Link(25e9, 1e-5), 2e9, "mine")
 
 
-def test_a_file_may_leave_out_what_the_catalogue_knows(tmp_path: Path) -> None:
+def test_a_file_defaults_to_the_catalogue(tmp_path: Path) -> None:
     path = tmp_path / "ours.yml"
     path.write_text("per_node: 4\ndevice: H100\n")
     assert read_cluster(path) == replace(Cluster.parse("4xH100"), name="ours")
@@ -251,7 +192,7 @@ def test_a_file_may_leave_out_what_the_catalogue_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["2x8xH100", "8xMI300X", "16xT4", "2xcpu"])
-def test_what_is_written_is_read_again(name: str, tmp_path: Path) -> None:
+def test_a_written_file_reads_as_the_same_cluster(name: str, tmp_path: Path) -> None:
     each = (("all_reduce", Link(1.234e9, 5.678e-5)), ("send", Link(1 / 3, 0.0)))
     measured = replace(Cluster.parse(name), disk=1.5e9, disk_read=2.0, measured=True, inside=Link(2e9, 7e-6, each))  # type: ignore[arg-type]
     for cluster in (Cluster.parse(name), measured):
@@ -298,18 +239,18 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("old", "new", "words"), MISTAKES)
-def test_mistakes_in_files(old: str, new: str, words: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_reported_with_its_line(old: str, new: str, words: str, tmp_path: Path) -> None:
     assert old in OWN
     assert words in said(OWN.replace(old, new), tmp_path)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
-    told = said(OWN.replace("nodes: 2", "nodes: two").replace("64 GiB", "0").replace("4 us", "soon"), tmp_path)
-    assert told.startswith("3 mistakes:\ncluster.yaml:1  nodes = two\n")
-    assert "cluster.yaml:5  device.memory = 0" in told and "cluster.yaml:8  inside.latency = soon" in told
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
+    message = said(OWN.replace("nodes: 2", "nodes: two").replace("64 GiB", "0").replace("4 us", "soon"), tmp_path)
+    assert message.startswith("3 mistakes:\ncluster.yaml:1  nodes = two\n")
+    assert "cluster.yaml:5  device.memory = 0" in message and "cluster.yaml:8  inside.latency = soon" in message
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(ConfigError, match="not UTF-8"):
         read_cluster(tmp_path / "latin.yaml")
@@ -328,17 +269,17 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
      ("1e-6", "s", 1e-6), ("989 TFLOPS", "FLOP/s", 989e12), ("80 gib", "B", 80 * 2**30), (7, "B", 7.0),
      (".5 TB/s", "B/s", 5e11)],
 )  # fmt: skip
-def test_numbers_with_units(text: str | int, unit: Unit, number: float) -> None:
-    assert quantity(text, unit) == number
+def test_parse_quantity_converts_units(text: str | int, unit: Unit, number: float) -> None:
+    assert parse_quantity(text, unit) == number
 
 
 @pytest.mark.parametrize("value", [0.0, 3.4e-6, 1 / 3, 5e-10, 999.9996, 1e-12, 2.5])
-def test_what_is_written_loses_nothing(value: float) -> None:
-    assert quantity(written(value, "s"), "s", least=0) == value
-    assert quantity(written(value * 1e12, "B/s"), "B/s", least=0) == value * 1e12
+def test_format_quantity_is_lossless(value: float) -> None:
+    assert parse_quantity(format_quantity(value, "s"), "s", least=0) == value
+    assert parse_quantity(format_quantity(value * 1e12, "B/s"), "B/s", least=0) == value * 1e12
 
 
-def test_neither_torch_nor_numpy_is_needed() -> None:
+def test_clusters_import_neither_torch_nor_numpy() -> None:
     code = (
         "import sys\nfrom cornstarch.plan.cluster import Cluster\nCluster.parse('2x8xH100').describe()\n"
         "print([name for name in ('torch', 'numpy', 'yaml') if name in sys.modules])"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from cornstarch.errors import ConfigError
 from cornstarch.plan import communication as c
-from cornstarch.plan.cluster import Link
+from cornstarch.plan.communication import COLLECTIVES, Link, Timing, collective_seconds, fit_error, fit_link, fit_links
 
 LINK = Link(bandwidth=1000.0, latency=0.5)
 
 
-def test_by_hand() -> None:
+def test_seconds_equal_hand_computed_ones() -> None:
     # 4 ranks, 800 bytes: parts of 200; 3 rounds of 0.5 s + 0.2 s.
     assert c.all_gather(800, 4, LINK) == pytest.approx(3 * 0.7)
     assert c.reduce_scatter(800, 4, LINK) == pytest.approx(3 * 0.7)
@@ -19,14 +22,14 @@ def test_by_hand() -> None:
     assert c.send(800, LINK) == pytest.approx(1.3)
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_equal_hand_computed_ones() -> None:
     assert c.all_gather_bytes(800, 4) == c.reduce_scatter_bytes(800, 4) == c.all_to_all_bytes(800, 4) == 600
     assert c.all_reduce_bytes(800, 4) == 1200
     assert c.send_bytes(800) == 800
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_bytes_are_those_of_a_ring(ranks: int) -> None:
+def test_all_reduce_bytes_equal_a_simulated_ring(ranks: int) -> None:
     """Play a ring all-reduce with one number for each part, and count what the first rank sends."""
     data = [[10 * rank + part for part in range(ranks)] for rank in range(ranks)]
     expected = [sum(column) for column in zip(*data, strict=True)]
@@ -44,11 +47,68 @@ def test_the_bytes_are_those_of_a_ring(ranks: int) -> None:
     assert c.all_reduce_bytes(ranks, ranks) == pytest.approx(sent)
 
 
-def test_one_rank_exchanges_nothing() -> None:
+def test_one_rank_sends_nothing() -> None:
     assert c.all_reduce(800, 1, LINK) == c.all_gather(800, 1, LINK) == c.all_to_all(800, 1, LINK) == 0
 
 
-def test_a_link_measured_for_a_collective_counts_for_it_alone() -> None:
+def test_a_link_measured_for_one_collective_applies_to_it_alone() -> None:
     link = Link(1000.0, 0.0, (("all_reduce", Link(500.0, 0.0)),))
     assert c.all_reduce(1000, 2, link) == pytest.approx(2.0)
     assert c.all_gather(1000, 2, link) == pytest.approx(0.5)
+
+
+# ---------------------------------------------------------------------------------------------------- fitting
+
+
+def timings(link: Link, noise: float = 0.0, kinds: tuple[str, ...] = COLLECTIVES) -> list[Timing]:
+    rng = random.Random(3)
+    sizes = [2.0**power for power in range(10, 28, 2)]
+    return [
+        Timing(kind, size, ranks, collective_seconds(kind, size, ranks, link) * (1 + rng.uniform(-noise, noise)))  # type: ignore[arg-type]
+        for kind in kinds
+        for ranks in (2, 4)
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_fit_recovers_the_link_that_made_the_times(kind: str) -> None:
+    link = Link(3e9, 40e-6)
+    found = fit_link(timings(link, kinds=(kind,)))
+    assert found.bandwidth == pytest.approx(3e9) and found.latency == pytest.approx(40e-6)
+    assert fit_error(timings(link), found) < 1e-9
+
+
+def test_fit_is_robust_to_noise() -> None:
+    found = fit_link(timings(Link(3e9, 40e-6), noise=0.1))
+    assert found.bandwidth == pytest.approx(3e9, rel=0.05) and found.latency == pytest.approx(40e-6, rel=0.05)
+
+
+def test_fit_is_never_negative() -> None:
+    falling = [Timing("send", 1e3, 2, 1e-3), Timing("send", 1e6, 2, 1e-4)]
+    growing = [Timing("send", 1e3, 2, 1e-7), Timing("send", 1e6, 2, 1e-2)]
+    for times in (falling, growing, falling[:1]):
+        found = fit_link(times)
+        assert found.latency == 0 and 0 < found.bandwidth < float("inf")
+
+
+def test_fit_links_fits_each_collective() -> None:
+    slow, quick = Link(1e9, 9e-5), Link(4e9, 1e-5)
+    found = fit_links([*timings(slow, kinds=("all_reduce",)), *timings(quick, kinds=("send",))])
+    assert found.of("all_reduce").bandwidth == pytest.approx(1e9)
+    assert found.of("send").latency == pytest.approx(1e-5)
+    assert found.of("all_gather") is found and 1e9 < found.bandwidth < 4e9
+
+
+def test_fit_refuses_impossible_times() -> None:
+    with pytest.raises(ConfigError, match="at least 2 processes"):
+        fit_link([])
+    for broken in (Timing("send", 10, 2, 0.0), Timing("all_reduce", 10, 1, 1.0), Timing("send", 0, 2, 1.0)):
+        with pytest.raises(ConfigError, match="cannot be fitted"):
+            fit_link([broken])
+
+
+def test_collective_seconds_equal_the_functions() -> None:
+    link = Link(3e9, 40e-6)
+    assert collective_seconds("all_reduce", 1e6, 8, link) == c.all_reduce(1e6, 8, link)
+    assert collective_seconds("send", 1e6, 2, link) == c.send(1e6, link)

@@ -10,78 +10,80 @@ import pytest
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Device, Link
-from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost, scaled
-from cornstarch.plan.partition import best_cut, best_parts
-from cornstarch.plan.passes import Links, Way, passes
+from cornstarch.plan.cost import LayerCost, ModuleCost, ModuleSharding, RunCost, compute_rank_cost, scale_layer
+from cornstarch.plan.placement import GroupLinks
+from cornstarch.plan.stages import best_cut, best_parts
 from tests.plan.runs import layer
 
 DEVICE = Device("toy", 2**30)
-FREE = Links(*[Link(1e30, 0.0)] * 3)
+FREE = GroupLinks(*[Link(1e30, 0.0)] * 3)
 
 
-def test_tp_spreads_matrices_and_cp_tokens() -> None:
+def test_tp_shards_matrices_and_cp_tokens() -> None:
     one = layer(kv_bytes=80, whole_bytes=8)
-    cut = scaled(one, tp=2, cp=2, samples=4)
+    cut = scale_layer(one, tp=2, cp=2, samples=4)
     assert (cut.forward, cut.input_gradient) == (1.0, 1.0)
     assert (cut.parameters, cut.parameter_bytes) == (50, 100)
     assert cut.activation_bytes == (8 + 32 / 2) * 2
-    assert scaled(one, tp=2, sequence=True).activation_bytes == 20
+    assert scale_layer(one, tp=2, sequence=True).activation_bytes == 20
     assert (cut.output_bytes, cut.kv_bytes) == (20, 160)
 
 
-def test_cp_deals_out_whole_items() -> None:
+def test_cp_distributes_whole_items() -> None:
     """3 tiles on 2 ranks: one has two of them; a single one is on one rank, and the other waits."""
-    times = [scaled(layer(items=items), cp=2).forward for items in (1, 2, 3, 4)]
+    times = [scale_layer(layer(items=items), cp=2).forward for items in (1, 2, 3, 4)]
     assert times == pytest.approx([1, 1 / 2, 2 / 3, 1 / 2])
-    assert scaled(layer(items=1), cp=2, samples=2).forward == 1.0  # a microbatch of two samples has two
-    assert scaled(layer(items=3)).forward == 1.0
+    assert scale_layer(layer(items=1), cp=2, samples=2).forward == 1.0  # a microbatch of two samples has two
+    assert scale_layer(layer(items=3)).forward == 1.0
 
 
-def test_a_head_is_not_computed_again() -> None:
+def test_checkpointing_does_not_recompute_a_head() -> None:
     """A layer of 1 s with a head of 2 s: checkpointing computes the layer again, and not the head."""
     cost = RunCost((ModuleCost("model", (layer(seconds=3.0, again=1.0),)),))
     for tp in (1, 2):
-        found = passes(cost, Way("model", tp, 1, 1.0, FREE, checkpointing=True), DEVICE)
+        found = compute_rank_cost(cost, ModuleSharding("model", tp, 1, 1.0, FREE, checkpointing=True), DEVICE)
         assert found.again.tolist() == found.inputs.tolist() == [1 / tp]
 
 
-def test_tables_of_words_are_cut_only_if_told_so() -> None:
+def test_embeddings_are_sharded_only_with_tp_vocabulary() -> None:
     table = layer(tp_cuts="vocabulary")
-    assert scaled(table, tp=4).parameters == 100
-    assert scaled(table, tp=4).forward == 1.0
-    assert scaled(table, tp=4, vocabulary=True).parameters == 25
+    assert scale_layer(table, tp=4).parameters == 100
+    assert scale_layer(table, tp=4).forward == 1.0
+    assert scale_layer(table, tp=4, vocabulary=True).parameters == 25
 
 
-def test_no_pass_is_faster_than_its_weights_are_read() -> None:
+def test_no_pass_is_faster_than_reading_its_weights() -> None:
     slow = replace(DEVICE, bandwidth=100.0)  # 200 bytes take 2 s
-    assert scaled(layer(), device=slow).forward == 2.0
-    assert scaled(layer(), device=slow, samples=8).forward == 8.0
+    assert scale_layer(layer(), device=slow).forward == 2.0
+    assert scale_layer(layer(), device=slow, samples=8).forward == 8.0
 
 
-def test_frozen_layers_have_only_the_passes_that_gradients_need() -> None:
+def test_frozen_layers_have_only_required_passes() -> None:
     """Frozen, trained, frozen: no backward; weights alone; gradients of inputs alone."""
     layers = (layer("a", False), layer("b", True), layer("c", False))
     cost = RunCost((ModuleCost("model", layers),))
-    found = passes(cost, Way("model", 1, 1, 1.0, FREE), DEVICE)
+    found = compute_rank_cost(cost, ModuleSharding("model", 1, 1, 1.0, FREE), DEVICE)
     assert found.forward.tolist() == [1, 1, 1]
     assert found.inputs.tolist() == [0, 0, 1]
     assert found.weights.tolist() == [0, 1, 0]
     assert found.kept.tolist() == [0, 40, 40]
 
 
-def test_a_trained_encoder_makes_gradients_pass_through_a_frozen_language_model() -> None:
+def test_a_trained_encoder_adds_input_gradients_to_a_frozen_language_model() -> None:
     frozen = ModuleCost("language_model", (layer("l", False),))
     for trained, expected in ((True, 1.0), (False, 0.0)):
         cost = RunCost((ModuleCost("vision", (layer("v", trained),)), frozen))
-        assert passes(cost, Way("language_model", 1, 1, 1.0, FREE), DEVICE).inputs.tolist() == [expected]
+        assert compute_rank_cost(cost, ModuleSharding("language_model", 1, 1, 1.0, FREE), DEVICE).inputs.tolist() == [
+            expected
+        ]
 
 
-def test_tp_sums_and_checkpointing_by_hand() -> None:
+def test_tp_and_checkpointing_equal_hand_computed_times() -> None:
     """Sums of 1,000 bytes over 2 ranks at 1,000 bytes/s take 1 s each: 2 forward, 2 again, 2 backward."""
     one = layer(sums=2, output_bytes=1000)
     cost = RunCost((ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (one,))))
-    links = Links(Link(1000.0, 0.0), Link(1e30, 0.0), Link(1e30, 0.0))
-    found = passes(cost, Way("language_model", 2, 1, 1.0, links, checkpointing=True), DEVICE)
+    links = GroupLinks(Link(1000.0, 0.0), Link(1e30, 0.0), Link(1e30, 0.0))
+    found = compute_rank_cost(cost, ModuleSharding("language_model", 2, 1, 1.0, links, checkpointing=True), DEVICE)
     assert found.forward.tolist() == [0.5 + 2]
     assert found.inputs.tolist() == [0.5 + 2 + 0.5 + 2]
     assert found.weights.tolist() == [0.5]
@@ -89,27 +91,27 @@ def test_tp_sums_and_checkpointing_by_hand() -> None:
     assert (found.kept.tolist(), found.working.tolist()) == ([5.0], [15.0])
 
 
-def test_zero3_waits_for_what_computing_does_not_hide() -> None:
+def test_zero3_waits_for_exposed_gathering() -> None:
     """200 bytes from 2 ranks at 50 bytes/s take 2 s; forward takes 1 s, backward 2 s."""
     cost = RunCost((ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (layer("l"),))))
-    links = Links(Link(1e30, 0.0), Link(1e30, 0.0), Link(50.0, 0.0))
-    found = passes(cost, Way("language_model", 1, 1, 1.0, links, gathered_over=2), DEVICE)
+    links = GroupLinks(Link(1e30, 0.0), Link(1e30, 0.0), Link(50.0, 0.0))
+    found = compute_rank_cost(cost, ModuleSharding("language_model", 1, 1, 1.0, links, gathered_over=2), DEVICE)
     assert (found.forward.tolist(), found.gather.tolist()) == ([2.0], [1.0])
     assert found.total.tolist() == [4.0]
 
 
-def test_zero2_gathers_for_the_forward_pass_only() -> None:
+def test_zero2_gathers_only_for_the_forward_pass() -> None:
     """As above, but at 20 bytes/s: 5 s, which neither pass hides."""
     cost = RunCost((ModuleCost("vision", (layer("v"),)), ModuleCost("language_model", (layer("l"),))))
-    links = Links(Link(1e30, 0.0), Link(1e30, 0.0), Link(20.0, 0.0))
+    links = GroupLinks(Link(1e30, 0.0), Link(1e30, 0.0), Link(20.0, 0.0))
     totals = []
     for again in (True, False):
-        way = Way("language_model", 1, 1, 1.0, links, gathered_over=2, gathered_again=again)
-        totals += passes(cost, way, DEVICE).total.tolist()
+        way = ModuleSharding("language_model", 1, 1, 1.0, links, gathered_over=2, gathered_again=again)
+        totals += compute_rank_cost(cost, way, DEVICE).total.tolist()
     assert totals == [5.0 + 5.0, 5.0 + 2.0]
 
 
-def test_cuts_are_those_of_brute_force() -> None:
+def test_best_cut_equals_brute_force() -> None:
     draw = random.Random(0)
     for _ in range(100):
         times = [draw.choice([0.5, 1, 2, 5]) for _ in range(draw.randint(2, 9))]
@@ -126,7 +128,7 @@ def test_cuts_are_those_of_brute_force() -> None:
         assert slowest(found) == pytest.approx(min(map(slowest, every)))
 
 
-def test_frozen_layers_are_packed_more_densely() -> None:
+def test_best_cut_puts_more_frozen_layers_into_a_stage() -> None:
     """Six frozen layers of 1 s, two trained ones of 3 s: the first stage has all frozen ones."""
     assert best_cut([1, 1, 1, 1, 1, 1, 3, 3], 2) == (0, 6)
 
@@ -142,19 +144,19 @@ def test_frozen_layers_are_packed_more_densely() -> None:
         lambda: RunCost((ModuleCost("vision", (layer(),), ("audio",)), ModuleCost("language_model", (layer(),)))),
     ],
 )
-def test_mistakes_are_told(make: object) -> None:
+def test_impossible_costs_are_refused(make: object) -> None:
     with pytest.raises(ConfigError):
         make()  # type: ignore[operator]
 
 
-def test_adapters_train_some_of_the_parameters() -> None:
+def test_adapters_train_part_of_the_parameters() -> None:
     one = layer(trained_parameters=10)
-    assert (one.changing, layer(trained=False).changing, layer().changing) == (10, 0, 100)
-    assert scaled(one, tp=2).changing == 5
+    assert (one.num_trainable, layer(trained=False).num_trainable, layer().num_trainable) == (10, 0, 100)
+    assert scale_layer(one, tp=2).num_trainable == 5
     assert isinstance(one, LayerCost)
 
 
-def test_parts_are_dealt_out_so_that_stages_are_alike() -> None:
+def test_best_parts_balances_places() -> None:
     """Encoders of 6 s before 18 layers of 1 s, on 3 places of 2 parts: 8 s each, and not 9 s for the first."""
     times, before = [1.0] * 18, 6.0
     starts = best_parts(times, 3, 2, before)
@@ -166,7 +168,7 @@ def test_parts_are_dealt_out_so_that_stages_are_alike() -> None:
     assert len(best_parts([1.0] * 6, 3, 2, 100.0)) == 6  # the first place has a layer for each part, whatever it costs
 
 
-def test_parts_are_no_worse_than_the_best_cut() -> None:
+def test_best_parts_are_no_worse_than_the_best_cut() -> None:
     draw = random.Random(4)
     for _ in range(50):
         stages, virtual = draw.choice([(2, 2), (3, 2), (2, 3)])

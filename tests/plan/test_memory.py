@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cornstarch.errors import ConfigError
 from cornstarch.plan import DataKind, DataPlan
 from cornstarch.plan.cluster import DEVICES, device
-from cornstarch.plan.dealing import deal_out
+from cornstarch.plan.load_balancing import assign_largest_first
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of, textbook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def model(
 # ---------------------------------------------------------------------------------------------------- formulas
 
 
-def test_the_textbook() -> None:
+def test_textbook_equals_published_figures() -> None:
     # Ψ = 7 · 10^9, Adam in mixed precision, K = 12.
     assert textbook(7_000_000_000, 1)["ddp"] == 16 * 7e9 == 112e9
     found = textbook(7_500_000_000, 64)  # the example of the paper on ZeRO: 120, 31.4, 16.6 and 1.9 GB
@@ -56,23 +56,23 @@ PSI = 8 * 64 * 8
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_divides_evenly_is_the_textbook(ranks: int) -> None:
+def test_even_shards_equal_the_textbook(ranks: int) -> None:
     expected = textbook(PSI, ranks, weight=4, gradient=4, states=8)
     for kind in ("ddp", "zero1", "zero3"):
-        assert memory_of(EVEN, DataPlan(kind), ranks).held == expected[kind]
+        assert memory_of(EVEN, DataPlan(kind), ranks).persistent == expected[kind]
     for kind in ("fsdp1", "fsdp2"):
-        assert memory_of(EVEN, DataPlan(kind), ranks).held == expected["zero3"]
+        assert memory_of(EVEN, DataPlan(kind), ranks).persistent == expected["zero3"]
     # Our zero2 gathers whole parameters beside its shards, but from forward to backward only.
     zero2 = memory_of(EVEN, DataPlan("zero2"), ranks)
-    assert zero2.held == expected["zero3"] and zero2.held + 4 * PSI == expected["zero2"] + 4 * PSI / ranks
+    assert zero2.persistent == expected["zero3"] and zero2.persistent + 4 * PSI == expected["zero2"] + 4 * PSI / ranks
     assert zero2.gathered >= 4 * PSI
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_holds_everything_and_gathers_nothing(kind: DataKind) -> None:
+def test_one_process_has_everything_and_gathers_nothing(kind: DataKind) -> None:
     found = memory_of(EVEN, DataPlan(kind), 1)
     assert found == Memory(4 * PSI, 4 * PSI, 8 * PSI)
-    assert found.held == found.peak() == 16 * PSI
+    assert found.persistent == found.peak() == 16 * PSI
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +94,7 @@ def test_fsdp1_has_gradients_for_all_of_a_unit() -> None:
 # ---------------------------------------------------------------------------------------------------- shards
 
 
-def test_slices_of_odd_sizes() -> None:
+def test_fsdp2_pads_uneven_shards() -> None:
     size = model([(10, 3)])  # rows: 3, 3, 3 and 1
     for rank, rows in enumerate((3, 3, 3, 1)):
         found = memory_of(size, DataPlan("fsdp2"), 4, rank)
@@ -109,7 +109,7 @@ def test_slices_of_odd_sizes() -> None:
     st.integers(2, 5),
     st.data(),
 )
-def test_fsdp1_against_brute_force(shapes: list[tuple[int, ...]], ranks: int, data: Any) -> None:
+def test_fsdp1_equals_brute_force(shapes: list[tuple[int, ...]], ranks: int, data: Any) -> None:
     units = data.draw(st.lists(st.sampled_from([None, 0, 1]), min_size=len(shapes), max_size=len(shapes)))
     size = model(shapes, units)
     expected = [0] * ranks
@@ -121,18 +121,18 @@ def test_fsdp1_against_brute_force(shapes: list[tuple[int, ...]], ranks: int, da
                 string += [True] * parameter.numel
                 string += [False] * (-len(string) % 4)
         string += [False] * (-len(string) % ranks)
-        share = len(string) // ranks
-        parameters += 4 * share
+        shard = len(string) // ranks
+        parameters += 4 * shard
         for rank in range(ranks):
-            expected[rank] += 8 * sum(string[rank * share : (rank + 1) * share])
+            expected[rank] += 8 * sum(string[rank * shard : (rank + 1) * shard])
     for rank in range(ranks):
         found = memory_of(size, DataPlan("fsdp1"), ranks, rank)
         assert (found.parameters, found.gradients, found.optimizer) == (parameters, parameters, expected[rank])
 
 
-def test_zero1_has_the_states_of_what_a_rank_owns() -> None:
+def test_zero1_has_states_of_owned_parameters() -> None:
     size = model([(7,), (5,), (4,), (3,)])
-    assert deal_out([7, 5, 4, 3], 2) == [0, 1, 1, 0]
+    assert assign_largest_first([7, 5, 4, 3], 2) == [0, 1, 1, 0]
     assert [memory_of(size, DataPlan("zero1"), 2, rank).optimizer for rank in (0, 1)] == [8 * 10, 8 * 9]
     found = memory_of(size, DataPlan("zero1"), 2)
     assert found.optimizer == 8 * 10  # of the rank that has most
@@ -147,7 +147,7 @@ def test_hsdp_is_fsdp2_within_a_copy() -> None:
         assert memory_of(size, DataPlan("hsdp"), 8, rank, copies=2) == memory_of(size, DataPlan("fsdp2"), 4, rank % 4)
 
 
-def test_averages_and_buffers() -> None:
+def test_averages_are_float32_and_buffers_whole() -> None:
     size = replace(model([(64, 8)], itemsize=2), averaged=True, buffers=100)
     for kind, ranks in (("ddp", 1), ("zero3", 4), ("fsdp1", 4)):
         found = memory_of(size, DataPlan(kind), 4)  # type: ignore[arg-type]
@@ -156,7 +156,7 @@ def test_averages_and_buffers() -> None:
         assert found.optimizer * ranks == 4 * 512
 
 
-def test_states() -> None:
+def test_state_sizes_follow_the_shape() -> None:
     factored = StateSize(per_row=4, per_column=2, constant=1)
     assert factored.of((6, 10)) == 4 * 6 + 2 * 10 + 1
     assert factored.of((3, 6, 10)) == 4 * 18 + 2 * 30 + 1
@@ -168,7 +168,7 @@ def test_states() -> None:
 # ---------------------------------------------------------------------------------------------------- the peak
 
 
-def test_gradients_come_as_activations_go() -> None:
+def test_peak_overlaps_gradients_and_activations() -> None:
     alone = memory_of(EVEN, DataPlan("ddp"), 1)  # parameters 4, gradients 4, states 8
     assert alone.peak(3 * PSI) == 16 * PSI and alone.peak(5 * PSI) == 17 * PSI
     assert alone.peak(5 * PSI, accumulated=True) == 21 * PSI
@@ -176,7 +176,7 @@ def test_gradients_come_as_activations_go() -> None:
     views = memory_of(EVEN, DataPlan("ddp"), 2)  # gradients lie in buckets, which stay
     assert views.peak(5 * PSI) == 21 * PSI
     copies = memory_of(EVEN, DataPlan("ddp", gradient_as_bucket_view=False), 2)
-    assert copies.held == 16 * PSI and copies.peak() == 20 * PSI
+    assert copies.persistent == 16 * PSI and copies.peak() == 20 * PSI
 
 
 LAYERS = model([(16,), (64,), (64,), (64,)], [None, 0, 1, 2])  # bytes: 64, and 256 for each layer
@@ -194,18 +194,18 @@ GATHERED = [
 
 
 @pytest.mark.parametrize(("data", "gathered"), GATHERED)
-def test_what_is_gathered(data: DataPlan, gathered: int) -> None:
+def test_gathered_bytes_by_kind(data: DataPlan, gathered: int) -> None:
     assert memory_of(LAYERS, data, 4).gathered == gathered
 
 
-def test_frozen_units_have_no_gradients_to_sum() -> None:
+def test_frozen_units_have_no_gradients_to_reduce() -> None:
     assert memory_of(model([(64,)] * 3, [0, 1, 2], frozen=[0, 1, 2]), DataPlan("zero3"), 4).gathered == 2 * 256
 
 
-def test_offloading_leaves_what_is_gathered() -> None:
+def test_offloading_leaves_gathered_parameters() -> None:
     found = memory_of(LAYERS, DataPlan("fsdp2", offload=True), 4)
     assert found.peak() == found.gathered and found.peak(1000) == found.gathered + 1000
-    assert found.held == memory_of(LAYERS, DataPlan("fsdp2"), 4).held  # in the CPU's memory
+    assert found.persistent == memory_of(LAYERS, DataPlan("fsdp2"), 4).persistent  # in the CPU's memory
 
 
 # ---------------------------------------------------------------------------------------------------- devices
@@ -217,7 +217,7 @@ def test_offloading_leaves_what_is_gathered() -> None:
      ("NVIDIA A100-SXM4-80GB", "A100-80"), ("rtx 4090", "RTX-4090"), ("NVIDIA GeForce RTX 4090", "RTX-4090"),
      ("4090", "RTX-4090"), ("L40S", "L40S"), ("H200", "H200"), ("B200", "B200"), ("CPU", "cpu")],
 )  # fmt: skip
-def test_devices_by_their_names(name: str, found: str) -> None:
+def test_device_accepts_any_spelling(name: str, found: str) -> None:
     assert device(name).name == found
 
 
@@ -226,20 +226,20 @@ def test_devices_by_their_names(name: str, found: str) -> None:
     [("A100", "Did you mean A100-80 or A100-40?"), ("H10", "Did you mean H100?"), ("H1000", "Did you mean H100?"),
      ("abacus", "Known are B200, H200"), ("", "Known are B200")],
 )  # fmt: skip
-def test_unknown_devices(name: str, said: str) -> None:
+def test_unknown_devices_are_refused_with_advice(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         device(name)
     assert said in str(error.value)
 
 
-def test_the_catalogue_is_below_what_is_sold() -> None:
+def test_catalogue_memory_is_below_the_advertised_one() -> None:
     sold = {"H100": 80, "A100-80": 80, "A100-40": 40, "L40S": 48, "RTX-4090": 24, "V100-32": 32, "T4": 16}
     for name, size in sold.items():
         found = DEVICES[name]
         assert 0.85 * size * 2**30 < found.usable < found.memory < size * 2**30
 
 
-def test_no_torch_is_needed() -> None:
+def test_memory_imports_no_torch() -> None:
     code = "import sys, cornstarch.plan.memory, cornstarch.plan.cluster; print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ran.stdout.strip() == "False", ran.stderr

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 
 from cornstarch.plan import DataPlan, Layout, ModulePlan, Plan
-from cornstarch.plan.picture import MOST_NODES, MOST_ROWS, Row, as_svg, as_text, rows, shown_replicas
+from cornstarch.plan.picture import MOST_NODES, MOST_ROWS, RankRow, as_svg, as_text, count_shown_replicas, rows
 from tests.plan import brute_force
 from tests.plan.test_layout import EXAMPLE
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_the_example_in_words() -> None:
+def test_text_of_the_example() -> None:
     plan = Plan(EXAMPLE.modules, EXAMPLE.data, schedule="zero_bubble")
     text = as_text(Layout.of(plan, 54))
     assert text.startswith(
@@ -42,7 +42,7 @@ def test_the_example_in_words() -> None:
     ) in text
 
 
-def test_data_parallelism_alone_in_words() -> None:
+def test_text_of_data_parallelism_alone() -> None:
     plan = Plan({"vision": ModulePlan(), "language_model": ModulePlan()}, DataPlan("hsdp", 2))
     assert as_text(Layout.of(plan, 12, 8)) == (
         "12 ranks on 2 nodes of 8: 12 replicas of 1\n"
@@ -57,7 +57,7 @@ def test_data_parallelism_alone_in_words() -> None:
     )
 
 
-def covered(row: Row) -> int:
+def covered(row: RankRow) -> int:
     """Return how many places the ranges of a row span."""
     product = 1
     for low, high in (row.stage, row.dp, row.cp, row.tp):
@@ -91,7 +91,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("plan", "world", "said"), LARGE)
-def test_large_worlds_stay_short(plan: Plan, world: int, said: str) -> None:
+def test_large_layouts_stay_short(plan: Plan, world: int, said: str) -> None:
     start = time.process_time()
     layout = Layout.of(plan, world)
     text, picture = as_text(layout), as_svg(layout)
@@ -120,7 +120,7 @@ def test_the_svg_has_a_cell_for_every_rank() -> None:
 
 @settings(max_examples=30)
 @given(brute_force.layouts())
-def test_the_svg_is_sound_and_needs_nothing_else(layout: Layout) -> None:
+def test_the_svg_is_valid_and_self_contained(layout: Layout) -> None:
     picture = as_svg(layout)
     ElementTree.fromstring(picture)
     assert not re.search(r"(?:href|src|url\()", picture)
@@ -137,13 +137,13 @@ def test_encoders_in_the_first_stage_are_drawn_there() -> None:
     assert [row.stage for row in rows(many, 1)] == [(0, 0), (1, 999)]
 
 
-def test_warnings_are_in_both_pictures() -> None:
+def test_warnings_are_in_text_and_svg() -> None:
     layout = Layout.of(Plan({"model": ModulePlan(tp=16)}), 32)
     assert "warning: model: all tensor-parallel groups (tp 16) lie" in as_text(layout)
     assert "model: all tensor-parallel groups (tp 16) lie" in as_svg(layout)
 
 
-def test_names_of_any_alphabet() -> None:
+def test_module_names_of_any_alphabet_are_drawn() -> None:
     plan = Plan({"bild_é": ModulePlan(tp=2), "language_model": ModulePlan()})
     layout = Layout.of(plan, 6)
     assert "bild_é" in as_text(layout)
@@ -151,7 +151,7 @@ def test_names_of_any_alphabet() -> None:
 
 
 def test_the_first_replicas_are_shown() -> None:
-    assert shown_replicas(Layout.of(EXAMPLE, 54)) == 2
-    assert shown_replicas(Layout.of(EXAMPLE, 270)) == 1
-    assert shown_replicas(Layout.of(Plan({"model": ModulePlan(tp=2)}), 2000, 8)) == 4
-    assert shown_replicas(Layout.of(Plan(), 512, 8)) == 512  # one row for each node
+    assert count_shown_replicas(Layout.of(EXAMPLE, 54)) == 2
+    assert count_shown_replicas(Layout.of(EXAMPLE, 270)) == 1
+    assert count_shown_replicas(Layout.of(Plan({"model": ModulePlan(tp=2)}), 2000, 8)) == 4
+    assert count_shown_replicas(Layout.of(Plan(), 512, 8)) == 512  # one row for each node

@@ -1,4 +1,4 @@
-"""The search against brute force, its limits, and what it says about those that lost."""
+"""The search against brute force, its limits, and the reasons of runners-up."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import replace
 
 import pytest
 
-from cornstarch.plan.assembly import Costs
+from cornstarch.plan.candidates import SearchSpace, enumerate_candidates
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.layout import unexecutable
+from cornstarch.plan.pipeline_cost import CostModel
 from cornstarch.plan.predict import predict
 from cornstarch.plan.search import search
-from cornstarch.plan.space import Space, choices
 from tests.plan.runs import cluster, module, random_run
 
 INSTANCES = 200
-SMALL = Space(kinds=("ddp", "zero3", "hsdp"))
+SMALL = SearchSpace(kinds=("ddp", "zero3", "hsdp"))
 
 
-def test_equals_brute_force() -> None:
-    """Every choice through the same prediction, on random runs; several have no answer."""
+def test_search_equals_brute_force() -> None:
+    """Every candidate through the same prediction, on random runs; several have no answer."""
     draw = random.Random(8)
     impossible, winners = 0, set()
     for number in range(INSTANCES):
         cost, machines = random_run(draw)
-        costs = Costs(cost, machines)
-        every = (predict(choice, costs, machines) for choice in choices(cost, machines, SMALL))
+        costs = CostModel(cost, machines)
+        every = (predict(candidate, costs, machines) for candidate in enumerate_candidates(cost, machines, SMALL))
         least = min((one.step for one in every if one.fits), default=None)
         found = search(cost, machines, SMALL, runners_up=0, polish=False)
         if least is None:
@@ -37,22 +37,22 @@ def test_equals_brute_force() -> None:
         assert found.best is not None, number
         assert found.best.step == pytest.approx(least, rel=0.01), number
         assert found.best.fits
-        winner = found.best.choice
+        winner = found.best.candidate
         winners |= {winner.ranks, winner.kind, winner.schedule, winner.modules[-1][1].tp, winner.microbatches > 1}
     assert {"shared", "first_stage", "own", "ddp", "zero3", 2, True} <= winners
     assert 0 < impossible < INSTANCES / 2
 
 
-def test_everything_to_choose_from_can_be_run() -> None:
+def test_every_candidate_is_executable() -> None:
     draw = random.Random(3)
-    space = Space(schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"))
+    space = SearchSpace(schedules=("1f1b", "gpipe", "interleaved", "zero_bubble"))
     for _ in range(6):
         cost, machines = random_run(draw)
-        every = list(choices(cost, machines, space))
+        every = list(enumerate_candidates(cost, machines, space))
         assert len(set(every)) == len(every)
-        for choice in draw.sample(every, min(40, len(every))):
-            assert unexecutable(choice.plan) == [], choice.describe()
-            assert choice.world <= machines.devices
+        for candidate in draw.sample(every, min(40, len(every))):
+            assert unexecutable(candidate.plan) == [], candidate.describe()
+            assert candidate.world <= machines.devices
 
 
 def test_a_faster_link_never_makes_the_best_step_slower() -> None:
@@ -97,8 +97,8 @@ def test_impossible_requests_get_the_smallest_cluster() -> None:
     assert search(cost, fewer).best is None
 
 
-def test_what_comes_nearest_is_told_where_nothing_fits() -> None:
-    """Every kind of data parallelism is told, with the bytes that it needs."""
+def test_nearest_misses_are_reported_where_nothing_fits() -> None:
+    """Every kind of data parallelism is reported with the bytes that it needs."""
     cost = RunCost((module("model", 8, parameters=10**6, parameter_bytes=2 * 10**6),), batch=64, state_bytes=12)
     found = search(cost, cluster(1, 2, memory=30 * 10**6))
     assert found.best is None and found.refused
@@ -116,20 +116,20 @@ def test_hsdp_wins_where_gathering_between_nodes_is_slow() -> None:
     layers = module("model", 8, parameters=10**6, parameter_bytes=2 * 10**6, seconds=1e-2, tp_sizes=(1,))
     cost = RunCost((layers,), batch=8, state_bytes=12)
     machines = cluster(2, 4, memory=60 * 10**6, inside=1e10, between=1e8)
-    found = search(cost, machines, Space(most_stages=1))
+    found = search(cost, machines, SearchSpace(most_stages=1))
     assert found.best is not None
-    assert found.best.choice.kind == "hsdp"
-    assert unexecutable(found.best.choice.plan) == []
-    without = search(cost, machines, Space(most_stages=1, kinds=("ddp", "zero1", "zero2", "zero3"))).best
+    assert found.best.candidate.kind == "hsdp"
+    assert unexecutable(found.best.candidate.plan) == []
+    without = search(cost, machines, SearchSpace(most_stages=1, kinds=("ddp", "zero1", "zero2", "zero3"))).best
     assert without is None or without.step > found.best.step
 
 
-def test_tp_that_crosses_nodes_is_said_to() -> None:
+def test_the_reason_names_tp_that_crosses_nodes() -> None:
     model = module("model", 2, sums=2, output_bytes=10**8, tp_sizes=(1, 2, 4))
     cost = RunCost((model,), batch=1)  # one sample: replicas and microbatches do not help
-    found = search(cost, cluster(2, 2, inside=1e12, between=1e8), Space(schedules=("1f1b",)), polish=False)
+    found = search(cost, cluster(2, 2, inside=1e12, between=1e8), SearchSpace(schedules=("1f1b",)), polish=False)
     assert found.best is not None
-    assert found.best.choice.modules[-1][1].tp == 2
+    assert found.best.candidate.modules[-1][1].tp == 2
     reasons = [one.reason for one in found.runners_up]
     assert any("tp = 4 of model crosses nodes: its all-reduce takes" in reason for reason in reasons), reasons
 
@@ -141,12 +141,12 @@ def test_runners_up_differ_in_kind_and_are_slower() -> None:
     assert found.best is not None
     assert len(found.runners_up) >= 2
     assert all(one.prediction.step >= found.best.step * (1 - 0.01) for one in found.runners_up)
-    assert len({one.prediction.choice.describe() for one in found.runners_up}) == len(found.runners_up)
+    assert len({one.prediction.candidate.describe() for one in found.runners_up}) == len(found.runners_up)
     assert all(one.reason.startswith(("+", "as fast")) for one in found.runners_up)
     assert "s a step" in found.message
 
 
-def test_polishing_only_improves() -> None:
+def test_polish_only_improves() -> None:
     draw = random.Random(9)
     for _ in range(10):
         cost, machines = random_run(draw)
@@ -154,17 +154,17 @@ def test_polishing_only_improves() -> None:
         if plain is not None and finer is not None:
             assert finer.step <= plain.step
             assert finer.fits
-            assert unexecutable(finer.choice.plan) == []
+            assert unexecutable(finer.candidate.plan) == []
 
 
 def test_a_batch_of_odd_size_leaves_devices_idle_rather_than_failing() -> None:
     found = search(RunCost((module("model", 1, tp_sizes=(1,)),), batch=3), cluster(1, 4))
     assert found.best is not None
-    assert found.best.choice.dp == 3
+    assert found.best.candidate.dp == 3
 
 
-def test_many_devices_are_quick() -> None:
-    """1,024 devices and 80 layers behind an encoder; in time that a slow and busy machine has, too."""
+def test_a_thousand_devices_are_searched_quickly() -> None:
+    """1,024 devices and 80 layers after an encoder; the limit allows for a slow and busy machine."""
     start = time.process_time()
     sizes = {"parameters": 10**6, "parameter_bytes": 2 * 10**6, "output_bytes": 10**6, "sums": 2}
     vision = module("vision", 24, trained=False, seconds=1e-3, **sizes)

@@ -1,4 +1,4 @@
-"""Simulated steps: the formulas of the literature come out exactly, and pictures show what is simulated."""
+"""Simulated steps: the formulas of the literature hold exactly, and the text shows the simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornstarch.plan.simulate import Level, StepEnd, Stretch, as_text, simulate
+from cornstarch.plan.simulate import Interval, MemoryLevel, StepEnd, as_text, simulate
 from cornstarch.schedule import Kind, StageGraph, make_schedule
 from tests.effort import counted
 from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, whole
@@ -21,7 +21,7 @@ costs = st.tuples(*[st.integers(1, 9).map(float)] * 3)
 
 
 @given(st.integers(1, 12), st.integers(1, 24), costs, st.sampled_from(["gpipe", "1f1b"]))
-def test_the_bubble_of_equal_stages_is_exactly_that_of_the_formula(
+def test_the_bubble_of_equal_stages_equals_the_formula(
     stages: int, many: int, cost: tuple[float, float, float], policy: str
 ) -> None:
     timeline = simulate(make_schedule(StageGraph.chain(stages, costs=cost), many, policy))
@@ -38,7 +38,7 @@ def test_fractions_stay_exact() -> None:
 
 
 @given(graphs().map(whole), st.integers(1, 6), st.sampled_from(POLICIES_OF_ANY_GRAPH), st.integers(0, 500))
-def test_events_are_those_of_the_schedule(graph: StageGraph, many: int, policy: str, transfer: int) -> None:
+def test_events_equal_the_schedule(graph: StageGraph, many: int, policy: str, transfer: int) -> None:
     schedule = make_schedule(graph, many, policy)
     timeline = simulate(schedule, transfer)
     for place, (own, actions) in enumerate(zip(timeline.events, schedule.actions, strict=True)):
@@ -57,13 +57,13 @@ def test_events_are_those_of_the_schedule(graph: StageGraph, many: int, policy: 
 def test_transfers_overlap_with_computations() -> None:
     schedule = make_schedule(StageGraph.chain(2), 1, "gpipe")
     assert simulate(schedule).step == 6 and simulate(schedule, transfer=0.5).step == 7
-    frozen = make_schedule(StageGraph.chain(2).frozen(), 8, "gpipe")
+    frozen = make_schedule(StageGraph.chain(2).freeze(), 8, "gpipe")
     assert simulate(frozen, transfer=3).step == 9 + 3  # all but the first are on their way while others are computed
 
 
 def test_every_edge_has_its_own_transfer() -> None:
     """Two encoders of 1 s and a frozen language model of two stages: the slow edge alone delays what needs it."""
-    graph = StageGraph.branches({"a": 1, "b": 1}, 2).frozen()
+    graph = StageGraph.branches({"a": 1, "b": 1}, 2).freeze()
     schedule = make_schedule(graph, 1, "gpipe")
     slow = simulate(schedule, {(0, 2): 5.0, (1, 2): 1.0})  # (2, 3) is not named: it takes no time
     assert [own[0].start for own in slow.events] == [0, 0, 6, 7]
@@ -78,34 +78,34 @@ def test_equal_edges_are_one_transfer(graph: StageGraph, many: int, policy: str,
     assert simulate(schedule, dict.fromkeys(graph.edges, transfer)) == simulate(schedule, transfer)
 
 
-def test_gradients_are_summed_while_the_last_backward_goes_on() -> None:
+def test_gradient_reduction_overlaps_with_the_last_backward() -> None:
     """Two stages of 2 layers, 1 s for each pass; the backward of the last microbatch takes 2 s."""
     schedule = make_schedule(StageGraph.chain(2), 2)
     alone = simulate(schedule)
-    end = StepEnd(reduced=4.0, buckets=2, optimizer=0.5, after=0.25)
+    end = StepEnd(reduction=4.0, buckets=2, optimizer=0.5, gather=0.25)
     timeline = simulate(schedule, ends=[end, StepEnd()])
     first = alone.events[0][-1].end
     assert timeline.events == alone.events
-    # The first portion is there after 1 s of 2: 1 s of 4 is hidden.
-    assert timeline.stretches[0] == (
-        Stretch("sums", first - 1, first + 3),
-        Stretch("optimizer", first + 3, first + 3.5),
-        Stretch("gather", first + 3.5, first + 3.75),
+    # The first bucket is ready after 1 s of 2: 1 s of 4 is hidden.
+    assert timeline.other_work[0] == (
+        Interval("sums", first - 1, first + 3),
+        Interval("optimizer", first + 3, first + 3.5),
+        Interval("gather", first + 3.5, first + 3.75),
     )
-    assert timeline.stretches[1] == () and alone.stretches == ((), ())
+    assert timeline.other_work[1] == () and alone.other_work == ((), ())
     assert timeline.step == first + 3.75
     assert timeline.busy[0] == alone.busy[0] + 0.5
 
 
-def test_what_a_place_holds_over_time() -> None:
-    """1f1b on two stages: the first holds two microbatches, the second one; each pass works with 1 byte more."""
+def test_memory_levels_of_1f1b() -> None:
+    """1f1b on two stages: the first saves two microbatches, the second one; each pass uses 1 byte more."""
     timeline = simulate(make_schedule(StageGraph.chain(2), 2))
-    first, second = timeline.levels(kept=[10, 20], working=[1, 1])
-    assert first[:3] == (Level(0, 11), Level(1, 21), Level(2, 20))
-    assert first[-1] == Level(timeline.step, 0) and second[-1].bytes == 0
+    first, second = timeline.memory_levels(kept=[10, 20], working=[1, 1])
+    assert first[:3] == (MemoryLevel(0, 11), MemoryLevel(1, 21), MemoryLevel(2, 20))
+    assert first[-1] == MemoryLevel(timeline.step, 0) and second[-1].bytes == 0
     assert max(level.bytes for level in second) == 21
-    frozen = simulate(make_schedule(StageGraph.chain(2).frozen(), 2, "gpipe"))
-    assert {level.bytes for own in frozen.levels([10, 20]) for level in own} == {0}  # nothing waits
+    frozen = simulate(make_schedule(StageGraph.chain(2).freeze(), 2, "gpipe"))
+    assert {level.bytes for own in frozen.memory_levels([10, 20]) for level in own} == {0}  # nothing waits
 
 
 @given(graphs().map(whole), st.integers(1, 5), st.sampled_from(POLICIES_OF_ANY_GRAPH))
@@ -113,7 +113,7 @@ def test_the_fullest_moment_of_a_stage_is_its_microbatches_in_flight(graph: Stag
     timeline = simulate(make_schedule(graph, many, policy))
     for stage, node in enumerate(graph.nodes):
         kept = [float(other == stage) for other in range(len(graph.nodes))]
-        found = timeline.levels(kept)[node.place]
+        found = timeline.memory_levels(kept)[node.place]
         assert [level.time for level in found] == sorted({level.time for level in found})
         assert found[-1].bytes == 0
         lasting = [event for event in timeline.events[node.place] if event.end > event.start]
@@ -130,7 +130,7 @@ def test_a_thousand_places_and_64_microbatches_are_quick(policy: str, passes: in
     timeline, turns = counted(lambda: simulate(make_schedule(graph, 64, policy), transfers, ends))
     assert timeline.step > (1024 + 63) * passes
     assert turns < 800 * 1024 * 64 * 3  # one for each other place, too, would be 1,024 times as many
-    levels = timeline.levels([1.0] * 1024)
+    levels = timeline.memory_levels([1.0] * 1024)
     assert max(level.bytes for level in levels[0]) == 64
 
 
@@ -139,17 +139,17 @@ PICTURES = [
     (StageGraph.chain(2), 2, "zero_bubble", "model 0  F0 F1 .  W0--- W1---\nmodel 1  .  F0 I0 F1 I1 W0 W1"),
     (StageGraph.chain(2, trains=[False, True]), 2, "1f1b",
      "model 0  F0 F1 .  .  .  .  .\nmodel 1  .  F0 B0--- F1 B1---"),
-    (StageGraph.branches({"a": 1, "b": 1}, 1, colocated=True).frozen(), 1, "1f1b",
+    (StageGraph.branches({"a": 1, "b": 1}, 1, colocated=True).freeze(), 1, "1f1b",
      "a 0 + b 0         F0@0 F0@1 .\nlanguage_model 0  .    .    F0"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("graph", "many", "policy", "picture"), PICTURES)
-def test_a_timeline_in_words(graph: StageGraph, many: int, policy: str, picture: str) -> None:
+def test_text_of_a_timeline(graph: StageGraph, many: int, policy: str, picture: str) -> None:
     assert as_text(simulate(make_schedule(graph, many, policy))) == picture
 
 
-def test_pictures_that_would_be_too_wide() -> None:
+def test_wide_timelines_are_not_drawn() -> None:
     timeline = simulate(make_schedule(StageGraph.chain(8), 512))
     assert as_text(timeline) == "1,557 columns would be too many to draw; the step takes 1557."
     assert as_text(timeline, unit=100).count("\n") == 7
@@ -164,7 +164,7 @@ def test_every_action_is_drawn(graph: StageGraph, many: int, policy: str) -> Non
     assert drawn.count("F") == sum(event.kind is Kind.F for own in timeline.events for event in own)
 
 
-def test_simulating_imports_no_torch() -> None:
+def test_simulate_imports_no_torch() -> None:
     code = (
         "import sys, cornstarch.plan.simulate, cornstarch.schedule\n"
         "print([name for name in ('torch', 'numpy', 'pydantic') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""From plans to stages: which place holds what, who needs whom, and which ranks a place has."""
+"""From plans to stages: the stages of each place, their edges, and the ranks of a place."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize(("modules", "ranks", "nodes", "edges"), GRAPHS)
-def test_the_stages_of_a_plan(modules: Any, ranks: Any, nodes: list[str], edges: list[tuple[int, int]]) -> None:
+def test_stage_graph_of_a_plan(modules: Any, ranks: Any, nodes: list[str], edges: list[tuple[int, int]]) -> None:
     plan = Plan(modules, ranks=ranks)
     graph = stage_graph(plan)
     assert [f"{node}@{node.place}" for node in graph.nodes] == nodes
@@ -59,14 +59,14 @@ def test_places_are_the_ranks_of_a_replica(layout: Layout) -> None:
                 assert (layout.mesh(node.module)[index, dp] == place).all()
 
 
-def test_what_is_trained_and_what_it_costs() -> None:
+def test_stage_graph_has_trainability_and_costs() -> None:
     modules = {"vision": ModulePlan(), "language_model": ModulePlan(stages=2)}
     trains = {"vision": [False], "language_model": [True, False]}
     costs = {"vision": [(3.0, 4.0, 5.0)], "language_model": [(1.0, 2.0, 0.5), (1.0, 1.0, 0.0)]}
-    apart = stage_graph(Plan(modules, ranks="own"), trains, costs)
-    assert [node.trains for node in apart.nodes] == [False, True, False]
-    assert [apart.backward(stage) for stage in range(3)] == ["none", "weight", "input"]
-    assert [(n.forward, n.backward_input, n.backward_weight) for n in apart.nodes] == [
+    own_ranks = stage_graph(Plan(modules, ranks="own"), trains, costs)
+    assert [node.trains for node in own_ranks.nodes] == [False, True, False]
+    assert [own_ranks.backward(stage) for stage in range(3)] == ["none", "weight", "input"]
+    assert [(n.forward, n.backward_input, n.backward_weight) for n in own_ranks.nodes] == [
         *costs["vision"], *costs["language_model"],
     ]  # fmt: skip
     # Inside the first stage an encoder is part of it.
@@ -78,7 +78,7 @@ def test_what_is_trained_and_what_it_costs() -> None:
     assert stage_graph(Plan(modules, ranks="first_stage"), frozen).backward(0) == "none"
 
 
-def test_mistakes_about_stages() -> None:
+def test_impossible_stages_are_refused() -> None:
     plan = Plan({"vision": ModulePlan(), "language_model": ModulePlan(stages=2, virtual_stages=2)})
     with pytest.raises(ConfigError, match=r"trains\['language_model'\] has 2 entries; the module has 4 stages."):
         stage_graph(plan, {"language_model": [True, True]})
@@ -88,7 +88,7 @@ def test_mistakes_about_stages() -> None:
         places_of(Layout.of(plan, 3), 1)
 
 
-def test_virtual_stages_of_a_plan_are_those_of_a_chain() -> None:
+def test_virtual_stages_equal_those_of_a_chain() -> None:
     plan = Plan({"model": ModulePlan(stages=2, virtual_stages=3)}, schedule="interleaved")
     assert stage_graph(plan) == StageGraph.chain(2, virtual_stages=3)
     make_schedule(stage_graph(plan), 4, plan.schedule).check()

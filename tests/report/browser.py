@@ -24,7 +24,7 @@ addEventListener("message", (event) => {{
 ASK = "<script>parent.postMessage(JSON.stringify((() => {{ {script} }})()), '*');</script></body>"
 
 
-class Look(NamedTuple):
+class PageResult(NamedTuple):
     """What was found in a page."""
 
     found: Any
@@ -32,7 +32,7 @@ class Look(NamedTuple):
     console: list[str]
 
 
-def look(page: Path, script: str, width: int, dark: bool = False) -> Look:
+def open_page(page: Path, script: str, width: int, dark: bool = False) -> PageResult:
     """Open a copy of the page with one more script, which returns what it finds."""
     folder = page.parent / f"look_{width}_{dark}"
     folder.mkdir()
@@ -49,4 +49,4 @@ def look(page: Path, script: str, width: int, dark: bool = False) -> Look:
     ended = subprocess.run([CHROMIUM, *options, address], capture_output=True, text=True, timeout=120)
     found = re.search(r'<output id="found"[^>]*>(.*?)</output>', ended.stdout, re.DOTALL)
     assert found is not None, ended.stderr[-2000:]
-    return Look(json.loads(unescape(found[1])), [line for line in ended.stderr.splitlines() if "CONSOLE" in line])
+    return PageResult(json.loads(unescape(found[1])), [line for line in ended.stderr.splitlines() if "CONSOLE" in line])

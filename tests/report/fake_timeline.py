@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cornstarch.metrics.timeline import compare_step, describe_schedule
 from cornstarch.plan.simulate import simulate
 from cornstarch.schedule.actions import Schedule
 from cornstarch.schedule.graph import StageGraph
 from cornstarch.schedule.policies import make_schedule
-from cornstarch.train.timeline import compared, described
 
 BEGAN = 1_767_225_700.0
 
 
-def recorded(schedule: Schedule, transfer: float = 0.0, unit: float = 0.01) -> list[dict[str, Any]]:
+def record_events(schedule: Schedule, transfer: float = 0.0, unit: float = 0.01) -> list[dict[str, Any]]:
     """Return what the places of a schedule would record if a cost of 1 took `unit` seconds.
 
     A place is at its next action as soon as it is done with the one before, and waits there.
@@ -42,11 +42,12 @@ def data(
     graph = graph or StageGraph.branches({"vision": 1, "audio": 1}, 2)
     schedule = make_schedule(graph, microbatches, policy)
     found = [
-        {"step": step, **compared(schedule, recorded(schedule, transfer=0.1 * (n + 1)))} for n, step in enumerate(steps)
+        {"step": step, **compare_step(schedule, record_events(schedule, transfer=0.1 * (n + 1)))}
+        for n, step in enumerate(steps)
     ]
     for n, step in enumerate(found):
         step["began"] += n
-    return {**described(schedule, [[place] for place in range(graph.places)]), "steps": found}
+    return {**describe_schedule(schedule, [[place] for place in range(graph.places)]), "steps": found}
 
 
 def write(folder: Path, **options: Any) -> Path:

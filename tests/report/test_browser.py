@@ -10,7 +10,7 @@ import pytest
 
 from cornstarch.report import write_report
 from tests.report import fake_run
-from tests.report.browser import look, needs_chromium
+from tests.report.browser import needs_chromium, open_page
 
 pytestmark = needs_chromium
 
@@ -46,15 +46,15 @@ def page(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_it_fits_and_says_nothing(width: int, dark: bool, page: Path) -> None:
-    (inner, scroll, back), console = look(page, SIZES, width, dark)
+def test_page_fits_the_screen_without_console_messages(width: int, dark: bool, page: Path) -> None:
+    (inner, scroll, back), console = open_page(page, SIZES, width, dark)
     assert inner == width
     assert scroll <= inner
     assert console == []
     assert back == ("rgb(15, 20, 24)" if dark else "rgb(245, 247, 248)")
 
 
-def test_long_words_fit_too(tmp_path: Path) -> None:
+def test_long_words_fit_the_screen(tmp_path: Path) -> None:
     folder = fake_run.write_run(tmp_path / "demo")
     answer = dict.fromkeys(("id", "source", "truth", "answer"), LONG) | {"question": [{"text": LONG}], "right": False}
     fake_run.change_summary(
@@ -69,13 +69,13 @@ def test_long_words_fit_too(tmp_path: Path) -> None:
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("".join(json.dumps(line | {"step": 601}) + "\n" for line in lines))
     (folder / "config.yaml").write_text(LONG)
-    (inner, scroll, _), console = look(write_report(folder), SIZES, 400)
+    (inner, scroll, _), console = open_page(write_report(folder), SIZES, 400)
     assert scroll <= inner == 400
     assert console == []
 
 
-def test_the_script_works(page: Path) -> None:
-    found, console = look(page, USE, 1280)
+def test_script_shows_values_scales_themes_and_filters(page: Path) -> None:
+    found, console = open_page(page, USE, 1280)
     assert console == []
     middle, first = fake_run.train_line(300, 600)["loss"], fake_run.train_line(2, 600)["loss"]
     assert found["pointed"][:2] == ["300", f"{middle:.4g}"]
@@ -87,8 +87,8 @@ def test_the_script_works(page: Path) -> None:
     assert (found["all"], found["wrong"]) == (8, 1)
 
 
-def test_an_empty_page_says_nothing_on_the_console(tmp_path: Path) -> None:
+def test_empty_run_gives_no_console_messages(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    (inner, scroll, _), console = look(write_report(tmp_path), SIZES, 400)
+    (inner, scroll, _), console = open_page(write_report(tmp_path), SIZES, 400)
     assert scroll <= inner
     assert console == []

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cornstarch.report import write_report
-from cornstarch.report.page import render
-from cornstarch.report.reading import read_run
+from cornstarch.report.run_folder import read_run
+from cornstarch.report.run_report import render_run
 from cornstarch.schedule.graph import StageGraph
 from tests.report import fake_run, fake_timeline
-from tests.report.browser import look, needs_chromium
+from tests.report.browser import needs_chromium, open_page
 
 GRAPH = StageGraph.branches({"vision": 1, "audio": 1}, 2)
 
@@ -48,8 +48,8 @@ def section(page: str) -> str:
     return found[0].replace("\xa0", " ")
 
 
-def test_it_says_how_long_a_step_takes_and_how_much_of_it_is_bubble(folder: Path) -> None:
-    text = section(render(read_run(folder)))
+def test_pipeline_section_has_step_times_and_bubbles(folder: Path) -> None:
+    text = section(render_run(read_run(folder)))
     step = json.loads((folder / "timeline.json").read_text())["steps"][-1]
     real, predicted = step["real"], step["predicted"]
     assert f"{1e3 * real['seconds']:.3g} ms" in text and f"{1e3 * predicted['seconds']:.3g} ms" in text
@@ -61,8 +61,8 @@ def test_it_says_how_long_a_step_takes_and_how_much_of_it_is_bubble(folder: Path
     assert "Step 3<" in text  # the earlier one, folded
 
 
-def test_every_action_has_its_text(folder: Path) -> None:
-    text = section(render(read_run(folder)))
+def test_every_action_has_a_tooltip(folder: Path) -> None:
+    text = section(render_run(read_run(folder)))
     steps = json.loads((folder / "timeline.json").read_text())["steps"]
     events = [
         event for step in steps for side in ("real", "predicted") for own in step[side]["events"] for event in own
@@ -76,16 +76,16 @@ def test_every_action_has_its_text(folder: Path) -> None:
     assert "</i>bubble</li>" in text and "</i>backward</li>" not in text  # only what there is
 
 
-def test_many_actions_are_one_shape_for_each_kind(folder: Path) -> None:
+def test_many_actions_are_drawn_as_one_shape_per_kind(folder: Path) -> None:
     fake_timeline.write(folder, policy="1f1b", graph=StageGraph.chain(16), microbatches=128, steps=(3,))
-    text = section(render(read_run(folder)))
+    text = section(render_run(read_run(folder)))
     assert text.count("<path") == 2 * 16 * 2 + 16  # forward and backward twice, transfers once
     assert len(text) < 600_000
 
 
-def test_a_run_without_a_pipeline_has_no_such_section(folder: Path) -> None:
+def test_run_without_pipeline_has_no_pipeline_section(folder: Path) -> None:
     (folder / "timeline.json").unlink()
-    page = render(read_run(folder))
+    page = render_run(read_run(folder))
     assert 'id="pipeline"' not in page and "#pipeline" not in page.partition("<nav")[2]
 
 
@@ -93,14 +93,14 @@ def test_a_run_without_a_pipeline_has_no_such_section(folder: Path) -> None:
     "content",
     ["", "{", "[]", '{"places": [{}], "steps": [{}]}', '{"places": [], "steps": []}', '{"steps": 3}', "9" * 5000],
 )
-def test_a_damaged_timeline_is_noted_and_left_out(folder: Path, content: str) -> None:
+def test_damaged_timeline_is_left_out_with_a_warning(folder: Path, content: str) -> None:
     (folder / "timeline.json").write_text(content)
     run = read_run(folder)
-    assert run.timelines is None and any("timeline.json could not be read" in note for note in run.notes)
-    assert 'id="pipeline"' not in render(run)
+    assert run.timelines is None and any("timeline.json could not be read" in note for note in run.warnings)
+    assert 'id="pipeline"' not in render_run(run)
 
 
-def test_an_event_of_no_kind_is_no_timeline(folder: Path) -> None:
+def test_unknown_kind_of_event_is_rejected(folder: Path) -> None:
     data = fake_timeline.data()
     data["steps"][0]["real"]["events"][0][0][0] = "X"
     (folder / "timeline.json").write_text(json.dumps(data))
@@ -112,15 +112,15 @@ def test_names_are_escaped(folder: Path) -> None:
     data["places"][0]["name"] = data["stages"][0] = "<script>alert(1)</script>"
     data["schedule"] = "<b>"
     (folder / "timeline.json").write_text(json.dumps(data))
-    text = section(render(read_run(folder)))
+    text = section(render_run(read_run(folder)))
     assert "<script" not in text and "<b>" not in text and "&lt;script&gt;" in text
 
 
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_it_is_drawn(width: int, dark: bool, folder: Path) -> None:
-    found, console = look(write_report(folder), LOOK, width, dark)
+def test_gantt_bars_are_drawn_in_their_rows(width: int, dark: bool, folder: Path) -> None:
+    found, console = open_page(write_report(folder), LOOK, width, dark)
     assert console == [] and found["scroll"] <= found["inner"] == width
     predicted, real = found["boxes"]
     assert predicted[:2] == real[:2] and real[1] > 0.5 * width  # the same scale, with room to read

@@ -37,7 +37,7 @@ def graphs(draw: st.DrawFn, equal: bool = False, trained: bool = False) -> Stage
         edges += [(number, number + 1) for number in range(first, len(nodes) - 1)]
         edges += [(end, first) for end in ends] if is_last else []
         ends.append(len(nodes) - 1)
-    if spread == "any":  # whoever shares with whomever
+    if spread == "any":  # stages on arbitrary places
         places = draw(st.lists(st.integers(0, 2), min_size=len(nodes), max_size=len(nodes)))
         names = {place: number for number, place in enumerate(dict.fromkeys(places))}
         nodes = [_moved(node, names[place]) for node, place in zip(nodes, places, strict=True)]

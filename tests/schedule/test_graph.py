@@ -26,7 +26,7 @@ def test_branches_meet_at_the_language_model() -> None:
     assert together.places == 4 and [together.at(place) for place in range(4)] == [(0, 2), (1,), (3,), (4,)]
 
 
-def test_virtual_stages_are_dealt_out_in_turn() -> None:
+def test_virtual_stages_are_assigned_to_places_in_turn() -> None:
     graph = StageGraph.chain(2, virtual_stages=3)
     assert [node.place for node in graph.nodes] == [0, 1, 0, 1, 0, 1]
     assert graph.edges == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
@@ -44,7 +44,7 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize(("trains", "expected"), BACKWARD)
-def test_frozen_stages_do_only_what_others_need(trains: list[bool], expected: list[str]) -> None:
+def test_frozen_stages_compute_only_the_gradients_that_others_need(trains: list[bool], expected: list[str]) -> None:
     graph = StageGraph.chain(3, trains=trains)
     assert [graph.backward(stage) for stage in range(3)] == expected
     assert [graph.wants_gradient(stage) for stage in range(3)] == [word != "none" for word in expected]
@@ -60,23 +60,23 @@ def test_one_trained_encoder_is_enough_for_a_frozen_language_model() -> None:
 
 
 @given(graphs())
-def test_gradients_reach_all_that_is_trained(graph: StageGraph) -> None:
+def test_gradients_reach_every_trained_stage(graph: StageGraph) -> None:
     for stage, node in enumerate(graph.nodes):
         before = {stage}  # all stages that lead here, found by walking
         while (more := before | {s for s, t in graph.edges if t in before}) != before:
             before = more
         assert graph.wants_gradient(stage) == any(graph.nodes[s].trains for s in before)
         assert node.trains <= graph.wants_gradient(stage) <= all(map(graph.wants_gradient, graph.successors(stage)))
-    assert not any(map(graph.frozen().wants_gradient, range(len(graph.nodes))))
+    assert not any(map(graph.freeze().wants_gradient, range(len(graph.nodes))))
 
 
 A, B, C = (StageNode("a", index, index) for index in range(3))
 WRONG = [
     ((), (), "There is no stage."),
-    ((A, B), ((0, 1), (0, 1)), "An edge is there twice."),
+    ((A, B), ((0, 1), (0, 1)), "An edge is listed twice."),
     ((A, B), ((0, 2),), "There is no edge from 0 to 2: expected two of 2 stages."),
     ((A, B), ((0, 0), (0, 1)), "There is no edge from 0 to 0"),
-    ((A, B), (), "Expected one stage at which all ways end; found 2: 0 (a 0), 1 (a 1)."),
+    ((A, B), (), "Expected one stage at which all paths end; found 2: 0 (a 0), 1 (a 1)."),
     ((A, B, C), ((0, 1), (1, 0), (1, 2)), "Stages 0, 1, 2 wait for one another: the edges form a cycle."),
     ((A, StageNode("a", 1, 2)), ((0, 1),), "Places are numbered from 0 without a gap; found [0, 2]."),
     ((StageNode("a", 0, 0, forward=-1.0),), (), "Stage 0 (a 0): forward = -1.0; expected at least 0."),
@@ -84,8 +84,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("nodes", "edges", "said"), WRONG)
-def test_what_is_no_graph_of_stages(nodes: Any, edges: Any, said: str) -> None:
+@pytest.mark.parametrize(("nodes", "edges", "message"), WRONG)
+def test_invalid_graph_is_refused(nodes: Any, edges: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         StageGraph(nodes, edges)
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -14,9 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornstarch.errors import ConfigError
-from cornstarch.schedule import POLICIES, Action, Kind, Schedule, StageGraph, StageNode, in_flight, make_schedule
-from cornstarch.schedule.timing import Deadlock, makespan, times
-from cornstarch.schedule.zero_bubble import least_time
+from cornstarch.plan.simulate import simulate
+from cornstarch.schedule import (
+    POLICIES,
+    Action,
+    Kind,
+    Schedule,
+    StageGraph,
+    StageNode,
+    count_in_flight,
+    make_schedule,
+    register_schedule,
+)
+from cornstarch.schedule.actions import DeadlockError, compute_times, makespan
+from cornstarch.schedule.zero_bubble import compute_lower_bound
 from tests.effort import counted
 from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, run_as_processes, whole
 
@@ -29,7 +40,7 @@ COMPUTE = {
 
 
 def took(schedule: Schedule) -> float:
-    return makespan(times(schedule.graph, schedule.actions))
+    return makespan(compute_times(schedule.graph, schedule.actions))
 
 
 def equal_chain(stages: int, virtual_stages: int = 1) -> StageGraph:
@@ -42,7 +53,7 @@ def equal_chain(stages: int, virtual_stages: int = 1) -> StageGraph:
 
 
 @given(graphs(), st.integers(1, 9), st.sampled_from(POLICIES_OF_ANY_GRAPH))
-def test_every_action_once_and_in_an_order_that_can_be_carried_out(graph: StageGraph, many: int, policy: str) -> None:
+def test_every_action_occurs_once_in_an_executable_order(graph: StageGraph, many: int, policy: str) -> None:
     schedule = make_schedule(graph, many, policy)
     schedule.check()
     done = run_as_processes(schedule.with_transfers())
@@ -59,7 +70,7 @@ def test_every_action_once_and_in_an_order_that_can_be_carried_out(graph: StageG
 
 
 @given(graphs(), st.integers(1, 9), st.sampled_from(POLICIES_OF_ANY_GRAPH))
-def test_transfers_stand_next_to_their_computations(graph: StageGraph, many: int, policy: str) -> None:
+def test_transfers_are_next_to_their_computations(graph: StageGraph, many: int, policy: str) -> None:
     schedule = make_schedule(graph, many, policy).with_transfers()
     schedule.check()
     sent: Counter[tuple[object, ...]] = Counter()
@@ -93,16 +104,17 @@ def test_transfers_stand_next_to_their_computations(graph: StageGraph, many: int
 
 
 @given(graphs(), st.integers(1, 9))
-def test_memory_is_bounded(graph: StageGraph, many: int) -> None:
+def test_microbatches_in_flight_are_bounded(graph: StageGraph, many: int) -> None:
     stages = range(len(graph.nodes))
     depth = [min(many, graph.distance(stage) + 1) if graph.wants_gradient(stage) else 0 for stage in stages]
-    assert in_flight(make_schedule(graph, many, "1f1b")) == depth
-    held = {policy: in_flight(make_schedule(graph, many, policy)) for policy in ("naive", "gpipe", "zero_bubble")}
-    assert held["naive"] == [int(graph.wants_gradient(stage)) for stage in stages]
-    assert held["gpipe"] == [many * graph.wants_gradient(stage) for stage in stages]
+    assert count_in_flight(make_schedule(graph, many, "1f1b")) == depth
+    policies = ("naive", "gpipe", "zero_bubble")
+    in_flight = {policy: count_in_flight(make_schedule(graph, many, policy)) for policy in policies}
+    assert in_flight["naive"] == [int(graph.wants_gradient(stage)) for stage in stages]
+    assert in_flight["gpipe"] == [many * graph.wants_gradient(stage) for stage in stages]
     for stage in stages:  # no more than the fullest stage of its module has with 1f1b
         own = [graph.distance(s) + 1 for s in stages if graph.nodes[s].module == graph.nodes[stage].module]
-        assert held["zero_bubble"][stage] <= max(own) * graph.wants_gradient(stage)
+        assert in_flight["zero_bubble"][stage] <= max(own) * graph.wants_gradient(stage)
 
 
 @given(graphs(), st.integers(1, 9))
@@ -112,14 +124,14 @@ def test_zero_bubble_is_never_slower_than_1f1b(graph: StageGraph, many: int) -> 
 
 @given(graphs(), st.integers(1, 9), st.sampled_from(POLICIES_OF_ANY_GRAPH))
 def test_no_schedule_beats_the_bound_at_which_zero_bubble_stops(graph: StageGraph, many: int, policy: str) -> None:
-    assert took(make_schedule(graph, many, policy)) >= least_time(graph, many)
+    assert took(make_schedule(graph, many, policy)) >= compute_lower_bound(graph, many)
 
 
 @given(st.integers(1, 12), st.integers(1, 24))
 def test_zero_bubble_of_equal_stages_reaches_the_bound_where_microbatches_are_few(stages: int, many: int) -> None:
     """With one stage for each microbatch or more, the way there and back is what takes longest."""
     graph = StageGraph.chain(stages + many)
-    assert took(make_schedule(graph, many, "zero_bubble")) == least_time(graph, many)
+    assert took(make_schedule(graph, many, "zero_bubble")) == compute_lower_bound(graph, many)
 
 
 @given(graphs(), st.integers(1, 9))
@@ -133,17 +145,17 @@ def test_auto_is_the_fastest_and_says_why(graph: StageGraph, many: int) -> None:
 
 
 @given(graphs(), st.integers(1, 9), st.sampled_from(POLICIES_OF_ANY_GRAPH))
-def test_an_evaluation_has_forwards_only(graph: StageGraph, many: int, policy: str) -> None:
-    schedule = make_schedule(graph.frozen(), many, policy)
+def test_frozen_graph_has_forwards_only(graph: StageGraph, many: int, policy: str) -> None:
+    schedule = make_schedule(graph.freeze(), many, policy)
     assert {action.kind for mine in schedule.actions for action in mine} == {Kind.F}
-    assert in_flight(schedule) == [0] * len(graph.nodes)
+    assert count_in_flight(schedule) == [0] * len(graph.nodes)
 
 
 @given(graphs().map(whole), st.integers(1, 6), st.sampled_from(POLICIES_OF_ANY_GRAPH), st.integers(0, 3))
-def test_times_are_those_of_the_slowest_way(graph: StageGraph, many: int, policy: str, transfer: int) -> None:
+def test_times_are_those_of_the_slowest_path(graph: StageGraph, many: int, policy: str, transfer: int) -> None:
     """Each action begins when its place is free and all it needs is there; computed once more, action by action."""
     schedule = make_schedule(graph, many, policy)
-    spans = times(graph, schedule.actions, transfer)
+    spans = compute_times(graph, schedule.actions, transfer)
     ends = {
         a: end for mine, own in zip(schedule.actions, spans, strict=True) for a, (_, end) in zip(mine, own, strict=True)
     }
@@ -178,7 +190,7 @@ def test_equal_stages_take_what_the_formula_says(stages: int, many: int, policy:
 
 
 @given(st.integers(1, 12), st.integers(1, 24))
-def test_equal_stages_without_a_bubble_in_the_middle(stages: int, many: int) -> None:
+def test_zero_bubble_of_equal_stages_is_zb_h1(stages: int, many: int) -> None:
     faster = took(make_schedule(equal_chain(stages), many, "zero_bubble"))
     assert (faster < 3 * (many + stages - 1)) == (stages > 1)
     if many >= stages:  # ZB-H1: a third of the bubble of 1F1B, in the same memory
@@ -193,7 +205,7 @@ def test_interleaving_makes_the_bubble_smaller(places: int, each: int, groups: i
     run_as_processes(schedule.with_transfers())
     assert took(schedule) == 3 * (many + Fraction(places - 1, each))  # Narayanan et al., section 2.2
     assert took(schedule) < took(make_schedule(equal_chain(places), many, "1f1b"))
-    ahead = in_flight(schedule)
+    ahead = count_in_flight(schedule)
     assert max(ahead) <= min(many, places * each)
 
 
@@ -229,10 +241,10 @@ def test_interleaving_behind_encoders(encoders: list, language_model: tuple, col
     schedule = make_schedule(graph, many, "interleaved")
     schedule.check()
     run_as_processes(schedule.with_transfers())
-    assert all(held <= many for held in in_flight(schedule))
+    assert all(count <= many for count in count_in_flight(schedule))
 
 
-def test_microbatches_that_do_not_fit_interleaving() -> None:
+def test_microbatches_that_do_not_divide_are_refused_by_interleaved() -> None:
     graph = StageGraph.chain(4, "language_model", virtual_stages=2)
     for many, fitting in ((6, "4 or 8"), (3, "4"), (1, "4")):
         with pytest.raises(ConfigError) as caught:
@@ -245,23 +257,42 @@ def test_microbatches_that_do_not_fit_interleaving() -> None:
     assert make_schedule(graph, 8, "auto").name == "zero_bubble"
 
 
-def test_interleaving_needs_places_in_turn() -> None:
+def test_interleaved_needs_places_in_turn() -> None:
     nodes = [replace(node, place=place) for node, place in zip(StageGraph.chain(4).nodes, (0, 1, 1, 0), strict=True)]
-    with pytest.raises(ConfigError, match="stages of model stand on the places 0, 1, 1, 0"):
+    with pytest.raises(ConfigError, match="stages of model are on the places 0, 1, 1, 0"):
         make_schedule(StageGraph(tuple(nodes), StageGraph.chain(4).edges), 4, "interleaved")
 
 
-def test_auto_keeps_to_the_simple_where_nothing_is_gained() -> None:
+def test_auto_takes_the_simplest_of_equally_fast_schedules() -> None:
     assert make_schedule(StageGraph.chain(1), 4, "auto").name == "1f1b"
     graph = StageGraph.chain(3, trains=[False, False, True])
     chosen = make_schedule(graph, 4, "auto")
     assert (chosen.name, chosen.reason) == ("1f1b", "1f1b takes 14 in simulation, against 14 with zero_bubble")
 
 
+def test_registered_schedule_is_built_by_name_and_simulated() -> None:
+    def build_reversed(graph: StageGraph, microbatches: int) -> Schedule:
+        """All forwards, then all backwards from the last microbatch to the first."""
+        order = [*range(microbatches)]
+        actions = tuple(
+            (*(Action(F, s, m) for m in order), *(Action(B, s, m) for m in reversed(order)))
+            for s in range(len(graph.nodes))
+        )
+        return Schedule(graph, microbatches, "reversed", actions)
+
+    register_schedule("reversed", build_reversed)
+    schedule = make_schedule(equal_chain(3), 4, "reversed")
+    schedule.check()
+    run_as_processes(schedule.with_transfers())
+    assert simulate(schedule).step == took(make_schedule(equal_chain(3), 4, "gpipe"))
+    with pytest.raises(ConfigError, match="there is a schedule of that name already"):
+        register_schedule("reversed", build_reversed)
+
+
 # ------------------------------------------------------------------------------------------------ mistakes
 
 
-def test_what_there_is_not() -> None:
+def test_unknown_policy_and_wrong_number_of_microbatches_are_refused() -> None:
     graph = StageGraph.chain(2)
     with pytest.raises(
         ConfigError, match="schedule = 'dualpipe': expected one of naive, gpipe, 1f1b, interleaved, zero"
@@ -277,47 +308,47 @@ FIRST = [(F, 0, 0), (F, 0, 1), (B, 0, 0), (B, 0, 1)]
 SECOND = [(F, 1, 0), (B, 1, 0), (F, 1, 1), (B, 1, 1)]
 BROKEN = [
     ([FIRST], "There are 2 places, but 1 lists of actions."),
-    ([FIRST, SECOND[:-1]], "B1@1 is not there."),
-    ([FIRST[1:], SECOND], "F0@0 is not there."),
-    ([FIRST, [*SECOND, (B, 1, 1)]], "B1@1 is there 2 times."),
-    ([[*FIRST, (F, 1, 0)], SECOND[1:]], "F0@1 belongs to place 1, but stands at place 0."),
+    ([FIRST, SECOND[:-1]], "B1@1 is missing."),
+    ([FIRST[1:], SECOND], "F0@0 is missing."),
+    ([FIRST, [*SECOND, (B, 1, 1)]], "B1@1 is listed 2 times."),
+    ([[*FIRST, (F, 1, 0)], SECOND[1:]], "F0@1 belongs to place 1, but is listed at place 0."),
     ([FIRST, [*SECOND, (F, 1, 2)]], "F2@1: there is no such stage or microbatch."),
-    ([FIRST, [*SECOND, (W, 1, 1)]], "W1@1 is not to be done"),
+    ([FIRST, [*SECOND, (W, 1, 1)]], "W1@1 is superfluous: the backward of its stage computes both"),
     ([[(B, 0, 0), *FIRST[:2], FIRST[3]], SECOND], "Places wait for ever: place 0 at B0@0 for F0@0 and I0@1"),
     ([[FIRST[0], FIRST[2], FIRST[1], FIRST[3]], [SECOND[0], SECOND[2], SECOND[1], SECOND[3]]], "Places wait for ever"),
 ]
 
 
-@pytest.mark.parametrize(("lists", "said"), BROKEN)
-def test_a_broken_schedule_is_told(lists: list[list[tuple[Kind, int, int]]], said: str) -> None:
+@pytest.mark.parametrize(("lists", "message"), BROKEN)
+def test_broken_schedule_is_refused_with_the_reason(lists: list[list[tuple[Kind, int, int]]], message: str) -> None:
     schedule = Schedule(StageGraph.chain(2), 2, "mine", tuple(tuple(Action(*a) for a in mine) for mine in lists))
     with pytest.raises(ValueError) as caught:
         schedule.check()
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_broken_transfers_are_told() -> None:
+def test_broken_transfers_are_refused_with_the_reason() -> None:
     right = make_schedule(StageGraph.chain(2), 2).with_transfers()
     right.check()
     first, second = right.actions
-    for lists, said in (
-        ((first[:1] + first[2:], second), "Place 0: found F1@0 where SEND_F0@0>1 is to be done."),
-        ((first, second[1:]), "Place 1: found F0@1 where RECV_F0@1<0 is to be done."),
-        (((*first, Action(Kind.SEND_F, 0, 1, 1)), second), "Place 0: found SEND_F1@0>1 where nothing is to be done."),
+    for lists, message in (
+        ((first[:1] + first[2:], second), "Place 0: found F1@0; expected SEND_F0@0>1."),
+        ((first, second[1:]), "Place 1: found F0@1; expected RECV_F0@1<0."),
+        (((*first, Action(Kind.SEND_F, 0, 1, 1)), second), "Place 0: found SEND_F1@0>1; expected nothing."),
     ):
         with pytest.raises(ValueError) as caught:
             replace(right, actions=lists).check()
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
-def test_a_deadlock_names_who_waits_for_what() -> None:
+def test_deadlock_names_the_waiting_places_and_results() -> None:
     graph = StageGraph.chain(2)
     lists = ((Action(F, 0, 0), Action(B, 0, 0)), (Action(Kind.RECV_F, 1, 0, 0), Action(F, 1, 0)))
-    with pytest.raises(Deadlock, match=r"place 0 at B0@0 for I0@1; place 1 at RECV_F0@1<0 for SEND_F0@0"):
-        times(graph, lists)
+    with pytest.raises(DeadlockError, match=r"place 0 at B0@0 for I0@1; place 1 at RECV_F0@1<0 for SEND_F0@0"):
+        compute_times(graph, lists)
 
 
-def test_a_schedule_can_be_read() -> None:
+def test_schedule_is_printable() -> None:
     schedule = make_schedule(StageGraph.chain(2), 2)
     assert str(schedule) == "place 0: F0@0 F1@0 B0@0 B1@0\nplace 1: F0@1 B0@1 F1@1 B1@1"
     assert "RECV_F0@1<0 F0@1 B0@1 SEND_B0@1>0" in str(schedule.with_transfers())
@@ -348,7 +379,7 @@ def large_graphs() -> dict[str, StageGraph]:
 
 @pytest.mark.parametrize("name", large_graphs())
 @pytest.mark.parametrize("policy", POLICIES)
-def test_many_stages_and_microbatches_are_quick(policy: str, name: str) -> None:
+def test_effort_is_linear_in_the_number_of_actions(policy: str, name: str) -> None:
     """64 × 512; measured: about a second, or up to 160 turns of a loop for each action."""
     graph = large_graphs()[name]
     schedule, turns = counted(lambda: make_schedule(graph, 512, policy))

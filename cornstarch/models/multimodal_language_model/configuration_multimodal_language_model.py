@@ -1,4 +1,4 @@
-"""The configuration of a projector, and how sizes are read from the configs of its two neighbours."""
+"""Configs of projectors and of whole models."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from cornstarch.errors import ConfigError
 
 PROJECTION_TYPES = ("linear", "mlp")
 
-# Where encoders keep the width of the tokens they put out; the first that exists wins. An encoder whose last
-# module changes the width (a patch merger) says so in `out_hidden_size`.
+# Config entries with the width of an encoder's output tokens; the first that exists wins. An encoder whose last module
+# changes the width (a patch merger) states it in `out_hidden_size`.
 _ENCODER_WIDTH_NAMES = ("out_hidden_size", "hidden_size", "d_model", "embed_dim", "n_embd", "hidden_dim", "dim")
 
 
-def encoder_width(config: Any) -> int | None:
-    """Return the width of the tokens that an encoder with this config puts out, or None if it does not say."""
+def get_encoder_width(config: Any) -> int | None:
+    """Return the width of the output tokens of an encoder with this config; None if the config does not state it."""
     for name in _ENCODER_WIDTH_NAMES:
         width = getattr(config, name, None)
         if isinstance(width, int):
             return width
-    # Hierarchical encoders widen from stage to stage; the last stage is what comes out.
+    # Hierarchical encoders widen from stage to stage; the output has the width of the last stage.
     widths = getattr(config, "hidden_sizes", None)
     if isinstance(widths, (list, tuple)) and widths and isinstance(widths[-1], int):
         return widths[-1]
     return None
 
 
-def text_width(config: Any) -> int | None:
-    """Return the width of a language model's token embeddings, or None if its config does not say."""
+def get_text_width(config: Any) -> int | None:
+    """Return the width of a language model's token embeddings; None if its config does not state it."""
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model"):
         width = getattr(inner, name, None)
@@ -43,8 +43,8 @@ def text_width(config: Any) -> int | None:
 class MultimodalProjectorConfig(PreTrainedConfig):
     """Sizes and kind of the projector between one encoder and the language model.
 
-    Sizes are read from the two configs; `in_features` and `out_features` override what is read. Only the sizes and the
-    names of the two architectures are kept, so that a saved projector does not carry a copy of its neighbours' configs.
+    Sizes are read from the two configs; `in_features` and `out_features` override them. Only the sizes and the names
+    of the two architectures are stored, so that a saved projector does not carry copies of the two configs.
     """
 
     model_type = "multimodal_projector"
@@ -71,9 +71,9 @@ class MultimodalProjectorConfig(PreTrainedConfig):
                 f"activation = {activation!r} is not known to transformers; use one of {', '.join(sorted(ACT2FN))}."
             )
         if in_features is None and encoder_config is not None:
-            in_features = encoder_width(encoder_config)
+            in_features = get_encoder_width(encoder_config)
         if out_features is None and text_config is not None:
-            out_features = text_width(text_config)
+            out_features = get_text_width(text_config)
         self.projection_type = projection_type
         self.activation = activation
         self.in_features = in_features
@@ -84,9 +84,9 @@ class MultimodalProjectorConfig(PreTrainedConfig):
 
 
 class MultimodalModelConfig(PreTrainedConfig):
-    """The configs of a model's parts as one, as Hugging Face libraries look for them: `text_config`, `vision_config`, …
+    """The configs of a model's parts, under the names that Hugging Face libraries expect (`text_config`, …).
 
-    The parts' own config objects are in it, not copies.
+    It holds the parts' own config objects, not copies.
     """
 
     model_type = "multimodal_language_model"
@@ -97,7 +97,7 @@ class MultimodalModelConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
     def describe(self, text_config: Any, encoders: Mapping[str, Any]) -> None:
-        """Take over the configs of the parts as they are now; an encoder without a config has None."""
+        """Replace the parts' configs by these; an encoder without a config has None."""
         for name in self.encoder_names:
             vars(self).pop(f"{name}_config", None)
         self.text_config, self.encoder_names = text_config, list(encoders)

@@ -1,9 +1,10 @@
-"""One modality's encoder with its projector."""
+"""One modality's encoder with its projector, and the routing of a batch to encoders."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,14 +14,19 @@ from transformers.utils import ModelOutput
 
 from cornstarch.compat import leave_out_of_ddp
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.items import KNOWN, Features, join_known, split_items, token_states
+from cornstarch.models.multimodal_language_model.encoder_features import (
+    CACHED_FEATURES,
+    EncoderFeatures,
+    get_token_states,
+    join_cached,
+    split_items,
+)
 from cornstarch.models.multimodal_language_model.projector import as_projector
-from cornstarch.models.multimodal_language_model.trainable import set_trainable
-from cornstarch.models.multimodal_language_model.unwrap import argument_names, is_changed_inside, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, is_instrumented, is_peft, unwrap
 
 TokenAttention = Literal["causal", "item", "modality"]
 
-# Batch keys that speak to the language model. An encoder's argument of the same name (Whisper's `attention_mask`)
+# Batch keys that belong to the language model. An encoder's argument of the same name (Whisper's `attention_mask`)
 # can only be given nested: `audio={"input_features": …, "attention_mask": …}`.
 LANGUAGE_MODEL_INPUTS = frozenset(
     "input_ids attention_mask position_ids labels inputs_embeds past_key_values use_cache cache_position "
@@ -28,7 +34,7 @@ LANGUAGE_MODEL_INPUTS = frozenset(
     "num_items_in_batch shift_labels output_router_logits facts".split()
 )
 
-# What an encoder calls its input, and what processors call the same thing.
+# The names of encoders' arguments, and the names that processors use for the same inputs.
 _PROCESSOR_NAMES: dict[str, tuple[str, ...]] = {
     "hidden_states": ("pixel_values", "input_features", "input_values"),
     "grid_thw": ("image_grid_thw",),
@@ -37,19 +43,8 @@ _PROCESSOR_NAMES: dict[str, tuple[str, ...]] = {
 Callback = Callable[..., Any]
 
 
-def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -> Any:
-    """Call `callback(inputs, output)`, or `callback(output)` if it takes a single argument."""
-    positional = [
-        p
-        for p in inspect.signature(callback).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
-    return callback(inputs, output) if takes_inputs else callback(output)
-
-
 class ModalEncoderModule(nn.Module):
-    """An encoder and the projector that brings its tokens to the width of the language model.
+    """An encoder and the projector that maps its tokens to the width of the language model.
 
     The order of a call is: `preprocess_callback(inputs)`, the encoder, `postprocess_module_callback(inputs, output)`,
     the projector, `postprocess_projector_callback(inputs, output)`. `inputs` is the dictionary of the encoder's
@@ -57,8 +52,8 @@ class ModalEncoderModule(nn.Module):
 
     Args:
         model: The encoder; `module` is another name for the same argument.
-        projector: A `MultimodalProjector`, or any module from tokens to tokens. None: made by `MultimodalModel`.
-        additional_args: Names in a batch that this encoder takes beside the arguments of its forward.
+        projector: A `MultimodalProjector`, or any module from tokens to tokens. None: built by `MultimodalModel`.
+        additional_args: Batch keys that this encoder takes beside the arguments of its forward.
         preprocess_callback: Changes the inputs before the encoder.
         postprocess_module_callback: Changes the encoder's output before the projector.
         postprocess_projector_callback: Changes the projector's output before it is merged into the text.
@@ -90,17 +85,17 @@ class ModalEncoderModule(nn.Module):
             raise ConfigError(f"attention = {attention!r}: expected one of {', '.join(get_args(TokenAttention))}.")
         self.module = encoder
         self.projector: nn.Module | None
-        self.register_module("projector", as_projector(projector))  # has its place even if it is made later
+        self.register_module("projector", as_projector(projector))  # fixes its place among the children, even if None
         self.additional_args = list(additional_args)
         self.attention: TokenAttention = attention
         self.preprocess_callback = preprocess_callback
         self.postprocess_module_callback = postprocess_module_callback
         self.postprocess_projector_callback = postprocess_projector_callback
-        self._is_settled = False
-        self.is_standing_in = False
-        """Whether it runs on a stand-in now, whose tokens go nowhere."""
+        self._uses_inference_mode = False
+        self.is_running_stand_in = False
+        """Whether the encoder currently runs on a stand-in, whose tokens are not used."""
         self.keep: Callable[[Mapping[str, Any], Tensor | None], None] | None = None
-        """Called with what is known of items and the tokens [total, D] of those that were encoded now."""
+        """Called with the value of `CACHED_FEATURES` and the tokens [total, D] of the items that were encoded."""
 
     @property
     def config(self) -> tuple[Any, Any]:
@@ -108,31 +103,33 @@ class ModalEncoderModule(nn.Module):
         parts = (unwrap(self.module), None if self.projector is None else unwrap(self.projector))
         return getattr(parts[0], "config", None), getattr(parts[1], "config", None)
 
+    # ------------------------------------------------------------------ inputs
+
     @property
     def input_names(self) -> tuple[str, ...]:
         """The batch keys that reach this encoder when they are given flat."""
-        own = [name for name in argument_names(self.module) if name not in LANGUAGE_MODEL_INPUTS]
+        own = [name for name in get_argument_names(self.module) if name not in LANGUAGE_MODEL_INPUTS]
         aliases = [alias for name in own for alias in _PROCESSOR_NAMES.get(name, ())]
         return tuple(dict.fromkeys([*own, *aliases, *self.additional_args]))
 
     @property
     def trigger_names(self) -> tuple[str, ...]:
-        """The batch keys of which one must be there for the encoder to run."""
-        first = argument_names(self.module)[:1]
+        """The batch keys of which one must be present for the encoder to run."""
+        first = get_argument_names(self.module)[:1]
         aliases = _PROCESSOR_NAMES.get(first[0], ()) if first else ()
         own = [name for name in (*first, *aliases) if name not in LANGUAGE_MODEL_INPUTS]
         return tuple(dict.fromkeys([*own, *self.additional_args]))
 
     def select_inputs(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return this encoder's share of a flat batch, or None if the batch has nothing for it."""
+        """Return this encoder's inputs from a flat batch; None if the batch has none."""
         given = {name: batch[name] for name in self.input_names if batch.get(name) is not None}
         if not any(name in given for name in self.trigger_names):
             return None
-        return self.as_arguments(given)
+        return self.rename_inputs(given)
 
-    def as_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Rename what processors call otherwise than the encoder does."""
-        arguments = argument_names(self.module)
+    def rename_inputs(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Rename processor outputs to the encoder's argument names, in place."""
+        arguments = get_argument_names(self.module)
         for name, aliases in _PROCESSOR_NAMES.items():
             if name not in arguments or name in given:
                 continue
@@ -141,6 +138,8 @@ class ModalEncoderModule(nn.Module):
                     given[name] = given.pop(alias)
                     break
         return given
+
+    # ------------------------------------------------------------------ running
 
     def encode(self, inputs: dict[str, Any]) -> Any:
         """Run the encoder between its two callbacks and return its output."""
@@ -152,64 +151,57 @@ class ModalEncoderModule(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
-        known = inputs.pop(KNOWN, None)
-        if known is not None:
-            output: Any = self._encode_rest(inputs, known)
+        cached = inputs.pop(CACHED_FEATURES, None)
+        if cached is not None:
+            output: Any = self._encode_uncached(inputs, cached)
         else:
-            output = self.encode(inputs) if self.projector is None else self._states(inputs)
+            output = self.encode(inputs) if self.projector is None else self._encode_states(inputs)
         if self.projector is not None:
-            output = self._project(token_states(output))
+            output = self._project(get_token_states(output))
         if self.postprocess_projector_callback is not None:
             output = _call_with_output(self.postprocess_projector_callback, inputs, output)
         return output
 
-    def tokens(self, inputs: dict[str, Any], told: Mapping[str, Any] | None = None) -> Features:
-        """Return what the encoder makes of items, without its projector.
+    def tokens(self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> EncoderFeatures:
+        """Return the encoder's tokens per item, before the projector; `on_host` has the sizes and masks on the CPU."""
+        return split_items(self.module, inputs if on_host is None else on_host, self._encode_states(inputs))
 
-        Args:
-            inputs: What the encoder takes.
-            told: The same with sizes and masks on the CPU.
-        """
-        return split_items(self.module, inputs if told is None else told, self._states(inputs))
-
-    def _states(self, inputs: dict[str, Any]) -> Any:
-        """Return the encoder's tokens; of a frozen one, made without what autograd needs to know of a tensor."""
-        if not self._is_inert(inputs):
-            return token_states(self.encode(inputs))
-        with torch.inference_mode():
-            states = token_states(self.encode(inputs))
-        # A copy is a tensor like any other, which a projector that is trained may keep for its backward pass.
-        return [item.clone() for item in states] if isinstance(states, Sequence) else states.clone()
-
-    def settle(self) -> bool:
-        """Find out, once all is in place, whether a run of the encoder can have no effect but its tokens; say so.
-
-        So it is if the encoder is frozen, and nobody looks on: no callbacks, no hooks, nothing compiled, sharded or put
-        in stages. It then runs in inference mode, until `set_trainable` is called.
-        """
-        frozen = not self.module.training and not any(p.requires_grad for p in self.module.parameters())
-        watched = self.preprocess_callback is not None or self.postprocess_module_callback is not None
-        self._is_settled = frozen and not watched and not is_changed_inside(self.module)
-        return self._is_settled
-
-    def _is_inert(self, inputs: Mapping[str, Any]) -> bool:
-        # Shapes without numbers are tensors of other classes, or on the meta device.
-        return self._is_settled and all(
+    def _encode_states(self, inputs: dict[str, Any]) -> Any:
+        """Return the encoder's tokens; a frozen encoder runs in inference mode (see `enable_inference_mode`)."""
+        # Shape inference passes tensors of other classes, or on the meta device.
+        plain = all(
             type(one) is Tensor and not one.is_meta and not one.requires_grad
             for one in inputs.values()
             if isinstance(one, Tensor)
         )
+        if not (self._uses_inference_mode and plain):
+            return get_token_states(self.encode(inputs))
+        with torch.inference_mode():
+            states = get_token_states(self.encode(inputs))
+        # A copy is an ordinary tensor, which a trained projector may save for its backward pass.
+        return [item.clone() for item in states] if isinstance(states, Sequence) else states.clone()
 
-    def _encode_rest(self, inputs: dict[str, Any], known: Mapping[str, Any]) -> Tensor:
-        """Return the tokens [total, D] of all items, of which only those that are not known are encoded."""
-        on_host = known.get("on_host", {})
-        told = {name: on_host.get(name, value) for name, value in inputs.items()}
-        fresh = self.tokens(inputs, told).tokens if inputs else None
-        if not inputs and "stand_in" in known:
-            self.encode(known["stand_in"])
-        tokens = join_known(known, fresh)
+    def enable_inference_mode(self) -> bool:
+        """Use inference mode if running the encoder can have no effect but its tokens; return whether it is used.
+
+        This holds if the encoder is frozen and unobserved: no callbacks, no hooks, nothing compiled, sharded or split
+        into stages. Call it when the model is completely set up; `set_trainable` disables inference mode again.
+        """
+        frozen = not self.module.training and not any(p.requires_grad for p in self.module.parameters())
+        has_callbacks = self.preprocess_callback is not None or self.postprocess_module_callback is not None
+        self._uses_inference_mode = frozen and not has_callbacks and not is_instrumented(self.module)
+        return self._uses_inference_mode
+
+    def _encode_uncached(self, inputs: dict[str, Any], cached: Mapping[str, Any]) -> Tensor:
+        """Encode the items that are not cached, and return the tokens [total, D] of all items."""
+        on_host = cached.get("on_host", {})
+        sizes = {name: on_host.get(name, value) for name, value in inputs.items()}
+        fresh = self.tokens(inputs, sizes).tokens if inputs else None
+        if not inputs and "stand_in" in cached:
+            self.encode(cached["stand_in"])
+        tokens = join_cached(cached, fresh)
         if self.keep is not None:
-            self.keep(known, fresh)
+            self.keep(cached, fresh)
         return tokens
 
     def _project(self, states: Any) -> ModelOutput:
@@ -229,54 +221,142 @@ class ModalEncoderModule(nn.Module):
 
     def features(
         self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None, *, wrapper: nn.Module | None = None
-    ) -> Features:
-        """Return this encoder's tokens, item by item, ready to be merged into the text.
+    ) -> EncoderFeatures:
+        """Return this encoder's tokens per item, ready to be merged into the text.
 
         Args:
-            inputs: What the encoder takes.
-            on_host: Sizes and masks among the inputs, by their names there, on the CPU (see `BatchFacts`).
-            wrapper: What to call instead of this module: FSDP, DDP, a compiled module, … around it.
+            inputs: The encoder's inputs.
+            on_host: Sizes and masks among the inputs, by their batch keys, on the CPU (see `BatchFacts`).
+            wrapper: The module to call instead of this one: FSDP, DDP or torch.compile around it.
         """
         call = self if wrapper is None else wrapper
-        named = self.as_arguments(dict(on_host or {}))
-        if KNOWN in inputs:
-            known = {**inputs[KNOWN], "on_host": named}
-            return Features(token_states(call(**{**inputs, KNOWN: known})), list(known["lengths"]))
-        told = {name: named.get(name, value) for name, value in inputs.items()}
-        return split_items(self.module, told, token_states(call(**inputs)))
+        named = self.rename_inputs(dict(on_host or {}))
+        if CACHED_FEATURES in inputs:
+            cached = {**inputs[CACHED_FEATURES], "on_host": named}
+            tokens = get_token_states(call(**{**inputs, CACHED_FEATURES: cached}))
+            return EncoderFeatures(tokens, list(cached["lengths"]))
+        sizes = {name: named.get(name, value) for name, value in inputs.items()}
+        return split_items(self.module, sizes, get_token_states(call(**inputs)))
 
-    def stand_in_features(self, inputs: dict[str, Any], *, wrapper: nn.Module | None = None) -> Features:
-        """Return the tokens of a stand-in; meanwhile `is_standing_in` tells whoever looks on."""
-        self.is_standing_in = True
+    def stand_in_features(self, inputs: dict[str, Any], *, wrapper: nn.Module | None = None) -> EncoderFeatures:
+        """Return the tokens of a stand-in; `is_running_stand_in` is True during the call."""
+        self.is_running_stand_in = True
         try:
             return self.features(inputs, wrapper=wrapper)
         finally:
-            self.is_standing_in = False
+            self.is_running_stand_in = False
 
-    def unreached_parameters(self, inputs: dict[str, Any] | None = None) -> list[str]:
+    # ------------------------------------------------------------------ training
+
+    def find_unused_parameters(self, inputs: dict[str, Any] | None = None) -> list[str]:
         """Return the names of trained parameters on which the tokens do not depend, such as those of a pooled output.
 
-        They never have a gradient. A plain `DistributedDataParallel` does not wait for them.
-
-        Args:
-            inputs: Some valid input of the encoder. None: one that follows from the encoder's config.
+        They never have a gradient. A plain `DistributedDataParallel` does not wait for them. Without a valid input, one
+        that follows from the encoder's config is used.
         """
-        from cornstarch.models.multimodal_language_model.unreached import unreached_parameters
+        from cornstarch.models.multimodal_language_model.shape_inference import find_unused_parameters
 
-        return unreached_parameters(self, inputs)
+        return find_unused_parameters(self, inputs)
 
     def set_trainable(self, encoder: bool, projector: bool) -> None:
         """Train or freeze the encoder and the projector: `requires_grad` and train/eval mode together."""
-        self._is_settled = False
+        self._uses_inference_mode = False
         set_trainable(self.module, encoder)
         if self.projector is not None:
             set_trainable(self.projector, projector)
-        # A callback may be a module with weights of its own (an image-newline embedding, say): it belongs to what
-        # comes after the encoder.
-        for name in ("postprocess_module_callback", "postprocess_projector_callback"):
-            callback = getattr(self, name)
+        # A callback may be a module with its own weights (an image-newline embedding, say): it is trained with the
+        # projector, because it runs after the encoder.
+        for callback in (self.postprocess_module_callback, self.postprocess_projector_callback):
             if isinstance(callback, nn.Module):
                 set_trainable(callback, projector)
 
 
-leave_out_of_ddp(ModalEncoderModule, ModalEncoderModule.unreached_parameters)
+leave_out_of_ddp(ModalEncoderModule, ModalEncoderModule.find_unused_parameters)
+
+
+def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -> Any:
+    """Call `callback(inputs, output)`, or `callback(output)` if it takes a single argument."""
+    positional = [
+        p
+        for p in inspect.signature(callback).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
+    return callback(inputs, output) if takes_inputs else callback(output)
+
+
+# ---------------------------------------------------------------------------------------------------- freezing
+
+FIXED = "_cornstarch_fixed"
+"""The attribute in which a part stores the names of its parameters that are never trained."""
+
+
+def set_trainable(part: nn.Module, trainable: bool) -> None:
+    """Train or freeze a part: sets `requires_grad` of its parameters and its train/eval mode.
+
+    Parameters that the part itself keeps fixed are never trained: the base weights under PEFT adapters, the
+    sinusoids of an audio encoder, layers that the user froze one by one. They are the parameters that required no
+    gradient at the first call, while others did.
+    """
+    fixed: frozenset[str] | None = part.__dict__.get(FIXED)
+    if fixed is None:
+        fixed = frozenset(name for name, p in part.named_parameters() if not p.requires_grad)
+        if len(fixed) == sum(1 for _ in part.named_parameters()):  # frozen as a whole: no choice within the part
+            if is_peft(part):
+                raise ConfigError(
+                    "No parameter of the PEFT model requires a gradient, so its adapters cannot be told from its base. "
+                    "Compose it before freezing it, and freeze it with train(encoders_mode=…, llm_mode=…)."
+                )
+            fixed = frozenset()
+        part.__dict__[FIXED] = fixed
+    part.train(trainable)
+    for name, parameter in part.named_parameters():
+        if parameter.is_floating_point():  # quantized weights have no gradient
+            parameter.requires_grad_(trainable and name not in fixed)
+
+
+# ----------------------------------------------------------------------------------------------------- routing
+
+
+def route_batch(
+    encoders: Mapping[str, ModalEncoderModule], batch: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Split a batch into the inputs of each encoder that runs, and the rest for the language model."""
+    nested = {name: batch[name] for name in encoders if isinstance(batch.get(name), Mapping)}
+    flat = {name: value for name, value in batch.items() if name not in nested and value is not None}
+    routed: dict[str, dict[str, Any]] = {}
+    taken: dict[str, str] = {}
+    for name, encoder in encoders.items():
+        if name in nested:
+            _check_nested(name, encoder, nested[name])
+            routed[name] = encoder.rename_inputs(dict(nested[name]))
+            continue
+        for key in encoder.input_names:
+            if key in flat and key in taken:
+                raise ConfigError(
+                    f"Both the {taken[key]} and the {name} encoder take {key!r}. "
+                    f"Give it nested: {taken[key]}={{{key!r}: …}}, {name}={{{key!r}: …}}."
+                )
+            if key in flat:
+                taken[key] = name
+        inputs = encoder.select_inputs(flat)
+        if inputs is not None:
+            routed[name] = inputs
+    return routed, {key: value for key, value in flat.items() if key not in taken}
+
+
+def _check_nested(name: str, encoder: ModalEncoderModule, inputs: Mapping[str, Any]) -> None:
+    """Refuse an input that an encoder would silently ignore: most often it is misspelt."""
+    if encoder.preprocess_callback is not None:  # may read any key
+        return
+    known = {*get_argument_names(encoder.module), *encoder.input_names, CACHED_FEATURES}
+    for key in inputs:
+        if key not in known and key not in LANGUAGE_MODEL_INPUTS:
+            hint = suggest_name(key, known)
+            raise ConfigError(f"The {name} encoder does not take {key!r}.{hint} It takes {sorted(known)}.")
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known name that is closest to a misspelt one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,7 +1,7 @@
-"""What trainers and pipelines of the Hugging Face libraries ask of a model.
+"""The interface that Hugging Face libraries expect of a model.
 
-`transformers.Trainer`, TRL, Accelerate and PEFT take any module, but ask it for a config, for embeddings, for gradient
-checkpointing, for how its loss is counted. A `MultimodalModel` answers for its parts.
+`transformers.Trainer`, TRL, Accelerate and PEFT take any module, but read its config and embeddings, enable gradient
+checkpointing, and ask how its loss is counted. A `MultimodalModel` delegates to its parts.
 """
 
 from __future__ import annotations
@@ -9,35 +9,33 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from cornstarch.attention import attend_through_masks, use_mask
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import MultimodalModelConfig
-from cornstarch.models.multimodal_language_model.facts import IGNORED
-from cornstarch.models.multimodal_language_model.unwrap import replaced_forward, tied_names, unwrap
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, replace_forward, unwrap
 
 if TYPE_CHECKING:
     from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-
+    from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
 
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
 def checkpoint_activations(part: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> None:
-    """Let a Hugging Face model recompute its activations in the backward pass.
+    """Enable gradient checkpointing of a Hugging Face model; `kwargs` are arguments of torch's `checkpoint`.
 
-    transformers lets embeddings have gradients then, also frozen ones, which only reentrant checkpointing needs. A
-    frozen tower would keep a graph for nothing.
-
-    Args:
-        part: The model.
-        kwargs: Arguments of `torch.utils.checkpoint.checkpoint`.
-        options: What else `gradient_checkpointing_enable` takes.
+    transformers then makes embeddings require gradients, also frozen ones, which only reentrant checkpointing needs. A
+    frozen tower would keep a graph for nothing, so this is undone.
     """
     had_gradients = bool(getattr(part, "_require_grads_hooks", None) or getattr(part, "_require_grads_hook", None))
     part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs), **options)  # type: ignore[operator]
@@ -46,7 +44,7 @@ def checkpoint_activations(part: nn.Module, kwargs: Mapping[str, Any], **options
 
 
 class HuggingFaceModel(nn.Module):
-    """The part of `MultimodalModel` that answers what Hugging Face libraries ask."""
+    """The base of `MultimodalModel` with the interface that Hugging Face libraries expect."""
 
     language_model: nn.Module
 
@@ -57,7 +55,7 @@ class HuggingFaceModel(nn.Module):
 
     main_input_name = "input_ids"
     base_model_prefix = ""
-    loss_type = "ForCausalLM"  # labels are shifted inside: the first of a row counts for nothing
+    loss_type = "ForCausalLM"  # labels are shifted inside: the first label of a row is not used
     output_modalities = ("text",)
     _keys_to_ignore_on_save = None
 
@@ -67,7 +65,7 @@ class HuggingFaceModel(nn.Module):
         self.model_tags: list[str] | None = None
         self._config: MultimodalModelConfig | None = None
         self._labels_given: Tensor | None = None
-        self.register_forward_pre_hook(_note_labels, with_kwargs=True)
+        self.register_forward_pre_hook(_record_labels, with_kwargs=True)
         self.register_state_dict_post_hook(_drop_tied_names)
         self.register_load_state_dict_post_hook(_accept_tied_names)
 
@@ -84,7 +82,7 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def generation_config(self) -> Any:
-        """How the language model generates."""
+        """The generation config of the language model."""
         return unwrap(self.language_model).generation_config
 
     @generation_config.setter
@@ -93,7 +91,7 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def input_modalities(self) -> tuple[str, ...]:
-        """What the model reads."""
+        """The modalities that the model reads."""
         return ("text", *self.encoders)
 
     def can_generate(self) -> bool:
@@ -102,7 +100,7 @@ class HuggingFaceModel(nn.Module):
         return ask is not None and bool(ask())
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the language model's own method of this name returns."""
+        """Delegate to the language model."""
         return unwrap(self.language_model).prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]
 
     # ------------------------------------------------------------------ embeddings and weights
@@ -120,75 +118,68 @@ class HuggingFaceModel(nn.Module):
         return unwrap(self.language_model).resize_token_embeddings(*args, **kwargs)  # type: ignore[operator]
 
     def tie_weights(self, **kwargs: Any) -> None:
-        """Tie the weights that a part ties."""
-        for part in self._bare_parts():
-            if hasattr(part, "tie_weights"):
-                part.tie_weights(**kwargs)  # type: ignore[operator]
+        """Tie the weights of each part."""
+        self._call_parts("tie_weights", **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of parameters; of those that are trained; of those outside of the token embeddings."""
+        """Return the number of parameters, optionally only trained ones or without the token embeddings."""
         left_out = {id(one) for one in self.get_input_embeddings().parameters()} if exclude_embeddings else set()
         counted = [one for one in self.parameters() if one.requires_grad or not only_trainable]
         return sum(one.numel() for one in counted if id(one) not in left_out)
 
     def _bare_parts(self) -> Iterator[nn.Module]:
-        """Yield encoders and language model, without wrappers."""
         yield from (unwrap(encoder.module) for encoder in self.encoders.values())
         yield unwrap(self.language_model)
+
+    def _call_parts(self, method: str, **kwargs: Any) -> None:
+        for part in self._bare_parts():
+            if hasattr(part, method):
+                getattr(part, method)(**kwargs)
 
     # ------------------------------------------------------------------ gradient checkpointing
 
     @property
     def supports_gradient_checkpointing(self) -> bool:
-        """Whether activations of some part can be recomputed."""
+        """Whether some part supports gradient checkpointing."""
         return any(getattr(part, "supports_gradient_checkpointing", False) for part in self._bare_parts())
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether activations of some part are recomputed."""
+        """Whether some part uses gradient checkpointing."""
         return any(getattr(part, "is_gradient_checkpointing", False) for part in self._bare_parts())
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Recompute activations in the backward pass instead of keeping them, in every part that can.
-
-        Args:
-            gradient_checkpointing_kwargs: Arguments of `torch.utils.checkpoint.checkpoint`.
-            options: What else the method of this name takes in transformers, such as `every_n_layers`.
-        """
+        """Enable gradient checkpointing in every part that supports it; takes the arguments of transformers' method."""
         kwargs = gradient_checkpointing_kwargs or {"use_reentrant": False}
         for part in self._bare_parts():
             if getattr(part, "supports_gradient_checkpointing", False):
                 checkpoint_activations(part, kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep activations again."""
+        """Disable gradient checkpointing."""
         for part in self._bare_parts():
             if getattr(part, "supports_gradient_checkpointing", False):
                 part.gradient_checkpointing_disable()  # type: ignore[operator]
 
     def enable_input_require_grads(self) -> None:
-        """Let embeddings have gradients although they are frozen: reentrant checkpointing needs it for adapters."""
-        for part in self._bare_parts():
-            if hasattr(part, "enable_input_require_grads"):
-                part.enable_input_require_grads()  # type: ignore[operator]
+        """Make frozen embeddings require gradients: reentrant checkpointing needs it for adapters."""
+        self._call_parts("enable_input_require_grads")
 
     def disable_input_require_grads(self) -> None:
         """Undo `enable_input_require_grads`."""
-        for part in self._bare_parts():
-            if hasattr(part, "disable_input_require_grads"):
-                part.disable_input_require_grads()  # type: ignore[operator]
+        self._call_parts("disable_input_require_grads")
 
     # ------------------------------------------------------------------ the loss
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Whether the loss can be divided by a number of tokens that is given: `num_items_in_batch`."""
+        """Whether the loss can be divided by a given number of tokens: `num_items_in_batch`."""
         inner = unwrap(self.language_model)
-        said: bool | None = getattr(inner, "accepts_loss_kwargs", None)
-        if said is not None:
-            return said
+        stated: bool | None = getattr(inner, "accepts_loss_kwargs", None)
+        if stated is not None:
+            return stated
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(inner).forward).parameters.values())
 
     @property
@@ -199,7 +190,7 @@ class HuggingFaceModel(nn.Module):
     # ------------------------------------------------------------------ the hub
 
     def add_model_tags(self, tags: Sequence[str] | str) -> None:
-        """Remember tags for the model's page on the hub."""
+        """Add tags for the model's page on the hub."""
         given = [tags] if isinstance(tags, str) else list(tags)
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *given]))
 
@@ -215,14 +206,14 @@ class HuggingFaceModel(nn.Module):
         """Save the model: each part in a sub-folder that transformers itself loads.
 
         Args:
-            folder: Where to.
+            folder: The target folder.
             state_dict: Weights to save instead of the model's own, by their names in the model: gathered from shards.
-            is_main_process: Whether this process writes. With several, one does.
+            is_main_process: Whether this process writes; with several processes, one does.
             push_to_hub: Upload the model afterwards; see `push_to_hub`.
-            options: `repo_id`, `token` and what else `push_to_hub` takes. What says how transformers writes weights
-                (`max_shard_size`, `save_function`, …) has no effect.
+            options: `repo_id`, `token` and other arguments of `push_to_hub`. Options of how transformers writes weights
+                (`max_shard_size`, `save_function`, …) have no effect.
         """
-        from cornstarch.models.multimodal_language_model.storage.model import save_pretrained
+        from cornstarch.models.multimodal_language_model.storage.pretrained import save_pretrained
 
         if is_main_process:
             save_pretrained(self, folder, state_dict)  # type: ignore[arg-type]
@@ -243,9 +234,9 @@ class HuggingFaceModel(nn.Module):
         max_shard_size: int | str | None = None,
         tags: Sequence[str] | None = None,
     ) -> str:
-        """Upload what `save_pretrained` writes to the Hugging Face hub, and return the address of the commit.
+        """Upload the saved model to the Hugging Face hub, and return the address of the commit.
 
-        The arguments are those of the method of this name in transformers. Download the folder again with
+        The arguments are those of the transformers method of this name. Download the folder with
         `huggingface_hub.snapshot_download(repo_id)`, and load it with `from_pretrained`.
         """
         from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -271,70 +262,96 @@ class HuggingFaceModel(nn.Module):
         return str(commit)
 
 
-# ---------------------------------------------------------------------------------------------------- without the head
+# -------------------------------------------------------------------------------------------------- generation
 
 
-def _note_labels(model: HuggingFaceModel, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    """Remember labels that only a forward of another library will see."""
+def generate(model: MultimodalModel, input_ids: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Any:
+    """Merge the encoders' tokens into the prompt and let the language model continue it."""
+    # These belong to the batch; everything else is an argument of the language model's `generate`.
+    keys = {"position_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", *model.encoder_names}
+    keys.update(*(encoder.input_names for encoder in model.encoders.values()))
+    batch = {name: value for name, value in kwargs.items() if name in keys}
+    options = {name: value for name, value in kwargs.items() if name not in keys}
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    encoder_inputs, rest = model.split_batch(batch)
+    features = {name: model.run_encoder(name, inputs) for name, inputs in encoder_inputs.items()}
+    llm_inputs, spec = model.merge(features, input_ids=input_ids, attention_mask=attention_mask, **rest)
+    if "inputs_embeds" not in llm_inputs:  # no encoders at all
+        return model.language_model.generate(**llm_inputs, **options)  # type: ignore[operator]
+    if spec is not None:
+        attend_through_masks(model.language_model)
+    with use_mask(spec) if spec is not None else nullcontext():
+        output = model.language_model.generate(**llm_inputs, **options)  # type: ignore[operator]
+    # A language model that is given embeddings returns the new tokens only: put the prompt in front.
+    new = output if isinstance(output, Tensor) else output.sequences
+    prompt = input_ids.repeat_interleave(new.shape[0] // input_ids.shape[0], dim=0)
+    sequences = torch.cat([prompt, new], dim=1)
+    if isinstance(output, Tensor):
+        return sequences
+    output.sequences = sequences
+    return output
+
+
+# -------------------------------------------------------------------------------------------- without the head
+
+
+def _record_labels(model: HuggingFaceModel, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    """Record labels that only a forward of another library sees."""
     model._labels_given = inputs.get("labels") if "forward" in model.__dict__ else None
 
 
 def _run_without_head(model: HuggingFaceModel, *args: Any, **inputs: Any) -> Any:
-    """Run a model up to the head of its language model; labels are checked, because a loss is computed elsewhere."""
+    """Run a model without the head of its language model; check the labels of a loss that is computed outside."""
     inner = unwrap(model.language_model)
     body: Any = getattr(inner, "base_model", inner)
     if body is inner:
         raise ConfigError(f"{type(inner).__name__} has no base_model: its head cannot be left out.")
-    labels, model._labels_given = inputs.pop("labels", model._labels_given), None
+    given, model._labels_given = inputs.pop("labels", model._labels_given), None
 
     def run_body(*_: Any, labels: Tensor | None = None, **llm_inputs: Any) -> Any:
         if given is not None and labels is not None:
-            refuse_untrained_labels(given, labels)
+            _refuse_untrained_labels(given, labels)
         return body(**llm_inputs)
 
-    given = labels
-    with replaced_forward(inner, run_body):
-        return type(model).forward(model, *args, labels=labels, **inputs)
+    with replace_forward(inner, run_body):
+        return type(model).forward(model, *args, labels=given, **inputs)
 
 
-# ---------------------------------------------------------------------------------------------------- state dicts
+# -------------------------------------------------------------------------------------------------- state dicts
 
 
 def _drop_tied_names(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Leave a tied weight in a state dict once: what is saved as safetensors cannot share memory."""
-    for name, first in tied_names(model).items():
+    """Keep a tied weight once in a state dict: tensors in safetensors files cannot share memory."""
+    for name, first in find_tied_names(model).items():
         if f"{prefix}{first}" in state:
             state.pop(f"{prefix}{name}", None)
 
 
 def _accept_tied_names(model: nn.Module, incompatible: Any) -> None:
-    """Do not miss the second name of a weight whose first is there."""
+    """Do not report further names of a tied weight as missing if the first name is present."""
     missing = incompatible.missing_keys
-    for name, first in tied_names(model).items():
-        # The model may be inside of another, whose name for it is in front.
+    for name, first in find_tied_names(model).items():
+        # The model may be inside another module, whose prefix precedes the name.
         found = [key for key in missing if key == name or key.endswith(f".{name}")]
         for key in found:
             if key.removesuffix(name) + first not in missing:
                 missing.remove(key)
 
 
-# ---------------------------------------------------------------------------------------------------- counting labels
+# ---------------------------------------------------------------------------------------------- counting labels
 
 
 def correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
-    """Return the number by which a sum of losses is divided, if it counts labels that are not trained on.
+    """Return the divisor of a sum of losses, corrected for labels that are given, but not trained on.
 
-    Trainers count the labels of all batches of a step beforehand, those of placeholders, too, and give a tensor. If
-    they counted this batch alone, the right number is known. A plain number is the caller's own, and is believed.
-
-    Args:
-        count: `num_items_in_batch`.
-        given: The labels [B, S] of this batch.
-        trained: Those among them that are trained on [B, S].
+    Trainers count the labels of all batches of a step beforehand, including those of placeholders, and pass a tensor as
+    `num_items_in_batch`. If they counted this batch alone, the right number is known. A plain number is the caller's
+    own, and is kept.
     """
     if not isinstance(count, Tensor):
         return count
-    own, right = ((labels[..., 1:] != IGNORED).sum() for labels in (given, trained))
+    own, right = ((labels[..., 1:] != IGNORE_INDEX).sum() for labels in (given, trained))
     if bool(own == right):
         return count
     if bool((own == count).all()):
@@ -347,15 +364,12 @@ def correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
     )
 
 
-def refuse_untrained_labels(labels: Tensor, trained: Tensor) -> None:
-    """Refuse labels that another's loss would train on, although the model does not."""
-    extra = int(((labels != IGNORED) & (trained == IGNORED)).sum())
+def _refuse_untrained_labels(labels: Tensor, trained: Tensor) -> None:
+    """Refuse labels that a loss outside the model would train on, although the model does not."""
+    extra = int(((labels != IGNORE_INDEX) & (trained == IGNORE_INDEX)).sum())
     if extra:
         raise ConfigError(
             f"The loss is computed outside of the model, and this batch has {extra} labels that are not to be trained "
             "on (of placeholders, or of the first token behind padding). Set them to -100 where the batch is made: "
             "labels[input_ids == placeholder_id] = -100."
         )
-
-
-__all__ = ["HuggingFaceModel", "correct_count"]

@@ -1,38 +1,279 @@
-"""Putting encoders' tokens where the text has their placeholders.
+"""Merge encoders' tokens into a text, and prepare the inputs of the language model.
 
 Shapes: B samples, S tokens, D width of the language model's embeddings.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cornstarch.attention import MaskSpec
-from cornstarch.attention.mask import Counts
+from cornstarch.attention.mask import DocumentCounts
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.facts import IGNORED, BatchFacts, sent
-from cornstarch.models.multimodal_language_model.items import Features
+from cornstarch.models.multimodal_language_model.encoder import (
+    LANGUAGE_MODEL_INPUTS,
+    ModalEncoderModule,
+    TokenAttention,
+    suggest_name,
+)
+from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import (
+    IGNORE_INDEX,
+    BatchFacts,
+    TextInputs,
+    copy_to_device,
+)
+from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, count_positions
+from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, get_argument_names, unwrap
 
-TEXT = -1  # in spans: a token that sees only what is before it
+TEXT = -1  # in spans: a token that sees only the tokens before it
+
+LlmCallback = Callable[..., dict[str, Any]]
+
+# Keys that processors add for some models; they are dropped for a language model that does not take them.
+_OPTIONAL_INPUTS = frozenset({"token_type_ids", "mm_token_type_ids"})
 
 
-def placeholder_masks(input_ids: Tensor, token_ids: Mapping[str, int]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class TokenMerger:
+    """Merges encoders' tokens into a text; the fields are the settings of a model that decide how."""
+
+    language_model: nn.Module
+    traits: LanguageModelTraits
+    token_ids: Mapping[str, int]
+    """By modality: the placeholder token."""
+    attention: Mapping[str, TokenAttention]
+    """By modality, for all encoders: how its tokens see each other."""
+    callback: LlmCallback | None
+    """The user's callback, which runs last."""
+    trains_on_placeholders: bool
+    positions_from_mask: bool
+    """Whether positions are counted from the first token that is not padding."""
+    prompt_length: int | None = None
+    """The number of tokens that may be placeholders; later tokens were generated and are text. None: all."""
+
+    def __call__(
+        self, features: Mapping[str, EncoderFeatures], text: TextInputs, rest: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], MaskSpec | None]:
+        """Return the language model's inputs, and the mask where plain causal attention is not enough."""
+        input_ids, inputs_embeds, documents, facts = text.input_ids, text.inputs_embeds, text.documents, text.facts
+        attention_mask, position_ids, labels = text.attention_mask, text.position_ids, text.labels
+        if input_ids is not None and rest.get("past_key_values") is None:
+            check_shapes(input_ids.shape, attention_mask=attention_mask, labels=labels)
+        spans = None
+        if input_ids is not None and self.attention:
+            masks = self._find_placeholders(input_ids, features, facts)
+            inputs_embeds = self._embed(input_ids, inputs_embeds, masks, features, facts)
+            if labels is not None and not self.trains_on_placeholders:
+                for mask in masks.values():
+                    labels = labels.masked_fill(mask, IGNORE_INDEX)
+            spans = self._build_spans(input_ids, masks, features)
+        elif features:
+            raise ConfigError("Encoders' tokens are merged where input_ids has their placeholders: pass input_ids.")
+        spec = None
+        is_plain = None if facts is None else self._is_plain(facts, features)
+        if (documents is not None or spans is not None) and not is_plain:
+            reference = input_ids if input_ids is not None else inputs_embeds[..., 0]  # type: ignore[index]
+            counts = None if facts is None else self._count_spans(facts, features)
+            spec = build_mask_spec(reference, attention_mask, documents, spans, is_plain, counts)
+            attention_mask = (spec.documents > 0).to(torch.long)
+            labels = labels if documents is None else mask_context_free_labels(labels, spec.documents)
+            if position_ids is None and documents is not None:
+                position_ids = spec.positions()
+        if attention_mask is not None and self._starts_with_padding(attention_mask, rest, facts):
+            if not self.traits.takes_left_padding:
+                raise ConfigError(
+                    f"{type(unwrap(self.language_model)).__name__} gives a text other logits when padding stands in "
+                    "front of it. Pad on the right: tokenizer.padding_side = 'right'."
+                )
+            labels = mask_context_free_labels(labels, attention_mask)
+            if position_ids is None and accepts_argument(self.language_model, "position_ids"):
+                position_ids = count_positions(attention_mask)  # by default, models count padding as positions
+        if facts is not None and spec is None and position_ids is None and self._needs_no_mask(facts, rest):
+            attention_mask = None
+        llm_inputs = {
+            "input_ids": input_ids if inputs_embeds is None else None,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "labels": labels,
+            **rest,
+        }
+        return self._prepare_llm_inputs(llm_inputs, input_ids), spec
+
+    def _find_placeholders(
+        self, input_ids: Tensor, features: Mapping[str, EncoderFeatures], facts: BatchFacts | None
+    ) -> dict[str, Tensor]:
+        missing = [name for name in features if name not in self.token_ids]
+        if missing:
+            raise ConfigError(
+                f"The batch has input for {missing}, but the model does not know which token marks their place in the "
+                "text. Call set_modality_token_ids({'" + missing[0] + "': <token id>}), or make the processor with "
+                "MultimodalProcessor(…, model=this_model), which does it."
+            )
+        masks = find_placeholders(input_ids, self.token_ids)
+        for name, mask in masks.items():
+            if self.prompt_length is not None:
+                mask[:, self.prompt_length :] = False
+            if facts is None:
+                check_placeholders(name, mask, features.get(name))
+            else:
+                check_placeholder_counts(name, facts.tokens[name], features.get(name))
+        return masks
+
+    def _embed(
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None,
+        masks: Mapping[str, Tensor],
+        features: Mapping[str, EncoderFeatures],
+        facts: BatchFacts | None,
+    ) -> Tensor:
+        if inputs_embeds is None:
+            # Placeholder ids may lie outside the embedding table, which is not resized.
+            for mask in masks.values():
+                input_ids = input_ids.masked_fill(mask, 0)
+            embeddings = unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
+            try:
+                inputs_embeds = embeddings(input_ids)
+            except IndexError as error:
+                raise ConfigError(
+                    f"input_ids has the token {int(input_ids.max())}, but the language model's table has "
+                    f"{embeddings.weight.shape[0]} rows, and no modality has this token "
+                    f"(set_modality_token_ids got {dict(self.token_ids)}). Is it the language model's tokenizer?"
+                ) from error
+        assert inputs_embeds is not None
+        for name, found in features.items():
+            places = None if facts is None else facts.places[name]
+            inputs_embeds = merge_features(inputs_embeds, masks[name], found, places)
+        return inputs_embeds
+
+    def _build_spans(
+        self, input_ids: Tensor, masks: Mapping[str, Tensor], features: Mapping[str, EncoderFeatures]
+    ) -> Tensor | None:
+        """Return which tokens see each other in both directions [B, S], or None if all attention is causal."""
+        if all(attention == "causal" for attention in self.attention.values()):
+            return None
+        spans, first = torch.full_like(input_ids, TEXT), 0
+        for name, found in features.items():
+            first = mark_spans(spans, name, self.attention[name], masks[name], found, first)
+        return spans
+
+    def _is_plain(self, facts: BatchFacts, features: Mapping[str, EncoderFeatures]) -> bool:
+        """Return whether every row is one document without padding, with causal attention only."""
+        sees_ahead = any(len(found.tokens) > 0 for name, found in features.items() if self.attention[name] != "causal")
+        return not (sees_ahead or facts.packed or facts.padding != "none")
+
+    def _count_spans(self, facts: BatchFacts, features: Mapping[str, EncoderFeatures]) -> DocumentCounts:
+        """Return the number of documents and spans of a batch, or that one of them may not be contiguous."""
+        sizes: list[int] = []
+        for name, found in features.items():
+            attention = self.attention[name]
+            if attention == "causal" or not sum(facts.tokens[name]):
+                continue
+            # With "modality", all items of a row are one span, with text between them.
+            if attention == "modality" or found.lengths is None:
+                return replace(facts.documents, are_contiguous=False)
+            if not set(itertools.accumulate(found.lengths)).issuperset(facts.breaks[name]):
+                return replace(facts.documents, are_contiguous=False)
+            sizes += found.lengths
+        return replace(facts.documents, spans=len(sizes), longest_span=max(sizes, default=0))
+
+    def _starts_with_padding(self, attention_mask: Tensor, rest: Mapping[str, Any], facts: BatchFacts | None) -> bool:
+        if not self.positions_from_mask or attention_mask.dim() != 2 or rest.get("past_key_values") is not None:
+            return False
+        return not bool(attention_mask[:, 0].all()) if facts is None else facts.starts_with_padding
+
+    def _needs_no_mask(self, facts: BatchFacts, rest: Mapping[str, Any]) -> bool:
+        """Return whether the language model computes the same without the padding mask.
+
+        In a causal model, tokens do not see the padding behind them. Without a mask, transformers does not search for
+        padding, and attention uses its fastest kernel.
+        """
+        if not self.positions_from_mask or self.callback is not None or "past_key_values" in rest:
+            return False
+        config = getattr(unwrap(self.language_model), "config", None)
+        counts_all = rest.get("output_router_logits", getattr(config, "output_router_logits", False))
+        return facts.padding == "none" or (facts.padding == "right" and self.traits.is_causal and not counts_all)
+
+    def _prepare_llm_inputs(self, llm_inputs: dict[str, Any], input_ids: Tensor | None) -> dict[str, Any]:
+        """Apply the user's callback, and keep the inputs that the language model takes."""
+        if self.callback is not None:
+            offered = {**llm_inputs, "input_ids": input_ids}
+            names = get_callback_names(self.callback)
+            used = offered if names is None else {name: offered.get(name) for name in names}
+            llm_inputs = {**llm_inputs, **self.callback(**used)}
+        own = get_argument_names(self.language_model)
+        taken = (LANGUAGE_MODEL_INPUTS - _OPTIONAL_INPUTS).union(own)
+        return {name: value for name, value in llm_inputs.items() if value is not None and name in taken}
+
+
+# -------------------------------------------------------------------------------------------------- batch keys
+
+
+def get_callback_names(callback: LlmCallback | None) -> list[str] | None:
+    """Return the inputs that the language model's callback takes; None: all inputs."""
+    if callback is None:
+        return []
+    parameters = inspect.signature(callback).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters]
+
+
+def check_batch_keys(
+    encoders: Mapping[str, ModalEncoderModule],
+    language_model: nn.Module,
+    callback: LlmCallback | None,
+    rest: Mapping[str, Any],
+) -> None:
+    """Refuse a batch with a key that no part takes: most often it is misspelt."""
+    wanted = get_callback_names(callback)
+    if wanted is None:
+        return
+    known = LANGUAGE_MODEL_INPUTS.union(get_argument_names(language_model), _OPTIONAL_INPUTS, wanted)
+    for name in rest:
+        if name in known:
+            continue
+        taken = {key: list(encoder.input_names) for key, encoder in encoders.items()}
+        hint = suggest_name(name, [*known, *encoders, *(n for names in taken.values() for n in names)])
+        raise ConfigError(
+            f"No part of the model takes {name!r}.{hint} Encoders take {taken}; "
+            "name further inputs of an encoder in its additional_args."
+        )
+
+
+def check_shapes(text: torch.Size, **inputs_BS: Tensor | None) -> None:
+    """Refuse inputs that do not have one entry per token of the text [B, S]."""
+    for name, value in inputs_BS.items():
+        if value is not None and value.dim() == 2 and value.shape != text:
+            raise ConfigError(
+                f"{name} has shape {tuple(value.shape)}, the text {tuple(text)}; expected one entry per token."
+            )
+
+
+# ------------------------------------------------------------------------------------------------ placeholders
+
+
+def find_placeholders(input_ids: Tensor, token_ids: Mapping[str, int]) -> dict[str, Tensor]:
     """Return, for each modality, where its placeholders are: bool [B, S]."""
     return {name: input_ids == token_id for name, token_id in token_ids.items()}
 
 
-def check_counts(modality: str, mask_BS: Tensor, features: Features | None) -> None:
-    """Refuse a batch whose placeholders and features do not match, naming the first sample where they part."""
-    check_tokens(modality, mask_BS.sum(-1).tolist(), features)
+def check_placeholders(modality: str, mask_BS: Tensor, features: EncoderFeatures | None) -> None:
+    """Refuse a batch whose placeholders and features do not match, naming the first sample that differs."""
+    check_placeholder_counts(modality, mask_BS.sum(-1).tolist(), features)
 
 
-def check_tokens(modality: str, tokens: Sequence[int], features: Features | None) -> None:
-    """Do the same for the numbers of placeholders of each sample."""
+def check_placeholder_counts(modality: str, tokens: Sequence[int], features: EncoderFeatures | None) -> None:
+    """Do the same as `check_placeholders` for the number of placeholders of each sample."""
     if features is None:
         if any(tokens):
             sample = next(i for i, count in enumerate(tokens) if count)
@@ -41,8 +282,8 @@ def check_tokens(modality: str, tokens: Sequence[int], features: Features | None
                 f"{modality} encoder. Give the encoder's input, or take the tokens out of the text."
             )
         return
-    n_features = len(features.tokens)
-    if features.lengths is None:
+    lengths, n_features = features.lengths, len(features.tokens)
+    if lengths is None:
         if sum(tokens) != n_features:
             raise ConfigError(
                 f"The batch has {sum(tokens)} {modality} tokens (per sample: {list(tokens)}) and {n_features} "
@@ -50,13 +291,8 @@ def check_tokens(modality: str, tokens: Sequence[int], features: Features | None
                 "features."
             )
         return
-    _check_samples(modality, tokens, features.lengths)
-
-
-def _check_samples(modality: str, tokens: Sequence[int], lengths: Sequence[int]) -> None:
-    """Walk through the samples, giving each the next whole items, and stop where they do not fit."""
     item = 0
-    for sample, wanted in enumerate(tokens):
+    for sample, wanted in enumerate(tokens):  # each sample takes the next whole items
         first, got = item, 0
         while got < wanted and item < len(lengths):
             got += lengths[item]
@@ -76,32 +312,12 @@ def _check_samples(modality: str, tokens: Sequence[int], lengths: Sequence[int])
         )
 
 
-def check_shapes(text: torch.Size, **inputs_BS: Tensor | None) -> None:
-    """Refuse inputs that have not one entry per token of the text [B, S]."""
-    for name, value in inputs_BS.items():
-        if value is not None and value.dim() == 2 and value.shape != text:
-            raise ConfigError(
-                f"{name} has shape {tuple(value.shape)}, the text {tuple(text)}; expected one entry per token."
-            )
-
-
-def without_context_free(labels_BS: Tensor | None, documents_BS: Tensor) -> Tensor | None:
-    """Return the labels without tokens that would be predicted from padding or from another document.
-
-    The first token of a text is predicted from nothing; behind something else it would be predicted from that.
-    `documents_BS` may be an attention mask: one document per row.
-    """
-    if labels_BS is None:
-        return None
-    foreign = torch.zeros_like(documents_BS, dtype=torch.bool)
-    foreign[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
-    return labels_BS.masked_fill(foreign, IGNORED)
-
-
-def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features, places: Tensor | None = None) -> Tensor:
+def merge_features(
+    embeds_BSD: Tensor, mask_BS: Tensor, features: EncoderFeatures, places: Tensor | None = None
+) -> Tensor:
     """Return the embeddings with the placeholders' rows replaced by the features, in order.
 
-    Where the places are known (see `BatchFacts`), a GPU is not waited for: how many the mask marks it alone would know.
+    With known `places` (see `BatchFacts`) there is no GPU synchronization; the size of the mask requires one.
     """
     width = embeds_BSD.shape[-1]
     if features.tokens.shape[-1] != width:
@@ -116,10 +332,28 @@ def inject(embeds_BSD: Tensor, mask_BS: Tensor, features: Features, places: Tens
     return merged.view_as(embeds_BSD)
 
 
-def mark_spans(spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor, features: Features, first: int) -> int:
+# --------------------------------------------------------------------------------------------- masks and labels
+
+
+def mask_context_free_labels(labels_BS: Tensor | None, documents_BS: Tensor) -> Tensor | None:
+    """Return the labels without tokens that would be predicted from padding or from another document.
+
+    The first token of a text has no context; behind other tokens it would be predicted from those. `documents_BS` may
+    be an attention mask: one document per row.
+    """
+    if labels_BS is None:
+        return None
+    foreign = torch.zeros_like(documents_BS, dtype=torch.bool)
+    foreign[:, 1:] = documents_BS[:, 1:] != documents_BS[:, :-1]
+    return labels_BS.masked_fill(foreign, IGNORE_INDEX)
+
+
+def mark_spans(
+    spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor, features: EncoderFeatures, first: int
+) -> int:
     """Write into `spans_BS` which tokens of one modality see each other in both directions.
 
-    Their spans are numbered from `first` on; returns the first number that is left for others.
+    Spans are numbered from `first`; returns the first number that is still free.
     """
     if attention == "causal":
         return first
@@ -134,42 +368,21 @@ def mark_spans(spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor,
     lengths, after = features.lengths, first + len(features.lengths)
     items = torch.arange(first, after, dtype=spans_BS.dtype)
     numbers = items.repeat_interleave(torch.tensor(lengths, dtype=torch.long), output_size=sum(lengths))
-    spans_BS.masked_scatter_(mask_BS, sent(numbers, spans_BS.device))
+    spans_BS.masked_scatter_(mask_BS, copy_to_device(numbers, spans_BS.device))
     return after
 
 
-def count_spans(facts: BatchFacts, modalities: Mapping[str, tuple[str, Features]]) -> Counts:
-    """Return how many documents and spans a batch has, or that one of them may not be in one piece.
-
-    Args:
-        facts: Of the batch.
-        modalities: By modality: how its tokens see each other, and its features.
-    """
-    sizes: list[int] = []
-    for name, (attention, features) in modalities.items():
-        if attention == "causal" or not sum(facts.tokens[name]):
-            continue
-        if attention == "modality" or features.lengths is None:  # a row's items are one span
-            return replace(facts.documents, in_pieces=False)
-        ends = set(itertools.accumulate(features.lengths))
-        if not ends.issuperset(facts.breaks[name]):
-            return replace(facts.documents, in_pieces=False)
-        sizes += features.lengths
-    return replace(facts.documents, spans=len(sizes), longest_span=max(sizes, default=0))
-
-
-def mask_spec(
+def build_mask_spec(
     tokens_BS: Tensor,
     attention_mask: Tensor | None,
     documents: Tensor | None,
     spans: Tensor | None,
     is_plain: bool | None = None,
-    counts: Counts | None = None,
+    counts: DocumentCounts | None = None,
 ) -> MaskSpec:
-    """Return who sees whom in a batch that is packed, or has tokens that see in both directions.
+    """Return the mask of a batch that is packed, or has tokens that see in both directions.
 
-    Whether it is plain causal attention after all, and how many documents and spans there are, is found out from the
-    tensors, unless it is said.
+    Without `is_plain` (plain causal attention is enough) and `counts`, both are computed from the tensors.
     """
     if documents is None:
         documents = torch.ones_like(tokens_BS, dtype=torch.long) if attention_mask is None else attention_mask

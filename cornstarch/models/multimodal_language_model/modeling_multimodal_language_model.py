@@ -14,23 +14,25 @@ from torch import Tensor, nn
 from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
 from cornstarch.compat import leave_out_of_ddp, positions_in_order
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.composing import check_widths, make_projector
-from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
-from cornstarch.models.multimodal_language_model.facts import BatchFacts
-from cornstarch.models.multimodal_language_model.hugging_face import HuggingFaceModel, correct_count
-from cornstarch.models.multimodal_language_model.items import KNOWN, Features
-from cornstarch.models.multimodal_language_model.joining import Joining
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
-from cornstarch.models.multimodal_language_model.routing import callback_names, check_known, route
-from cornstarch.models.multimodal_language_model.trainable import set_trainable
+from cornstarch.models.multimodal_language_model.encoder import (
+    LANGUAGE_MODEL_INPUTS,
+    ModalEncoderModule,
+    route_batch,
+    set_trainable,
+)
+from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES, EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import BatchFacts, TextInputs
+from cornstarch.models.multimodal_language_model.hugging_face import HuggingFaceModel, correct_count, generate
+from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
+from cornstarch.models.multimodal_language_model.merge import TokenMerger, check_batch_keys, get_callback_names
+from cornstarch.models.multimodal_language_model.projector import MultimodalProjector, build_projector, check_widths
 from cornstarch.models.multimodal_language_model.unwrap import (
+    disable_cache,
     is_gathered_by_caller,
     is_sharded,
     run_inside,
     unwrap,
-    without_cache,
 )
-from cornstarch.models.multimodal_language_model.verify import LanguageModelTraits, check_language_model
 
 __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
 
@@ -48,8 +50,8 @@ class MultimodalModel(HuggingFaceModel):
             plain language model.
         language_model: A Hugging Face causal language model (or a PEFT model around one).
         preprocess_llm_callback: Called with those of the language model's inputs that it names as arguments
-            (`input_ids`, `inputs_embeds`, `attention_mask`, `position_ids`, `labels`, and whatever else is in the
-            batch); returns a dictionary of inputs to add or replace.
+            (`input_ids`, `inputs_embeds`, `attention_mask`, `position_ids`, `labels`, and any other batch key);
+            returns a dictionary of inputs to add or replace.
         init_projector_type: "linear" or "mlp", for encoders that come without a projector.
         init_activation: The activation inside an "mlp" projector, by its name in transformers.
     """
@@ -76,16 +78,16 @@ class MultimodalModel(HuggingFaceModel):
         self.language_model = language_model
         self.preprocess_llm_callback = preprocess_llm_callback
         self.modality_token_ids: dict[str, int] = {}
-        # A model taken over from another library keeps that library's habits (see from_multimodal).
+        # A model imported from another library keeps that library's conventions (see from_multimodal).
         self.trains_on_placeholders = False
         self.positions_from_mask = True
         self.origin: Any = None
-        self.given_zeros: tuple[nn.Parameter, ...] = ()
-        """Trained parameters that no loss reaches, where a wrapper makes gradients of zeros for them (FSDP1)."""
+        self.zero_gradient_parameters: tuple[nn.Parameter, ...] = ()
+        """Trained parameters that no loss reaches, where a wrapper creates zero gradients for them (FSDP1)."""
         self._stand_ins: dict[str, dict[str, Any]] = {}
         self._prompt_length: int | None = None
-        self._generate_by: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
-        self._given_features: tuple[dict[str, Features], list[Tensor]] | None = None
+        self._generate_function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
+        self._features_to_use: tuple[dict[str, EncoderFeatures], list[Tensor]] | None = None
         self.traits = check_language_model(language_model) if encoders else LanguageModelTraits()
         for name, encoder in (encoders or {}).items():
             self.add_encoder(name, encoder, init_projector_type, init_activation)
@@ -93,18 +95,18 @@ class MultimodalModel(HuggingFaceModel):
     def add_encoder(
         self, name: str, encoder: nn.Module, projector_type: str = "linear", activation: str = "gelu"
     ) -> None:
-        """Give the model one more modality: its encoder becomes the attribute `<name>_encoder`."""
+        """Add a modality: its encoder becomes the attribute `<name>_encoder`."""
         if not isinstance(name, str) or not name.isidentifier() or name in LANGUAGE_MODEL_INPUTS:
             raise ConfigError(f"Encoder name {name!r}: expected a plain name such as 'vision' or 'audio'.")
         if not isinstance(unwrap(encoder), ModalEncoderModule):
             encoder = ModalEncoderModule(encoder)
-        inner = unwrap(encoder)
+        inner, width = unwrap(encoder), self._embedding_width()
         assert isinstance(inner, ModalEncoderModule)
         if inner.projector is None:
-            kind = getattr(getattr(unwrap(self.language_model), "config", None), "model_type", None)
-            made = make_projector(name, inner, self._embedding_width(), projector_type, activation, kind)
-            inner.projector = nn.Module.to(made, device=self.device, dtype=self.dtype)
-        check_widths(name, inner, self._embedding_width())
+            model_type = getattr(getattr(unwrap(self.language_model), "config", None), "model_type", None)
+            projector = build_projector(name, inner, width, projector_type, activation, model_type)
+            inner.projector = nn.Module.to(projector, device=self.device, dtype=self.dtype)
+        check_widths(name, inner, width)
         self.add_module(f"{name}_encoder", encoder)
         self.encoder_names = (*self.encoder_names, name)
 
@@ -116,17 +118,17 @@ class MultimodalModel(HuggingFaceModel):
 
     @property
     def encoders(self) -> dict[str, ModalEncoderModule]:
-        """The encoders by modality name, in the order in which they were given, without wrappers around them."""
+        """The encoders by modality name, in the order in which they were added, without wrappers around them."""
         return {name: unwrap(getattr(self, f"{name}_encoder")) for name in self.encoder_names}  # type: ignore[misc]
 
     @property
     def device(self) -> torch.device:
-        """The device of the language model's embeddings; of whatever is here, if other processes have those."""
+        """The device of the language model's embeddings; of any local parameter if they are on other ranks."""
         return self._first_weight().device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the language model's embeddings; of whatever is here, if other processes have those."""
+        """The dtype of the language model's embeddings; of any local parameter if they are on other ranks."""
         return self._first_weight().dtype
 
     def _first_weight(self) -> Tensor:
@@ -136,7 +138,7 @@ class MultimodalModel(HuggingFaceModel):
         return next((one for one in self.parameters() if not one.is_meta), self._embedding_table())
 
     def set_modality_token_ids(self, token_ids: Mapping[str, int]) -> None:
-        """Tell which token id marks the place of each modality's tokens in the text."""
+        """Set the token id that marks the place of each modality's tokens in the text."""
         for name, token_id in token_ids.items():
             self._check_encoder_name(name)
             if not isinstance(token_id, int):
@@ -152,7 +154,7 @@ class MultimodalModel(HuggingFaceModel):
         if name not in self.encoder_names:
             raise ConfigError(f"There is no encoder {name!r}; this model has {list(self.encoder_names)}.")
 
-    # ------------------------------------------------------------------ what is trained
+    # ------------------------------------------------------------------ training mode
 
     def train(
         self,
@@ -178,7 +180,7 @@ class MultimodalModel(HuggingFaceModel):
         llm_mode = True if llm_mode is None else llm_mode
         if encoders_mode is None:
             encoders_mode = dict.fromkeys(self.encoder_names, llm_mode)
-        modes = {name: self._checked_mode(name, trained) for name, trained in encoders_mode.items()}
+        modes = {name: self._parse_mode(name, trained) for name, trained in encoders_mode.items()}
         self.training = True
         for name, (encoder, projector) in modes.items():
             self.encoders[name].training = encoder or projector
@@ -186,7 +188,7 @@ class MultimodalModel(HuggingFaceModel):
         set_trainable(self.language_model, bool(llm_mode))
         return self
 
-    def _checked_mode(self, name: str, trained: EncoderMode) -> tuple[bool, bool]:
+    def _parse_mode(self, name: str, trained: EncoderMode) -> tuple[bool, bool]:
         """Return whether the encoder and its projector are trained."""
         self._check_encoder_name(name)
         pair = (trained, trained) if isinstance(trained, bool) else tuple(trained)
@@ -196,7 +198,7 @@ class MultimodalModel(HuggingFaceModel):
             )
         return pair
 
-    # ------------------------------------------------------------------ one step
+    # ------------------------------------------------------------------ forward
 
     def forward(
         self,
@@ -219,39 +221,34 @@ class MultimodalModel(HuggingFaceModel):
             labels: [B, S]; -100 is not trained on. Placeholders are never trained on.
             inputs_embeds: Embeddings to use instead of looking up `input_ids`.
             documents: [B, S] for packed rows: 0 is padding, tokens with the same number are one document.
-            facts: What is known of this very batch on the CPU; without them it is read from the tensors, for which a
-                GPU is waited for.
+            facts: Facts about this batch that are known on the CPU; without them they are read from the tensors,
+                which waits for the GPU.
             batch: Encoders' inputs, flat (`pixel_values=…`) or nested by modality (`vision={"pixel_values": …}`),
-                and whatever else the language model's forward takes.
+                and further inputs of the language model's forward.
 
         Returns:
             The language model's output.
         """
-        encoder_inputs, rest = self.split_batch(batch)
-        if facts is not None and not facts.are_of(input_ids, self.modality_token_ids):
-            facts = None
-        features, touched = self._given_features or self.encode(encoder_inputs, facts)
+        text = TextInputs(input_ids, attention_mask, position_ids, labels, inputs_embeds, documents, facts)
+        return self._run_batch(text, batch)
 
-        def continue_with(language_model: Callable[..., Any]) -> Any:
-            llm_inputs, spec = self.merge(
-                features,
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                labels=labels,
-                inputs_embeds=inputs_embeds,
-                documents=documents,
-                facts=facts,
-                **rest,
-            )
-            for made in touched:
-                # Nothing of it is added, but gradients take the same way through the language model and the encoders as
-                # in processes with items: what is sharded is then gathered and summed in the same order in all of them.
-                llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + made[:0].sum()
-            llm_inputs = without_cache(self.language_model, llm_inputs)
-            if labels is not None and llm_inputs.get("num_items_in_batch") is not None:
+    def _run_batch(self, text: TextInputs, batch: dict[str, Any]) -> Any:
+        encoder_inputs, rest = self.split_batch(batch)
+        facts = text.facts
+        if facts is not None and not facts.matches(text.input_ids, self.modality_token_ids):
+            facts = None
+        features, stand_in_tensors = self._features_to_use or self.encode(encoder_inputs, facts)
+
+        def merge_and_run(language_model: Callable[..., Any]) -> Any:
+            llm_inputs, spec = self.merge(features, **{**vars(text), "facts": facts}, **rest)
+            for tensor in stand_in_tensors:
+                # Adds nothing, but gradients take the same path through the language model and the encoders as on
+                # ranks with items: sharded parameters are gathered and reduced in the same order on all ranks.
+                llm_inputs["inputs_embeds"] = llm_inputs["inputs_embeds"] + tensor[:0].sum()
+            llm_inputs = disable_cache(self.language_model, llm_inputs)
+            if text.labels is not None and llm_inputs.get("num_items_in_batch") is not None:
                 count = llm_inputs["num_items_in_batch"]
-                llm_inputs["num_items_in_batch"] = correct_count(count, labels, llm_inputs["labels"])
+                llm_inputs["num_items_in_batch"] = correct_count(count, text.labels, llm_inputs["labels"])
             if spec is None:
                 counted = facts is not None and llm_inputs.get("position_ids") is None
                 with positions_in_order() if counted else nullcontext():
@@ -261,114 +258,61 @@ class MultimodalModel(HuggingFaceModel):
                 return language_model(**llm_inputs)
 
         if self.encoders and is_gathered_by_caller(self.language_model, self.get_input_embeddings()):
-            # The table is whole only while the language model runs: look up tokens and merge in there.
-            return run_inside(self.language_model, continue_with, input_ids=input_ids)
-        return continue_with(self.language_model)
-
-    def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
-        """Let every encoder take part in every step, also if the batch has nothing for it.
-
-        Processes that train together must do the same, or they wait for one another for ever: one that has no image in
-        its batch runs the vision encoder on a stand-in, whose tokens go nowhere and whose gradient is zero.
-
-        Args:
-            stand_ins: By modality, some valid input of its encoder, as `MultimodalProcessor.stand_ins` makes it, under
-                the processor's names or the encoder's. Empty: encoders run on what is there, as in one process.
-        """
-        for name in stand_ins:
-            self._check_encoder_name(name)
-        self._stand_ins = {name: self.encoders[name].as_arguments(dict(one)) for name, one in stand_ins.items()}
-
-    @contextmanager
-    def given_features(self, features: dict[str, Features], touched: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Run a block in which encoders are not run: their tokens come from elsewhere.
-
-        Args:
-            features: The tokens, by modality.
-            touched: What stand-ins made (see `keep_encoders_running`).
-        """
-        self._given_features = features, list(touched)
-        try:
-            yield
-        finally:
-            self._given_features = None
-
-    def encode(
-        self, encoder_inputs: Mapping[str, dict[str, Any]], facts: BatchFacts | None = None
-    ) -> tuple[dict[str, Features], list[Tensor]]:
-        """Run the encoders, always in the same order; return their tokens, and what stand-ins made."""
-        features: dict[str, Features] = {}
-        touched: list[Tensor] = []
-        for name, encoder in self.encoders.items():
-            if name in encoder_inputs:
-                on_host = None if facts is None else facts.known(name)
-                features[name] = self.run_encoder(name, self._in_step(name, encoder_inputs[name]), on_host)
-            elif name in self._stand_ins:
-                inputs = self.stand_in(name, self.device) or {}
-                wrapper = self.get_submodule(f"{name}_encoder")
-                touched += encoder.stand_in_features(inputs, wrapper=wrapper).given()
-        return features, touched
-
-    def run_encoder(self, name: str, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None) -> Features:
-        """Run one encoder, through whatever is wrapped around it (see `ModalEncoderModule.features`)."""
-        return self.encoders[name].features(inputs, on_host, wrapper=self.get_submodule(f"{name}_encoder"))
-
-    def _in_step(self, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Give an encoder whose items are all known something to run on, if other processes may wait for it.
-
-        They gather its parameters together. Its output goes nowhere: what is known is of an encoder that is frozen.
-        """
-        if inputs.keys() != {KNOWN} or name not in self._stand_ins:
-            return inputs
-        if not is_sharded(self.get_submodule(f"{name}_encoder")):
-            return inputs
-        return {KNOWN: {**inputs[KNOWN], "stand_in": self.stand_in(name, self.device)}}
-
-    def unreached_parameters(self) -> list[str]:
-        """Return the names of trained parameters that no loss reaches, such as those of an encoder's pooled output.
-
-        They never have a gradient. A plain `DistributedDataParallel` around this model does not wait for them.
-        """
-        found: set[int] = set()
-        for name, encoder in self.encoders.items():
-            names = encoder.unreached_parameters(self._stand_ins.get(name))
-            found |= {id(encoder.get_parameter(one)) for one in names}
-        uses = Counter(id(one) for _, one in self.named_parameters(remove_duplicate=False))
-        return [name for name, one in self.named_parameters() if id(one) in found and uses[id(one)] == 1]
-
-    def stand_in(self, name: str, device: torch.device) -> dict[str, Any] | None:
-        """Return what an encoder runs on where a batch has nothing for it; None if it then does not run."""
-        inputs = self._stand_ins.get(name)
-        if inputs is None:
-            return None
-        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
-        self._stand_ins[name] = moved  # copied once: a copy from where it was made would wait for the device
-        return dict(moved)
+            # The embedding table is whole only while the language model runs: look up tokens and merge in there.
+            return run_inside(self.language_model, merge_and_run, input_ids=text.input_ids)
+        return merge_and_run(self.language_model)
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Return the inputs of each encoder that runs on this batch, and what is left for the language model."""
-        encoder_inputs, rest = route(self.encoders, batch)
-        check_known(self.encoders, self.language_model, self.preprocess_llm_callback, rest)
-        # The callback may ask for an encoder's input too: image grids, say, to compute positions.
-        names = callback_names(self.preprocess_llm_callback)
+        """Return the inputs of each encoder that runs on this batch, and the rest for the language model."""
+        encoder_inputs, rest = route_batch(self.encoders, batch)
+        check_batch_keys(self.encoders, self.language_model, self.preprocess_llm_callback, rest)
+        # The callback may take an encoder's input too: image grids, say, to compute positions.
+        names = get_callback_names(self.preprocess_llm_callback)
         wanted = {name: batch[name] for name in (batch if names is None else names) if name in batch}
         return encoder_inputs, {**wanted, **rest}
 
-    def merge(
-        self,
-        features: dict[str, Features],
-        *,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        labels: Tensor | None,
-        inputs_embeds: Tensor | None,
-        documents: Tensor | None,
-        facts: BatchFacts | None = None,
-        **rest: Any,
-    ) -> tuple[dict[str, Any], MaskSpec | None]:
-        """Return the language model's inputs, and the mask where plain causal attention is not enough."""
-        joining = Joining(
+    def encode(
+        self, encoder_inputs: Mapping[str, dict[str, Any]], facts: BatchFacts | None = None
+    ) -> tuple[dict[str, EncoderFeatures], list[Tensor]]:
+        """Run the encoders, always in the same order; return their tokens, and the tensors made from stand-ins."""
+        features: dict[str, EncoderFeatures] = {}
+        stand_in_tensors: list[Tensor] = []
+        for name, encoder in self.encoders.items():
+            wrapper = self.get_submodule(f"{name}_encoder")
+            if name in encoder_inputs:
+                inputs = encoder_inputs[name]
+                if inputs.keys() == {CACHED_FEATURES} and name in self._stand_ins and is_sharded(wrapper):
+                    # All items are cached, but other ranks may wait for this rank to gather the parameters with them:
+                    # run the encoder on a stand-in. Its output is not used; cached encoders are frozen.
+                    stand_in = {"stand_in": self.stand_in(name, self.device)}
+                    inputs = {CACHED_FEATURES: {**inputs[CACHED_FEATURES], **stand_in}}
+                features[name] = self.run_encoder(name, inputs, None if facts is None else facts.host_inputs(name))
+            elif name in self._stand_ins:
+                stand_in_inputs = self.stand_in(name, self.device) or {}
+                stand_in_tensors += encoder.stand_in_features(stand_in_inputs, wrapper=wrapper).tensors()
+        return features, stand_in_tensors
+
+    def run_encoder(
+        self, name: str, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None
+    ) -> EncoderFeatures:
+        """Run one encoder through the wrappers around it (see `ModalEncoderModule.features`)."""
+        return self.encoders[name].features(inputs, on_host, wrapper=self.get_submodule(f"{name}_encoder"))
+
+    @contextmanager
+    def use_features(self, features: dict[str, EncoderFeatures], touched: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Use these tokens in the block instead of running the encoders; `touched` are tensors made from stand-ins."""
+        self._features_to_use = features, list(touched)
+        try:
+            yield
+        finally:
+            self._features_to_use = None
+
+    def merge(self, features: dict[str, EncoderFeatures], **inputs: Any) -> tuple[dict[str, Any], MaskSpec | None]:
+        """Return the language model's inputs, and the mask where plain causal attention is not enough.
+
+        `inputs` are the named arguments of `forward`, and further inputs of the language model.
+        """
+        merger = TokenMerger(
             self.language_model,
             self.traits,
             self.modality_token_ids,
@@ -378,60 +322,87 @@ class MultimodalModel(HuggingFaceModel):
             self.positions_from_mask,
             self._prompt_length,
         )
-        return joining(
-            features,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            labels=labels,
-            inputs_embeds=inputs_embeds,
-            documents=documents,
-            facts=facts,
-            **rest,
-        )
+        return merger(features, *TextInputs.split(inputs))
 
-    # ------------------------------------------------------------------ using the model
+    # ------------------------------------------------------------------ stand-ins
+
+    def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
+        """Run every encoder in every step, also if the batch has nothing for it.
+
+        Ranks that train together must launch the same collectives, or they deadlock: a rank without an image in its
+        batch runs the vision encoder on a stand-in, whose tokens are not used and whose gradient is zero.
+
+        Args:
+            stand_ins: By modality, a valid input of its encoder, as `MultimodalProcessor.stand_ins` builds it, under
+                the processor's names or the encoder's. Empty: encoders run only on the batch, as in one process.
+        """
+        for name in stand_ins:
+            self._check_encoder_name(name)
+        self._stand_ins = {name: self.encoders[name].rename_inputs(dict(one)) for name, one in stand_ins.items()}
+
+    def stand_in(self, name: str, device: torch.device) -> dict[str, Any] | None:
+        """Return the inputs of an encoder for a batch without its modality; None if it then does not run."""
+        inputs = self._stand_ins.get(name)
+        if inputs is None:
+            return None
+        moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        self._stand_ins[name] = moved  # copied once: each copy from the CPU would wait for the device
+        return dict(moved)
+
+    def find_unused_parameters(self) -> list[str]:
+        """Return the names of trained parameters that no loss reaches, such as those of an encoder's pooled output.
+
+        They never have a gradient. A plain `DistributedDataParallel` around this model does not wait for them.
+        """
+        found: set[int] = set()
+        for name, encoder in self.encoders.items():
+            names = encoder.find_unused_parameters(self._stand_ins.get(name))
+            found |= {id(encoder.get_parameter(one)) for one in names}
+        uses = Counter(id(one) for _, one in self.named_parameters(remove_duplicate=False))
+        return [name for name, one in self.named_parameters() if id(one) in found and uses[id(one)] == 1]
+
+    unreached_parameters = find_unused_parameters  # the earlier name
+
+    # ------------------------------------------------------------------ generation
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """Continue the text; the result has the prompt in front, as with Hugging Face's own multimodal models.
+        """Continue the text; the result starts with the prompt, as with Hugging Face's own multimodal models.
 
         Takes a batch as `forward` does, and the arguments of the language model's `generate`.
         """
-        from cornstarch.models.multimodal_language_model.generation import generate
-
-        if self._generate_by is not None:
-            return self._generate_by(input_ids, attention_mask, kwargs)
+        if self._generate_function is not None:
+            return self._generate_function(input_ids, attention_mask, kwargs)
         return generate(self, input_ids, attention_mask, kwargs)
 
     @contextmanager
-    def prompt_of(self, length: int) -> Iterator[None]:
-        """Run a block in which tokens behind so many were generated: they are text, whatever their ids."""
+    def use_prompt_length(self, length: int) -> Iterator[None]:
+        """Treat tokens after the first `length` as generated text inside the block, whatever their ids."""
         self._prompt_length = length
         try:
             yield
         finally:
             self._prompt_length = None
 
-    def generate_by(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
-        """Let a function of (input_ids, attention_mask, all else) do `generate`: a pipeline, whose stages share it."""
-        self._generate_by = function
+    def set_generate_function(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
+        """Let a function of (input_ids, attention_mask, other arguments) implement `generate`: a pipeline, say."""
+        self._generate_function = function
 
-    # ------------------------------------------------------------------ storing and taking over
+    # ------------------------------------------------------------------ loading
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
-        """Load a model saved by `save_pretrained`; see `storage.from_pretrained` for the options."""
-        from cornstarch.models.multimodal_language_model.storage.model import from_pretrained
+        """Load a model saved by `save_pretrained`; see `storage.pretrained.from_pretrained` for the options."""
+        from cornstarch.models.multimodal_language_model.storage.pretrained import from_pretrained
 
         return from_pretrained(folder, **options)
 
     @classmethod
     def from_multimodal(cls, model: nn.Module) -> MultimodalModel:
-        """Take a whole Hugging Face multimodal model apart; the parts are shared with it, not copied."""
-        from cornstarch.models.multimodal_language_model.takeover.dismantle import dismantle
+        """Decompose a whole Hugging Face multimodal model; the parts are shared with it, not copied."""
+        from cornstarch.models.multimodal_language_model.import_hf.decompose import decompose
 
-        return dismantle(model)
+        return decompose(model)
 
 
-leave_out_of_ddp(MultimodalModel, MultimodalModel.unreached_parameters)
+leave_out_of_ddp(MultimodalModel, MultimodalModel.find_unused_parameters)

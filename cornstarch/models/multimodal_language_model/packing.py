@@ -1,4 +1,4 @@
-"""Several whole samples in one row, so that no work is spent on padding.
+"""Pack several whole samples into one row, so that no work is spent on padding.
 
 Shapes: B rows, S tokens of a row, T tokens of all samples together.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -16,14 +15,14 @@ from torch import Tensor
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.merge import IGNORED
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
 
 Sample = Mapping[str, Any]
 
-# What a sample has for each of its tokens, and what stands at padding.
-_PER_TOKEN = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
+# Entries per token, and their values at padding.
+_PER_TOKEN = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
 
 
 def pack(
@@ -38,37 +37,39 @@ def pack(
     """Put samples into as few rows as first-fit-decreasing finds, each sample whole and in one row.
 
     The loss of the batch, times its number of trained tokens, is the sum of the samples' own: a document does not see
-    the others, its positions start anew, and its first label is left out because the token before it is another
-    document's.
+    the others, its positions start anew, and its first label is ignored because the token before it belongs to another
+    document.
 
     Args:
         samples: Dictionaries of tensors without batch dimension: `input_ids` [S]; optionally `labels`,
             `attention_mask` (tokens at 0 are left out), `position_ids` [S] or, for mRoPE, [n, S]; and encoders' inputs
             with their items in the first dimension (`pixel_values` [items, …]), flat or nested by modality.
         max_length: The most tokens that a row may have.
-        too_long: What to do with a sample longer than that: "error", or "skip" it and log how many there were.
+        too_long: For a sample longer than that: "error", or "skip" it and log the number of skipped samples.
         pad_token_id: The id at padding. Padding is not attended to; the id must only exist.
-        pad_to: Tokens of a row, at least, or a function that returns them, given those of the fullest row; by default
-            as many.
+        pad_to: The minimum number of tokens of a row, or a function that returns it from the length of the fullest
+            row; by default that length.
         token_keys: Further keys with one entry per token; they are 0 at padding.
 
     Returns:
-        A batch for `MultimodalModel`: `input_ids`, `attention_mask`, `documents` and what else the samples have for
-        their tokens, [B, S] (mRoPE positions [n, B, S]), and encoders' inputs in the order in which their tokens
-        appear. Positions are in it only if the samples have them: the model counts them anew in each document, and a
-        model with mRoPE does so in its own way.
+        A batch for `MultimodalModel`: `input_ids`, `attention_mask`, `documents` and the samples' other entries per
+        token, [B, S] (mRoPE positions [n, B, S]), and encoders' inputs in the order in which their tokens appear. It
+        has positions only if the samples have them: the model counts them anew in each document, and a model with
+        mRoPE does so in its own way.
     """
     if isinstance(pad_to, int) and pad_to > max_length:
         raise ConfigError(f"pad_to = {pad_to} is more than max_length = {max_length}.")
-    texts = [_Text.read(index, sample, token_keys) for index, sample in enumerate(samples)]
-    chosen = _fitting([len(text) for text in texts], max_length, too_long)
-    rows = [[chosen[i] for i in row] for row in first_fit_decreasing([len(texts[i]) for i in chosen], max_length)]
+    texts = [_read_tokens(index, sample, token_keys) for index, sample in enumerate(samples)]
+    lengths = [text["input_ids"].shape[-1] for text in texts]
+    chosen = _select_samples(lengths, max_length, too_long)
+    rows = [[chosen[i] for i in row] for row in first_fit_decreasing([lengths[i] for i in chosen], max_length)]
     order = [index for row in rows for index in row]
-    lengths = [[len(texts[index]) for index in row] for row in rows]
-    places = _Places.of(lengths, pad_to(max(map(sum, lengths))) if callable(pad_to) else pad_to or 0)
+    used = [sum(lengths[index] for index in row) for row in rows]
+    width = max([pad_to(max(used)) if callable(pad_to) else pad_to or 0, *used])
     fills = {**_PER_TOKEN, **dict.fromkeys(token_keys, 0), "input_ids": pad_token_id}
-    batch = _lay_out_tokens([texts[index].tokens for index in order], places, fills)
-    return {**batch, **_joined([_encoder_inputs(samples[index], token_keys) for index in order], order)}
+    row_lengths = [[lengths[index] for index in row] for row in rows]
+    batch = _place_tokens([texts[index] for index in order], row_lengths, width, fills)
+    return {**batch, **_join_inputs([_select_encoder_inputs(samples[index], token_keys) for index in order], order)}
 
 
 def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -95,7 +96,7 @@ def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows.values())
 
 
-def _fitting(lengths: list[int], max_length: int, too_long: str) -> list[int]:
+def _select_samples(lengths: list[int], max_length: int, too_long: str) -> list[int]:
     """Return the indices of the samples that fit into a row."""
     if too_long not in ("error", "skip"):
         raise ConfigError(f"too_long = {too_long!r}: expected 'error' or 'skip'.")
@@ -114,101 +115,71 @@ def _fitting(lengths: list[int], max_length: int, too_long: str) -> list[int]:
     return fitting
 
 
-@dataclass(frozen=True)
-class _Text:
-    """What one sample has for each of its tokens, without padding."""
-
-    tokens: dict[str, Tensor]
-
-    def __len__(self) -> int:
-        return self.tokens["input_ids"].shape[-1]
-
-    @classmethod
-    def read(cls, index: int, sample: Sample, token_keys: Sequence[str]) -> _Text:
-        """Take and check a sample's tokens."""
-        if sample.get("input_ids") is None:
-            raise ConfigError(f"Sample {index} has no input_ids (it has {list(sample)}).")
-        wanted = [*_PER_TOKEN, "attention_mask", *token_keys]
-        tokens = {key: torch.as_tensor(sample[key]) for key in wanted if sample.get(key) is not None}
-        length = tokens["input_ids"].shape[-1] if tokens["input_ids"].dim() == 1 else 0
-        for key, value in tokens.items():
-            dims = (1, 2) if key == "position_ids" else (1,)
-            if value.dim() not in dims or value.shape[-1] != length or length == 0:
-                raise ConfigError(
-                    f"Sample {index}: {key} has shape {list(value.shape)}, input_ids has "
-                    f"{list(tokens['input_ids'].shape)}; expected one entry per token, without a batch dimension."
-                )
-        kept = tokens.pop("attention_mask", None)
-        if kept is not None and not bool(kept.all()):
-            tokens = {key: value[..., kept != 0] for key, value in tokens.items()}
-            if not bool((kept != 0).any()):
-                raise ConfigError(f"Sample {index}: attention_mask is 0 everywhere, so there is nothing to pack.")
-        return cls(tokens)
+def _read_tokens(index: int, sample: Sample, token_keys: Sequence[str]) -> dict[str, Tensor]:
+    """Return the entries per token of a sample, checked and without padding."""
+    if sample.get("input_ids") is None:
+        raise ConfigError(f"Sample {index} has no input_ids (it has {list(sample)}).")
+    wanted = [*_PER_TOKEN, "attention_mask", *token_keys]
+    tokens = {key: torch.as_tensor(sample[key]) for key in wanted if sample.get(key) is not None}
+    length = tokens["input_ids"].shape[-1] if tokens["input_ids"].dim() == 1 else 0
+    for key, value in tokens.items():
+        dims = (1, 2) if key == "position_ids" else (1,)
+        if value.dim() not in dims or value.shape[-1] != length or length == 0:
+            raise ConfigError(
+                f"Sample {index}: {key} has shape {list(value.shape)}, input_ids has "
+                f"{list(tokens['input_ids'].shape)}; expected one entry per token, without a batch dimension."
+            )
+    kept = tokens.pop("attention_mask", None)
+    if kept is not None and not bool(kept.all()):
+        tokens = {key: value[..., kept != 0] for key, value in tokens.items()}
+        if not bool((kept != 0).any()):
+            raise ConfigError(f"Sample {index}: attention_mask is 0 everywhere, so there is nothing to pack.")
+    return tokens
 
 
-@dataclass(frozen=True)
-class _Places:
-    """Where the samples' tokens, laid end to end, go."""
+def _place_tokens(
+    texts: list[dict[str, Tensor]], rows: list[list[int]], width: int, fills: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the batch [B, S] of texts in the order of `rows`, which are lists of their lengths."""
+    lengths = torch.tensor([length for row in rows for length in row])
+    starts = lengths.cumsum(0) - lengths  # the first of each sample's tokens among the T
+    fronts = torch.tensor(
+        [number * width + end - row[i] for number, row in enumerate(rows) for i, end in enumerate(accumulate(row))]
+    )
+    positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+    places = fronts.repeat_interleave(lengths) + positions  # [T] in the flattened rows
+    numbers = torch.tensor([i + 1 for row in rows for i in range(len(row))]).repeat_interleave(lengths)
 
-    shape: tuple[int, int]
-    index: Tensor
-    """[T] place in the flattened rows."""
-    starts: Tensor
-    """[samples] first of each sample's tokens among the T."""
-    documents: Tensor
-    """[T] number of each token's sample within its row, from 1."""
+    def place(tokens: Tensor, fill: int) -> Tensor:  # [..., T] to [..., B, S]
+        packed = tokens.new_full((*tokens.shape[:-1], len(rows) * width), fill)
+        packed[..., places.to(tokens.device)] = tokens
+        return packed.unflatten(-1, (len(rows), width))
 
-    @classmethod
-    def of(cls, rows: list[list[int]], width: int) -> _Places:
-        """Make the places of rows of sample lengths."""
-        width = max([width, *(sum(row) for row in rows)])
-        lengths = torch.tensor([length for row in rows for length in row])
-        fronts = torch.tensor(
-            [number * width + end - row[i] for number, row in enumerate(rows) for i, end in enumerate(accumulate(row))]
-        )
-        numbers = torch.tensor([i + 1 for row in rows for i in range(len(row))])
-        starts = lengths.cumsum(0) - lengths
-        positions = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
-        return cls(
-            shape=(len(rows), width),
-            index=fronts.repeat_interleave(lengths) + positions,
-            starts=starts,
-            documents=numbers.repeat_interleave(lengths),
-        )
-
-    def spread(self, tokens: Tensor, fill: int) -> Tensor:
-        """Lay [..., T] out in rows [..., B, S]."""
-        rows = tokens.new_full((*tokens.shape[:-1], self.shape[0] * self.shape[1]), fill)
-        rows[..., self.index.to(tokens.device)] = tokens
-        return rows.unflatten(-1, self.shape)
-
-
-def _lay_out_tokens(texts: list[dict[str, Tensor]], places: _Places, fills: Mapping[str, int]) -> dict[str, Any]:
     batch: dict[str, Any] = {}
     for key in {key: None for text in texts for key in text}:
         missing = sum(key not in text for text in texts)
         if missing:
             raise ConfigError(f"{missing} of {len(texts)} samples have no {key}; give it to all samples or to none.")
         values = [text[key] for text in texts]
-        tokens = torch.cat(_with_equal_axes(values) if key == "position_ids" else values, dim=-1)
+        tokens = torch.cat(_expand_axes(values) if key == "position_ids" else values, dim=-1)
         if key == "labels":
-            tokens[places.starts.to(tokens.device)] = IGNORED
-        batch[key] = places.spread(tokens, fills[key])
-    batch["documents"] = places.spread(places.documents.to(batch["input_ids"].device), 0)
+            tokens[starts.to(tokens.device)] = IGNORE_INDEX
+        batch[key] = place(tokens, fills[key])
+    batch["documents"] = place(numbers.to(batch["input_ids"].device), 0)
     batch["attention_mask"] = (batch["documents"] > 0).long()
     return batch
 
 
-def _with_equal_axes(positions: list[Tensor]) -> list[Tensor]:
-    """Return positions that all have the axes of mRoPE if any has; text has the same position on each."""
+def _expand_axes(positions: list[Tensor]) -> list[Tensor]:
+    """Return positions that all have the axes of mRoPE if any has; text has the same position on each axis."""
     axes = {value.shape[0] for value in positions if value.dim() == 2}
     if len(axes) > 1:
         raise ConfigError(f"Samples have position_ids of {sorted(axes)} axes; expected the same number in all.")
     return [value.expand(*axes, -1) if value.dim() == 1 else value for value in positions]
 
 
-def _encoder_inputs(sample: Sample, token_keys: Sequence[str]) -> dict[str, Any]:
-    """Return what is not the text's, refusing what speaks of a whole batch."""
+def _select_encoder_inputs(sample: Sample, token_keys: Sequence[str]) -> dict[str, Any]:
+    """Return the encoders' inputs of a sample; refuse entries that describe a whole batch."""
     text = {*_PER_TOKEN, *token_keys, "attention_mask"}
     rest = {key: value for key, value in sample.items() if key not in text and value is not None}
     refused = sorted(LANGUAGE_MODEL_INPUTS.intersection(rest))
@@ -217,29 +188,24 @@ def _encoder_inputs(sample: Sample, token_keys: Sequence[str]) -> dict[str, Any]
     return rest
 
 
-def _joined(parts: list[dict[str, Any]], samples: list[int], prefix: str = "") -> dict[str, Any]:
+def _join_inputs(parts: list[dict[str, Any]], samples: list[int], prefix: str = "") -> dict[str, Any]:
     """Join the encoders' inputs of the samples that have them, in the order of the rows."""
     joined: dict[str, Any] = {}
     for key in {key: None for part in parts for key in part}:
         owners = [index for index, part in enumerate(parts) if key in part]
         values, numbers = [parts[index][key] for index in owners], [samples[index] for index in owners]
-        if any(isinstance(value, Mapping) for value in values):
-            joined[key] = _joined_modality(key, values, numbers)
-        else:
-            joined[key] = _join(f"{prefix}{key}", values, numbers)
+        if not any(isinstance(value, Mapping) for value in values):
+            joined[key] = _join_values(f"{prefix}{key}", values, numbers)
+            continue
+        for value, sample in zip(values, numbers, strict=True):  # otherwise items and masks would not match
+            if not isinstance(value, Mapping) or set(value) != set(values[0]):
+                found = list(value) if isinstance(value, Mapping) else type(value).__name__
+                raise ConfigError(f"{key}: sample {numbers[0]} has {list(values[0])}, sample {sample} has {found}.")
+        joined[key] = _join_inputs([dict(value) for value in values], numbers, f"{key}.")
     return joined
 
 
-def _joined_modality(name: str, values: list[Any], samples: list[int]) -> dict[str, Any]:
-    """Join inputs nested under one modality: all samples must have the same, or items and masks would not meet."""
-    for value, sample in zip(values, samples, strict=True):
-        if not isinstance(value, Mapping) or set(value) != set(values[0]):
-            found = list(value) if isinstance(value, Mapping) else type(value).__name__
-            raise ConfigError(f"{name}: sample {samples[0]} has {list(values[0])}, sample {sample} has {found}.")
-    return _joined([dict(value) for value in values], samples, f"{name}.")
-
-
-def _join(name: str, values: list[Any], samples: list[int]) -> Any:
+def _join_values(name: str, values: list[Any], samples: list[int]) -> Any:
     first = values[0]
     if isinstance(first, list | tuple):
         return [item for value in values for item in value]

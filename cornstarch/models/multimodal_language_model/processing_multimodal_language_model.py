@@ -1,4 +1,4 @@
-"""Texts, images and sounds into the batch of a multimodal model."""
+"""The processor: texts, images and sounds become the batch of a multimodal model."""
 
 from __future__ import annotations
 
@@ -14,26 +14,37 @@ from transformers import BatchFeature, PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.preprocessing import subprocessors
-from cornstarch.models.multimodal_language_model.preprocessing.arguments import given_texts, one_of
-from cornstarch.models.multimodal_language_model.preprocessing.features import FeatureCounter
-from cornstarch.models.multimodal_language_model.preprocessing.placeholders import (
-    Items,
-    claimed_items,
+from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import (
+    ProcessorParts,
+    build_noise_inputs,
+    collect_processors,
+    get_item_argument,
+    get_item_dimensions,
+    get_item_kind,
+    get_keywords,
+    load_parts,
+    name_items,
+    save_parts,
+    suggest_nearest,
+)
+from cornstarch.models.multimodal_language_model.preprocessing.token_count import FeatureCounter
+from cornstarch.models.multimodal_language_model.preprocessing.tokenization import (
+    ItemLengths,
+    ItemTokenizer,
+    check_tokenizer,
+    check_vocabulary,
     count_items,
     group_lengths,
     is_per_sample,
+    parse_claim,
     register_tokens,
 )
-from cornstarch.models.multimodal_language_model.preprocessing.tokenizing import ItemTokenizer
-from cornstarch.models.multimodal_language_model.preprocessing.vocabulary import check_tokenizer, check_vocabulary
-from cornstarch.models.multimodal_language_model.storage.processor import ProcessorParts, load_parts, save_parts
-from cornstarch.models.multimodal_language_model.unwrap import argument_names, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, unwrap
 
 FeatureFunction = Callable[..., int | Sequence[int] | Sequence[Sequence[int]]]
 
-# These speak of the text, although a feature extractor has arguments of the same names: the context limit must not
-# cut the sound.
+# Options of the text, although feature extractors have arguments of the same names: the context limit must not
+# truncate the sound.
 _TEXT_OPTIONS = frozenset({"padding", "truncation", "max_length", "pad_to_multiple_of", "padding_side", "stride"})
 
 
@@ -41,7 +52,7 @@ class MultimodalBatch(BatchFeature):
     """A batch whose `to` also reaches the inputs that are nested by modality."""
 
     def to(self, *args: Any, **kwargs: Any) -> MultimodalBatch:
-        """Move all tensors, and cast those that are floating-point."""
+        """Move all tensors, and cast floating-point ones."""
         super().to(*args, **kwargs)
         for name, value in self.items():
             if isinstance(value, Mapping):
@@ -61,7 +72,7 @@ class MultimodalProcessor:
         encoder_processors: Image processors and feature extractors by modality name (a class is built with its
             defaults).
         llm_tokenizer: The tokenizer of the language model; `tokenizer` is another name for it.
-        model: The `MultimodalModel`; it is told the ids of the placeholder tokens.
+        model: The `MultimodalModel`; its placeholder token ids are set.
         num_feature_calculation_funcs: By modality, a function of (the processor's inputs, its outputs) that returns
             the tokens of an item: one number for all, a list over the batch, or a list per sample.
         predefined_tokens: Placeholder tokens by modality, where `<name>` is not wanted.
@@ -83,14 +94,12 @@ class MultimodalProcessor:
         feature_extractor: Any = None,
         num_features_calculation_funcs: Mapping[str, FeatureFunction] | None = None,
     ) -> None:
-        self.llm_tokenizer: PreTrainedTokenizerBase = one_of(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
+        self.llm_tokenizer: PreTrainedTokenizerBase = _pick_one(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
         if self.llm_tokenizer is None:
             raise ConfigError("The processor needs the language model's tokenizer: pass llm_tokenizer=….")
         check_tokenizer(self.llm_tokenizer)
-        self.encoder_processors: dict[str, Any] = subprocessors.collect_processors(
-            encoder_processors, image_processor, feature_extractor
-        )
-        functions = one_of(
+        self.encoder_processors = collect_processors(encoder_processors, image_processor, feature_extractor)
+        functions = _pick_one(
             num_feature_calculation_funcs=num_feature_calculation_funcs,
             num_features_calculation_funcs=num_features_calculation_funcs,
         )
@@ -111,7 +120,7 @@ class MultimodalProcessor:
             self._connect(unwrap(model))
 
     def _connect(self, model: Any) -> None:
-        """Read what there is to know about the model's encoders, and tell it the ids of the placeholders."""
+        """Read the signatures of the model's encoders, and set the model's placeholder token ids."""
         if not hasattr(model, "encoders"):
             raise ConfigError(f"model is a {type(model).__name__}; expected a MultimodalModel.")
         missing = [name for name in self.encoder_processors if name not in model.encoders]
@@ -126,7 +135,7 @@ class MultimodalProcessor:
             if name in self.encoder_processors:
                 self._counters[name] = FeatureCounter(encoder)
                 if encoder.preprocess_callback is None:
-                    self._arguments[name] = self._flat_keys[name].union(argument_names(encoder.module))
+                    self._arguments[name] = self._flat_keys[name].union(get_argument_names(encoder.module))
         model.set_modality_token_ids(self.modality_token_ids)
 
     @property
@@ -163,46 +172,36 @@ class MultimodalProcessor:
             images: Short for `encoder_inputs` of the one modality whose processor takes images.
             audio: The same for sounds.
             videos: The same for videos.
-            kwargs: Passed on to the tokenizer and to each processor that has such an argument. Padding and truncation
-                are the text's: for an encoder's, use `encoder_inputs`.
+            kwargs: Passed to the tokenizer and to each processor that has such an argument. Padding and truncation
+                apply to the text: for an encoder's, use `encoder_inputs`.
         """
-        given = self._given_items(encoder_inputs, {"images": images, "audio": audio, "videos": videos})
-        texts, options = given_texts(llm_inputs, text)
+        given = self._collect_items(encoder_inputs, {"images": images, "audio": audio, "videos": videos})
+        texts, options = _parse_texts(llm_inputs, text)
         self._check_keywords(kwargs)
         outputs = {name: self._run(name, inputs, kwargs) for name, inputs in given.items()}
         batch: dict[str, Any] = {}
         if texts is not None:
             items = {name: self._count(name, given[name], outputs[name]) for name in given}
-            known = subprocessors.keywords(self.llm_tokenizer)
+            known = get_keywords(self.llm_tokenizer)
             passed = {key: value for key, value in kwargs.items() if key in known}
             batch.update(self._item_tokenizer()(texts, items, {"return_tensors": return_tensors, **passed, **options}))
         for name in outputs:
-            batch.update(self._laid_out(name, outputs, return_tensors))
+            batch.update(self._place_outputs(name, outputs, return_tensors))
         return MultimodalBatch(batch)
 
     def process_items(
         self, encoder_inputs: Mapping[str, Mapping[str, Any] | None]
     ) -> dict[str, tuple[dict[str, Any], list[int]]]:
-        """Run the processors without a text; return, by modality, its encoder's inputs and the tokens of each item.
-
-        Args:
-            encoder_inputs: As in a call.
-        """
+        """Run the processors without a text; return, by modality, its encoder's inputs and the tokens of each item."""
         found: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        for name, inputs in self._given_items(encoder_inputs, {}).items():
+        for name, inputs in self._collect_items(encoder_inputs, {}).items():
             outputs = self._run(name, inputs, {})
             found[name] = outputs, list(self._count(name, inputs, outputs).lengths)
         return found
 
     def tokenize(self, texts: Sequence[str], lengths: Mapping[str, Sequence[int]], **options: Any) -> dict[str, Any]:
-        """Tokenize texts whose items are known to take so many tokens.
-
-        Args:
-            texts: One per sample.
-            lengths: By modality, the tokens of each item, in the order of their placeholders.
-            options: Of the tokenizer.
-        """
-        items = {name: Items(list(counts)) for name, counts in lengths.items()}
+        """Tokenize texts; `lengths` has, by modality, the tokens of each item in the order of their placeholders."""
+        items = {name: ItemLengths(list(counts)) for name, counts in lengths.items()}
         return self._item_tokenizer()(list(texts), items, options)
 
     def _item_tokenizer(self) -> ItemTokenizer:
@@ -210,9 +209,9 @@ class MultimodalProcessor:
 
     def stand_ins(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
-        return {name: self._run(name, subprocessors.noise_inputs(p), {}) for name, p in self.encoder_processors.items()}
+        return {name: self._run(name, build_noise_inputs(p), {}) for name, p in self.encoder_processors.items()}
 
-    def _given_items(
+    def _collect_items(
         self, encoder_inputs: Mapping[str, Mapping[str, Any] | None] | None, short: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
         """Return the processor's arguments for each modality that has items."""
@@ -222,24 +221,22 @@ class MultimodalProcessor:
             if inputs is not None and not isinstance(inputs, Mapping):
                 raise ConfigError(
                     f"encoder_inputs[{name!r}] is a {type(inputs).__name__}; expected the arguments of its processor: "
-                    f"{{{subprocessors.item_argument(self.encoder_processors[name])!r}: …}}."
+                    f"{{{get_item_argument(self.encoder_processors[name])!r}: …}}."
                 )
             given[name] = inputs or {}
         for kind, value in short.items():
             if value is not None:
-                name = self._modality_of(kind)
+                name = self._find_modality(kind)
                 if given.get(name):
                     raise ConfigError(f"{name} items are given twice: encoder_inputs[{name!r}] and {kind}=.")
                 given[name] = {kind: value}
-        named = {name: subprocessors.name_items(self.encoder_processors[name], i) for name, i in given.items()}
-        return {name: inputs for name, inputs in named.items() if self._has_items(name, inputs)}
+        named = {name: name_items(self.encoder_processors[name], i) for name, i in given.items()}
+        items = {name: self._get_items(name, inputs) for name, inputs in named.items() if inputs}
+        is_empty = {name: isinstance(one, (list, tuple)) and count_items(one, 0) == 0 for name, one in items.items()}
+        return {name: inputs for name, inputs in named.items() if inputs and not is_empty[name]}
 
-    def _has_items(self, name: str, inputs: dict[str, Any]) -> bool:
-        items = self._items(name, inputs) if inputs else None
-        return bool(inputs) and not (isinstance(items, (list, tuple)) and count_items(items, 0) == 0)
-
-    def _items(self, name: str, inputs: Mapping[str, Any]) -> Any:
-        argument = subprocessors.item_argument(self.encoder_processors[name])
+    def _get_items(self, name: str, inputs: Mapping[str, Any]) -> Any:
+        argument = get_item_argument(self.encoder_processors[name])
         if inputs.get(argument) is None:
             raise ConfigError(
                 f"The {name} processor ({type(self.encoder_processors[name]).__name__}) takes its items as "
@@ -248,49 +245,51 @@ class MultimodalProcessor:
         return inputs[argument]
 
     def _run(self, name: str, inputs: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Run one modality's processor and keep what its encoder takes."""
+        """Run one modality's processor and keep the outputs that its encoder takes."""
         processor = self.encoder_processors[name]
-        known = subprocessors.keywords(processor)
-        sent = {key: value for key, value in kwargs.items() if key in known and key not in _TEXT_OPTIONS}
-        sent.update(inputs)
+        known = get_keywords(processor)
+        passed = {key: value for key, value in kwargs.items() if key in known and key not in _TEXT_OPTIONS}
+        passed.update(inputs)
         if "return_tensors" in known:
-            sent["return_tensors"] = "pt"
-        items = self._items(name, inputs)
+            passed["return_tensors"] = "pt"
+        items = self._get_items(name, inputs)
         if is_per_sample(items) and not all(items):
-            # Image processors stumble over a sample without images.
-            sent[subprocessors.item_argument(processor)] = [item for sample in items for item in sample]
-        made = processor(**sent).items()
-        outputs = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in made}
+            # Image processors fail on a sample without images.
+            passed[get_item_argument(processor)] = [item for sample in items for item in sample]
+        results = processor(**passed).items()
+        outputs = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in results}
         masks = [key for key in self._flat_keys[name] if key.endswith("mask") and key not in outputs]
         if "attention_mask" in outputs and len(masks) == 1:
-            # What the feature extractor calls attention_mask has a name of its own beside the text's.
+            # The encoder has its own name for the feature extractor's attention_mask, which is not the text's.
             outputs[masks[0]] = outputs.pop("attention_mask")
         taken = self._arguments.get(name)
         return {key: value for key, value in outputs.items() if taken is None or key in taken}
 
-    def _count(self, name: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> Items:
-        """Return how many tokens each item of a modality will take."""
-        items = self._items(name, inputs)
-        dimensions = subprocessors.item_dimensions(self.encoder_processors[name])
+    def _count(self, name: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> ItemLengths:
+        """Return the number of tokens of each item of a modality."""
+        items = self._get_items(name, inputs)
+        dimensions = get_item_dimensions(self.encoder_processors[name])
         n_items = count_items(items, dimensions)
         per_sample = [count_items(sample, dimensions) for sample in items] if is_per_sample(items) else None
         function, counter = self._functions.get(name), self._counters.get(name)
         if function is not None:
             source = f"num_feature_calculation_funcs[{name!r}]"
-            claimed = claimed_items(function(inputs, outputs), n_items, source)
+            claimed = parse_claim(function(inputs, outputs), n_items, source)
             if counter is not None:
                 counter.confirm(claimed.lengths, counter.arguments(outputs), source)
-            return Items(claimed.lengths, claimed.per_sample or per_sample)
+            return ItemLengths(claimed.lengths, claimed.per_sample or per_sample)
         if counter is None:
             raise ConfigError(
                 f"How many tokens a {name} item takes is unknown. Pass model=<the MultimodalModel> to the processor, "
                 f"or num_feature_calculation_funcs={{{name!r}: lambda inputs, outputs: <number>}}."
             )
         lengths = counter.lengths(counter.arguments(outputs))
-        return Items(group_lengths(lengths, n_items, name), per_sample)
+        return ItemLengths(group_lengths(lengths, n_items, name), per_sample)
 
-    def _laid_out(self, name: str, outputs: dict[str, dict[str, Any]], return_tensors: str | None) -> dict[str, Any]:
-        """Return one modality's share of the batch: flat, or nested under its name."""
+    def _place_outputs(
+        self, name: str, outputs: dict[str, dict[str, Any]], return_tensors: str | None
+    ) -> dict[str, Any]:
+        """Return one modality's entries of the batch: flat, or nested under its name."""
         own = outputs[name]
         if return_tensors == "np":
             own = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in own.items()}
@@ -309,7 +308,7 @@ class MultimodalProcessor:
         return self.llm_tokenizer.batch_decode(*args, **kwargs)
 
     def post_process_image_text_to_text(self, generated_outputs: Any, **kwargs: Any) -> list[str]:
-        """Return the texts of generated rows: what a pipeline of transformers calls after `generate`."""
+        """Return the texts of generated rows; transformers' pipelines call it after `generate`."""
         return self.llm_tokenizer.batch_decode(generated_outputs, **{"skip_special_tokens": True, **kwargs})
 
     def apply_chat_template(self, conversation: Sequence[Any], tokenize: bool = False, **kwargs: Any) -> Any:
@@ -321,7 +320,7 @@ class MultimodalProcessor:
         Args:
             conversation: A list of messages, or a list of such lists.
             tokenize: False returns the text, to be given to the processor together with the items.
-            kwargs: Passed on to the tokenizer's `apply_chat_template`.
+            kwargs: Passed to the tokenizer's `apply_chat_template`.
         """
         if tokenize:
             raise ConfigError(
@@ -340,15 +339,13 @@ class MultimodalProcessor:
         content = message.get("content")
         if content is None or isinstance(content, str):
             return dict(message)
-        return {**message, "content": "".join(self._part_as_text(part) for part in content)}
-
-    def _part_as_text(self, part: Mapping[str, Any]) -> str:
-        kind = str(part.get("type"))
-        if kind == "text":
-            return part["text"]
-        if kind in self.modality_tokens:
-            return self.modality_tokens[kind]
-        return self.modality_tokens[self._modality_of(subprocessors.item_kind(kind) or kind)]
+        texts = []
+        for part in content:
+            kind = str(part.get("type"))
+            if kind != "text" and kind not in self.modality_tokens:
+                kind = self._find_modality(get_item_kind(kind) or kind)
+            texts.append(part["text"] if kind == "text" else self.modality_tokens[kind])
+        return {**message, "content": "".join(texts)}
 
     # ------------------------------------------------------------------ storing
 
@@ -374,7 +371,7 @@ class MultimodalProcessor:
 
         Args:
             folder: A local folder.
-            model: As when the processor is made.
+            model: As in the constructor.
             num_feature_calculation_funcs: The functions that the saved processor had; not needed with `model`.
             classes: By modality, the class of a processor that is not in transformers.
             trust_remote_code: Whether code in the tokenizer's folder may be run.
@@ -395,15 +392,14 @@ class MultimodalProcessor:
     def _check_modality(self, name: str) -> None:
         if name not in self.encoder_processors:
             raise ConfigError(
-                f"There is no modality {name!r}{subprocessors.nearest(name, self.encoder_processors)}; "
+                f"There is no modality {name!r}{suggest_nearest(name, self.encoder_processors)}; "
                 f"this processor has {list(self.encoder_processors)}."
             )
 
-    def _modality_of(self, kind: str) -> str:
+    def _find_modality(self, kind: str) -> str:
         """Return the one modality whose processor takes this kind of item."""
         kinds = {
-            name: subprocessors.item_kind(subprocessors.item_argument(processor))
-            for name, processor in self.encoder_processors.items()
+            name: get_item_kind(get_item_argument(processor)) for name, processor in self.encoder_processors.items()
         }
         names = [name for name, found in kinds.items() if found == kind]
         if len(names) != 1:
@@ -415,11 +411,37 @@ class MultimodalProcessor:
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         parts = [self.llm_tokenizer, *self.encoder_processors.values()]
-        known = {keyword for part in parts for keyword in subprocessors.keywords(part)}
+        known = {keyword for part in parts for keyword in get_keywords(part)}
         for name in kwargs:
             if name not in known:
-                hint = subprocessors.nearest(name, known)
+                hint = suggest_nearest(name, known)
                 raise ConfigError(f"Neither the tokenizer nor a processor takes {name!r}{hint}.")
+
+
+def _pick_one(**names: Any) -> Any:
+    """Return the value that was given under one of several names of the same argument."""
+    given = {name: value for name, value in names.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are names of one argument: pass one of them.")
+    return next(iter(given.values()), None)
+
+
+def _parse_texts(
+    llm_inputs: Mapping[str, Any] | None, text: str | Sequence[str] | None
+) -> tuple[list[str] | None, dict[str, Any]]:
+    """Return the texts, one per sample, and the tokenizer's options."""
+    options = dict(llm_inputs or {})
+    texts = _pick_one(llm_inputs=options.pop("text", None), text=text)
+    if texts is None:
+        if options:
+            raise ConfigError(f"llm_inputs has {list(options)} but no 'text'.")
+        return None, {}
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if not all(isinstance(one, str) for one in texts):
+        raise ConfigError("text must be a string, or a list of strings, one per sample.")
+    if options.get("return_overflowing_tokens"):
+        raise ConfigError("return_overflowing_tokens would split an item over several rows; leave it out.")
+    return texts, options
 
 
 MultimodalModelProcessor = MultimodalProcessor

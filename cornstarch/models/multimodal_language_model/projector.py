@@ -1,9 +1,9 @@
-"""The module between an encoder and the language model."""
+"""The projector between an encoder and the language model, and the widths on both of its sides."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +14,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
     MultimodalProjectorConfig,
+    get_encoder_width,
 )
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
-
-def _known_size(config: MultimodalProjectorConfig, name: str, source: str) -> int:
-    size = getattr(config, name)
-    if size is None:
-        raise ConfigError(
-            f"MultimodalProjectorConfig has no {name}: no hidden size could be read from {source}. "
-            f"Pass {name}=<size> to MultimodalProjectorConfig, or your own module as `projection`."
-        )
-    return int(size)
-
-
-def _built_projection(config: MultimodalProjectorConfig) -> nn.Module:
-    if config.projection_type == "custom":
-        raise ConfigError("A projector of type 'custom' needs its module: pass it as `projection`.")
-    in_features = _known_size(config, "in_features", "encoder_config")
-    out_features = _known_size(config, "out_features", "text_config")
-    if config.projection_type == "linear":
-        return nn.Linear(in_features, out_features)
-    return nn.Sequential(
-        OrderedDict(
-            in_proj=nn.Linear(in_features, out_features),
-            activation=ACT2FN[config.activation],
-            out_proj=nn.Linear(out_features, out_features),
-        )
-    )
+if TYPE_CHECKING:
+    from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 
 
 class MultimodalProjector(PreTrainedModel):
@@ -70,27 +48,45 @@ class MultimodalProjector(PreTrainedModel):
         if projection is not None:
             config.projection_type = "custom"
         super().__init__(config)
-        self.projection = _built_projection(config) if projection is None else projection
+        self.projection = _build_projection(config) if projection is None else projection
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave every weight as it was made: by torch, or by the user."""
+        """Keep every weight as torch or the user initialized it."""
 
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutput:
         """Return the projected tokens as `last_hidden_state`."""
         parameter = next(self.projection.parameters(), None)
-        # Encoder and projector may be kept in different precisions; under autocast that is autocast's business.
-        if parameter is not None and not _autocasts(parameter.device):
-            inputs_embeds = inputs_embeds.to(parameter.dtype)
+        if parameter is not None:
+            device = parameter.device.type
+            # Encoder and projector may have different dtypes; under autocast, autocast casts.
+            if device == "meta" or not torch.is_autocast_enabled(device):
+                inputs_embeds = inputs_embeds.to(parameter.dtype)
         return BaseModelOutput(last_hidden_state=self.projection(inputs_embeds))
 
 
-def _autocasts(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+def _build_projection(config: MultimodalProjectorConfig) -> nn.Module:
+    if config.projection_type == "custom":
+        raise ConfigError("A projector of type 'custom' needs its module: pass it as `projection`.")
+    sizes = []
+    for name, source in (("in_features", "encoder_config"), ("out_features", "text_config")):
+        size = getattr(config, name)
+        if size is None:
+            raise ConfigError(
+                f"MultimodalProjectorConfig has no {name}: no hidden size could be read from {source}. "
+                f"Pass {name}=<size> to MultimodalProjectorConfig, or your own module as `projection`."
+            )
+        sizes.append(int(size))
+    in_features, out_features = sizes
+    first = nn.Linear(in_features, out_features)
+    if config.projection_type == "linear":
+        return first
+    second = nn.Linear(out_features, out_features)
+    return nn.Sequential(OrderedDict(in_proj=first, activation=ACT2FN[config.activation], out_proj=second))
 
 
 def as_projector(module: nn.Module | None) -> nn.Module | None:
-    """Return `module` as a projector: a bare tensor-to-tensor module is wrapped, anything else is kept."""
+    """Wrap a bare tensor-to-tensor module in a `MultimodalProjector`; return projectors and PEFT models unchanged."""
     if module is None or hasattr(module, "get_base_model"):
         return module
     if isinstance(module, nn.Module) and isinstance(unwrap(module), MultimodalProjector):
@@ -101,3 +97,51 @@ def as_projector(module: nn.Module | None) -> nn.Module | None:
             "by name use init_projector_type of MultimodalModel."
         )
     return MultimodalProjector(None, projection=module)
+
+
+def build_projector(
+    modality: str,
+    encoder: ModalEncoderModule,
+    width: int,
+    projector_type: str,
+    activation: str,
+    language_model_type: str | None = None,
+) -> MultimodalProjector:
+    """Return a new projector from an encoder to embeddings of this width."""
+    encoder_config = getattr(unwrap(encoder.module), "config", None)
+    own = get_encoder_width(encoder_config)
+    if own is None:
+        raise ConfigError(
+            f"No hidden size can be read from the config of the {modality} encoder "
+            f"({type(unwrap(encoder.module)).__name__}). Pass ModalEncoderModule(model, projector="
+            "MultimodalProjector(MultimodalProjectorConfig(in_features=<its width>, out_features="
+            f"{width}, projection_type={projector_type!r})))."
+        )
+    return MultimodalProjector(
+        MultimodalProjectorConfig(
+            encoder_config,
+            projection_type=projector_type,
+            activation=activation,
+            in_features=own,
+            out_features=width,
+            language_model_type=language_model_type,
+        )
+    )
+
+
+def check_widths(modality: str, encoder: ModalEncoderModule, width: int) -> None:
+    """Refuse a projector whose widths are not those of its encoder and of embeddings of this width."""
+    config = None if encoder.projector is None else getattr(unwrap(encoder.projector), "config", None)
+    own = get_encoder_width(getattr(unwrap(encoder.module), "config", None))
+    found = getattr(config, "in_features", None)
+    if found is not None and own is not None and found != own and not encoder.postprocess_module_callback:
+        raise ConfigError(
+            f"The {modality} projector takes tokens of width {found}, its encoder puts out {own} "
+            "(in_features of MultimodalProjectorConfig; a postprocess_module_callback may change the width)."
+        )
+    found = getattr(config, "out_features", None)
+    if found is not None and found != width and not encoder.postprocess_projector_callback:
+        raise ConfigError(
+            f"The {modality} projector puts out tokens of width {found}, the language model's embeddings have {width} "
+            "(out_features of MultimodalProjectorConfig)."
+        )

@@ -1,28 +1,32 @@
 """Context parallelism: the tokens of a row, or the items of an encoder, over several ranks."""
 
-from cornstarch.parallel.context.checks import check_tokens
-from cornstarch.parallel.context.items import kept_in_one_piece, shard_items
+from cornstarch.parallel.context import ring as _ring  # noqa: F401  # registers itself
+from cornstarch.parallel.context.batch import check_tokens
+from cornstarch.parallel.context.encoder_items import explain_whole_items, shard_items
+from cornstarch.parallel.context.modes import ContextParallelMode, register_context_parallel_mode
 from cornstarch.parallel.context.tokens import (
     Mode,
-    expect_layers,
-    last_distribution,
+    get_last_distribution,
+    has_sharded_tokens,
+    set_expected_layers,
     shard_tokens,
-    tokens_are_cut,
     unshard_tokens,
+    use_whole_rows,
     verify_tokens,
-    whole_rows,
 )
 
 __all__ = [
+    "ContextParallelMode",
     "Mode",
     "check_tokens",
-    "expect_layers",
-    "kept_in_one_piece",
-    "last_distribution",
+    "explain_whole_items",
+    "get_last_distribution",
+    "has_sharded_tokens",
+    "register_context_parallel_mode",
+    "set_expected_layers",
     "shard_items",
     "shard_tokens",
-    "tokens_are_cut",
     "unshard_tokens",
+    "use_whole_rows",
     "verify_tokens",
-    "whole_rows",
 ]

@@ -1,4 +1,8 @@
-"""A language model's batch, cut along its tokens.
+"""What a language model with sharded tokens is given, and what it refuses.
+
+Many architectures mix tokens outside of attention, or look at the position of a token within their input. With sharded
+tokens they would compute something else without an error. Names and arguments reveal some of them, also on the meta
+device; a short text, computed both whole and sharded, reveals the rest.
 
 Shape letters: B rows, S tokens of a row, s tokens of this rank.
 """
@@ -6,17 +10,26 @@ Shape letters: B rows, S tokens of a row, s tokens of this rank.
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from cornstarch.attention import MaskSpec
+from cornstarch.attention import MaskSpec, use_mask
+from cornstarch.attention.mask_verification import logits_tolerance, median_distance, use_eval_mode
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.multimodal_language_model.facts import IGNORED
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.context.modes import describe_too_few_heads
 
-# Where the tokens are in what a language model may be given.
+# The dim of the tokens in arguments of a language model.
 _TOKENS_AT = {
     "input_ids": 1,
     "inputs_embeds": 1,
@@ -24,28 +37,28 @@ _TOKENS_AT = {
     "token_type_ids": 1,
     "mm_token_type_ids": 1,
 }
-# Masks over tokens [B, S], and lists of what belongs to the tokens that they mark [marked, D], in reading order.
+# Masks over tokens [B, S], and lists of tensors for the marked tokens [marked, D], in reading order.
 _MARKED = {"visual_pos_masks": "deepstack_visual_embeds"}
 
 
 @dataclass(frozen=True)
-class Cuttable:
-    """What a forward pass was given, sorted."""
+class TokenBatch:
+    """The arguments of a forward pass, sorted."""
 
     tensors: dict[str, Tensor]
-    """Those that have tokens, by name, whole."""
+    """The unsharded tensors with a dim of tokens, by name."""
     attention_mask: Tensor | None
     """[B, S]"""
     labels: Tensor | None
-    """[B, S]: what each token is to predict, that is, shifted."""
+    """[B, S]: the token that each one is to predict, that is, shifted."""
     count: Any
-    """What the sum of losses is divided by, if it was given."""
+    """The divisor of the sum of losses, if it was given."""
     others: dict[str, Any]
-    """What is handed on as it is."""
+    """Arguments that are passed on as they are."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and tokens."""
+        """The numbers of rows and tokens."""
         first = next(iter(self.tensors.values()))
         return first.shape[0], first.shape[1]
 
@@ -56,13 +69,13 @@ class Cuttable:
 
     @property
     def positions(self) -> Tensor:
-        """Positions of all tokens, as they were given or as models count them: [..., S]."""
+        """The positions of all tokens, given or counted from 0: [..., S]."""
         given = self.tensors.get("position_ids")
         return torch.arange(self.shape[1], device=self.device)[None] if given is None else given
 
 
-def read_batch(named: dict[str, Any], inner: nn.Module) -> Cuttable:
-    """Sort what a forward pass was given; refuse what cannot be cut."""
+def read_batch(named: dict[str, Any], inner: nn.Module) -> TokenBatch:
+    """Sort the arguments of a forward pass; refuse those that cannot be sharded."""
     named = {name: value for name, value in named.items() if value is not None}
     _check_options(named, inner)
     labels, shifted = named.pop("labels", None), named.pop("shift_labels", None)
@@ -89,9 +102,9 @@ def read_batch(named: dict[str, Any], inner: nn.Module) -> Cuttable:
                 "with the tokens. Use the model without context parallelism (cp = 1)."
             )
     if shifted is None and labels is not None:
-        shifted = torch.full_like(labels, IGNORED)
+        shifted = torch.full_like(labels, IGNORE_INDEX)
         shifted[:, :-1] = labels[:, 1:]
-    return Cuttable(tensors, mask, shifted, count, named)
+    return TokenBatch(tensors, mask, shifted, count, named)
 
 
 def _check_options(named: dict[str, Any], inner: nn.Module) -> None:
@@ -100,7 +113,7 @@ def _check_options(named: dict[str, Any], inner: nn.Module) -> None:
     if isinstance(keep, Tensor) or keep:
         raise ConfigError(
             "logits_to_keep cannot be used where tokens are cut: each rank has the logits of its "
-            "own. To generate without a cache, do it within whole_rows(model)."
+            "own. To generate without a cache, do it within use_whole_rows(model)."
         )
     for name, why in (
         ("output_attentions", "no rank has all weights"),
@@ -110,8 +123,8 @@ def _check_options(named: dict[str, Any], inner: nn.Module) -> None:
             raise ConfigError(f"{name} = True cannot be used where tokens are cut: {why}. Set it to False.")
 
 
-def spec_of(inputs: Cuttable, in_use: MaskSpec | None, inner: nn.Module) -> MaskSpec:
-    """Return what tokens may see: the mask in use, or causal attention with padding."""
+def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Module) -> MaskSpec:
+    """Return the mask in use, or a causal one with padding."""
     if in_use is not None:
         if tuple(in_use.documents.shape) != inputs.shape:
             raise ConfigError(
@@ -124,7 +137,7 @@ def spec_of(inputs: Cuttable, in_use: MaskSpec | None, inner: nn.Module) -> Mask
         return MaskSpec.from_padding(inputs.attention_mask.to(inputs.device))
     given = inputs.tensors.get("position_ids")
     if given is not None and given.dim() == 2 and bool((given.diff(dim=1) != 1).any()):
-        # transformers takes a jump for the beginning of another document, but only if there is no cache.
+        # transformers takes a jump as the beginning of another document, but only without a cache.
         raise ConfigError(
             "position_ids jump, and nothing says what tokens may see: say where documents are, with "
             "use_mask(MaskSpec.from_documents(documents)), or give the attention_mask of a single one."
@@ -133,7 +146,7 @@ def spec_of(inputs: Cuttable, in_use: MaskSpec | None, inner: nn.Module) -> Mask
     return MaskSpec.from_documents(documents)
 
 
-def _check_padding(inputs: Cuttable, inner: nn.Module) -> None:
+def _check_padding(inputs: TokenBatch, inner: nn.Module) -> None:
     mask = inputs.attention_mask
     assert mask is not None
     mask = mask.bool()
@@ -144,25 +157,25 @@ def _check_padding(inputs: Cuttable, inner: nn.Module) -> None:
             f"Padding stands in front, and {type(inner).__name__} is not told where tokens stand: give position_ids, "
             "or pad on the right."
         )
-    if inputs.labels is not None and bool(((inputs.labels != IGNORED) & ~mask.to(inputs.labels.device)).any()):
+    if inputs.labels is not None and bool(((inputs.labels != IGNORE_INDEX) & ~mask.to(inputs.labels.device)).any()):
         raise ConfigError(
             "labels ask padding to predict a token: the first of a text that padding stands in front of, or padding "
             "itself. Set those labels to -100."
         )
 
 
-def cut_inputs(inputs: Cuttable, spec: MaskSpec, mine: Tensor, signature: inspect.Signature) -> dict[str, Any]:
-    """Return what this rank's forward pass is given."""
-    cut = {name: value.index_select(_dim(name, value), mine) for name, value in inputs.tensors.items()}
+def select_inputs(inputs: TokenBatch, spec: MaskSpec, mine: Tensor, signature: inspect.Signature) -> dict[str, Any]:
+    """Return the arguments of this rank's forward pass."""
+    cut = {name: value.index_select(_TOKENS_AT[name] % value.dim(), mine) for name, value in inputs.tensors.items()}
     if "position_ids" not in cut:
         cut["position_ids"] = mine[None].expand(inputs.shape[0], -1)
-    # Always given: without it, models look for documents in the positions, which jump where the row is cut.
+    # Always passed: without it, models look for documents in the positions, which jump where the row is sharded.
     cut["attention_mask"] = (spec.documents > 0).long()[:, mine]
     flags = {"use_cache": False} if "use_cache" in signature.parameters else {}
-    return {**inputs.others, **flags, **cut, **_cut_marked(inputs.others, mine)}
+    return {**inputs.others, **flags, **cut, **_select_marked(inputs.others, mine)}
 
 
-def _cut_marked(others: dict[str, Any], mine: Tensor) -> dict[str, Any]:
+def _select_marked(others: dict[str, Any], mine: Tensor) -> dict[str, Any]:
     cut: dict[str, Any] = {}
     for name, belonging in _MARKED.items():
         if name in others:
@@ -174,5 +187,144 @@ def _cut_marked(others: dict[str, Any], mine: Tensor) -> dict[str, Any]:
     return cut
 
 
-def _dim(name: str, value: Tensor) -> int:
-    return _TOKENS_AT[name] % value.dim()
+# ------------------------------------------------------------------------------------------------ checks
+
+# Layers that pass information from token to token outside of attention, by transformers' names.
+_MIXERS = re.compile(r"linear_attention|recurrent|mamba|conv|ssm|rwkv|lightning|hybrid|sparse|compress|indexed")
+_MIXER_PARAMETERS = re.compile(r"(.*\.)?(A_log|dt_bias|conv1d\.weight|time_(decay|mix\w*|first))")
+
+
+def check_tokens(model: nn.Module, ranks: int, mode: str = "ring_attn") -> None:
+    """Refuse a language model whose tokens cannot be sharded, without running it; it may be on the meta device.
+
+    Args:
+        model: A causal language model.
+        ranks: The number of ranks that share each row.
+        mode: As in `shard_tokens`.
+    """
+    inner = unwrap(model)
+    name = type(inner).__name__
+    if not isinstance(inner, PreTrainedModel):
+        hint = " Give its language_model." if hasattr(inner, "language_model") else ""
+        raise UnsupportedModelError(f"{name} is not a transformers model: its tokens cannot be cut.{hint}")
+    if "position_ids" not in inspect.signature(type(inner).forward).parameters:
+        raise _build_refusal(name, "its forward takes no position_ids, so each rank would count its tokens from 0")
+    adapters = getattr(model, "peft_config", None) or {}
+    if any(getattr(one, "is_prompt_learning", False) for one in adapters.values()):
+        raise _build_refusal(name, "its adapter puts tokens of its own in front of every row")
+    config: Any = inner.config.get_text_config()
+    mixing = [kind for kind in getattr(config, "layer_types", None) or [] if _MIXERS.search(str(kind))]
+    if mixing:
+        why = f"its layers of the kind {mixing[0]!r} mix tokens beside attention, or choose among them"
+        raise _build_refusal(name, why)
+    _check_modules(name, inner)
+    heads = getattr(config, "num_attention_heads", None)
+    if mode == "all_to_all" and isinstance(heads, int) and heads < ranks:
+        raise ConfigError(describe_too_few_heads(heads, ranks))
+
+
+def _check_modules(name: str, inner: nn.Module) -> None:
+    for path, module in inner.named_modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+            raise _build_refusal(name, f"{path} ({type(module).__name__}) mixes neighbouring tokens")
+    for path, _ in inner.named_parameters():
+        if _MIXER_PARAMETERS.fullmatch(path):
+            raise _build_refusal(name, f"{path} belongs to a recurrent layer")
+
+
+def _build_refusal(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} cannot be cut along its tokens: {reason}. Use it with cp = 1, or take another language model."
+    )
+
+
+def check_positions(inner: nn.Module, positions: Tensor, shards: Sequence[Tensor]) -> None:
+    """Refuse rotary embeddings that depend on the largest position, which differs between ranks."""
+    config: Any = inner.config.get_text_config()  # type: ignore[operator,union-attr]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    for one in kinds:
+        kind = one.get("rope_type", one.get("type"))
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = one.get("original_max_position_embeddings") or config.max_position_embeddings
+        longest = [int(positions[..., shard].max()) + 1 for shard in shards]
+        agree = kind == "longrope" and min(longest) > limit
+        if max(longest) > limit and not agree:
+            raise ConfigError(
+                f"{type(inner).__name__} turns its positions by the longest of them beyond {limit} tokens "
+                f"({kind} rotary embeddings), and ranks hold positions up to {longest}. Use rows of at most {limit} "
+                "tokens, or the distribution zigzag."
+            )
+
+
+def count_layers(inner: nn.Module) -> int:
+    """Return the number of layers of a language model, by its config; 0 if it is unknown."""
+    config: Any = inner.config.get_text_config()  # type: ignore[operator,union-attr]
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    return 0
+
+
+def verify_model(model: nn.Module, whole: Callable[[], AbstractContextManager[None]], group: dist.ProcessGroup) -> None:
+    """Compute a short text whole and sharded, and refuse the model if the results differ on any rank."""
+    name = type(unwrap(model)).__name__
+    ranks = dist.get_world_size(group)
+    try:
+        with use_eval_mode(model):
+            found = max(_measure_difference(model, whole, group, *text) for text in _build_texts(model, ranks))
+    except UnsupportedModelError as error:
+        raise _build_refusal(name, str(error).rstrip(".")) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _build_refusal(name, f"its forward raised {type(error).__name__}: {error}") from error
+    most = torch.tensor(found, device=next(model.parameters()).device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    tolerance = logits_tolerance(model, most.device)
+    if not float(most) <= tolerance:
+        raise _build_refusal(
+            name,
+            f"cut, it computes something else than whole (relative difference {float(most):.1e}, at most "
+            f"{tolerance:.0e} expected): tokens reach one another beside attention, or count from where a rank begins",
+        )
+
+
+def _build_texts(model: nn.Module, ranks: int) -> list[tuple[dict[str, Tensor], MaskSpec | None]]:
+    """Return a plain text; and two documents behind padding, with a span of bidirectional attention."""
+    inner: Any = unwrap(model)
+    table: Tensor = inner.get_input_embeddings().weight
+    words = min(int(table.shape[0]), getattr(inner.config.get_text_config(), "vocab_size", None) or table.shape[0])
+    tokens = 2 * ranks + 9
+    ids = (torch.arange(tokens, device=table.device) * 7 + 3) % max(words - 1, 1)
+    documents = torch.ones_like(ids)
+    documents[:2], documents[tokens // 2 :] = 0, 2
+    spans = torch.full_like(ids, -1)
+    spans[-5:-1] = 0
+    spec = MaskSpec(documents[None], spans[None])
+    masked = {"attention_mask": (documents > 0).long()[None], "position_ids": spec.positions()}
+    plain = {"input_ids": ids[None], "labels": ids[None]}
+    trained = ids.masked_fill(documents == 0, -100)
+    trained[2] = -100  # only padding is in front of it
+    return [(plain, None), ({**plain, **masked, "labels": trained[None]}, spec)]
+
+
+def _measure_difference(
+    model: nn.Module,
+    whole: Callable[[], AbstractContextManager[None]],
+    group: dist.ProcessGroup,
+    batch: dict[str, Tensor],
+    spec: MaskSpec | None,
+) -> float:
+    with use_mask(spec):
+        with whole():
+            expected = model(**batch)
+        found = model(**batch)
+    loss = found.loss.detach().float().clone()
+    dist.all_reduce(loss, group=group)
+    keep = found.token_index if spec is None else found.token_index[spec.documents[0, found.token_index] > 0]
+    own = torch.isin(found.token_index, keep)
+    of_logits = median_distance(found.logits[0, own], expected.logits[0, keep]) if len(keep) else 0.0
+    of_loss = abs(float(loss - expected.loss)) / max(abs(float(expected.loss)), 1e-6)
+    return max(of_logits, of_loss) if isfinite(of_logits + of_loss) else inf

@@ -1,8 +1,8 @@
-"""The patches of an image over the ranks: an encoder's tokens cut between its first layer and its last.
+"""The patches of an image over ranks: an encoder's tokens are sharded between its first layer and its last.
 
-Where a batch has fewer items than ranks, or one that is larger than all others together, whole items cannot be dealt
-out evenly. Then every rank embeds all items and keeps some tokens of each; in the layers, attention sees the keys and
-values of all ranks; behind the last layer every rank has all tokens again.
+Where a batch has fewer items than ranks, or one that is larger than all others together, whole items cannot be divided
+evenly. Then every rank embeds all items and keeps some tokens of each; in the layers, attention gathers the keys and
+values of all ranks; after the last layer every rank has all tokens again.
 
     all tokens -> some of each item's -> layers, whose attention gathers keys and values -> all tokens
 
@@ -23,47 +23,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cornstarch.attention.interface import IMPLEMENTATION, attend_by, attend_by_kernel
-from cornstarch.attention.verify import evaluating, logits_tolerance
+from cornstarch.attention.backends import run_attention
+from cornstarch.attention.interface import IMPLEMENTATION, set_attention_function
+from cornstarch.attention.mask_verification import logits_tolerance, use_eval_mode
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.exchange import gather
-from cornstarch.parallel.tensor.sequence import layers_of
+from cornstarch.parallel.context.all_to_all import gather_varying
+from cornstarch.parallel.tensor.sequence import find_layers
 
-_PASS = "cut_over_ranks"  # an argument of a layer's call: layers that are computed again are given it again
+# An argument of a layer's call, not an attribute: activation checkpointing passes it again when it recomputes a layer.
+_PASS = "patch_shards"
 _BOUNDS = "cu_seqlens"
-# Arguments of layers that have a row for each token, and those that attention is given whole.
+# Arguments of layers that have a row for each token, and those that attention gets in full.
 _BY_TOKEN = ("position_emb", "rotary", "cos", "sin", "freqs", "position_ids")
 _WHOLE = ("attention_mask",)
 
 
 @dataclass(eq=False)
-class PatchPass:
-    """How the tokens of one forward pass are cut."""
+class PatchShards:
+    """How the tokens of one forward pass are sharded."""
 
     lengths: list[int]
     """Of each item in a row of many; or of a row, if each item has one of its own."""
     dim: int
-    """Where the tokens are in an activation."""
+    """The dim of the tokens in an activation."""
     rank: int
     ranks: int
     group: dist.ProcessGroup
     bounds: Tensor | None = None
-    """Where items begin and end in a row of many, as layers are given it."""
+    """Where items begin and end in a row of many, as layers get it."""
 
-    def share(self, length: int, rank: int) -> slice:
-        """Return which of an item's tokens a rank has."""
+    def part(self, length: int, rank: int) -> slice:
+        """Return the tokens of an item that a rank has."""
         return slice(length * rank // self.ranks, length * (rank + 1) // self.ranks)
 
     def sizes(self, length: int) -> list[int]:
         """Return how many of an item's tokens each rank has."""
-        return [part.stop - part.start for part in (self.share(length, rank) for rank in range(self.ranks))]
+        return [part.stop - part.start for part in (self.part(length, rank) for rank in range(self.ranks))]
 
     def places(self, rank: int) -> Tensor:
-        """Return where a rank's tokens stand in the row."""
+        """Return the indices of a rank's tokens in the row."""
         first, found = 0, []
         for length in self.lengths:
-            part = self.share(length, rank)
+            part = self.part(length, rank)
             found.append(torch.arange(first + part.start, first + part.stop))
             first += length
         return torch.cat(found)
@@ -81,15 +83,15 @@ class PatchPass:
     def collect(self, own: Tensor) -> Tensor:
         """Return all tokens, in their order."""
         sizes = [sum(self.sizes(length)[rank] for length in self.lengths) for rank in range(self.ranks)]
-        together = gather(own, self.dim, sizes, self.group)
+        together = gather_varying(own, self.dim, sizes, self.group)
         order = torch.cat([self.places(rank) for rank in range(self.ranks)]).argsort()
         return together.index_select(self.dim, order.to(own.device))
 
 
-class _Attention:
-    """How one layer attends; it is asked once for each item in a row of many."""
+class _PatchAttention:
+    """The attention of one layer; it is called once for each item in a row of many."""
 
-    def __init__(self, cut: PatchPass) -> None:
+    def __init__(self, cut: PatchShards) -> None:
         self.cut, self.calls = cut, 0
 
     def __call__(
@@ -99,46 +101,44 @@ class _Attention:
         name = type(module).__name__
         length = self.cut.lengths[self.calls % len(self.cut.lengths)]
         self.calls += 1
-        sizes, part = self.cut.sizes(length), self.cut.share(length, self.cut.rank)
+        sizes, part = self.cut.sizes(length), self.cut.part(length, self.cut.rank)
         if query.shape[2] != sizes[self.cut.rank] or key.shape[2] != query.shape[2]:
             raise UnsupportedModelError(f"{name} attends from {query.shape[2]} to {key.shape[2]} tokens of {length}")
         for option, given in options.items():
             if isinstance(given, Tensor) and given.numel() > 1 and option != "s_aux":
                 raise UnsupportedModelError(f"{name} changes its attention by {option!r}")
-        both = gather(torch.cat([key, value], dim=-1), 2, sizes, self.cut.group)
+        both = gather_varying(torch.cat([key, value], dim=-1), 2, sizes, self.cut.group)
         keys, values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         if isinstance(mask, Tensor) and mask.shape[-2] > 1:
             mask = mask[..., part, :]
         elif mask is not None and not isinstance(mask, Tensor):
             raise UnsupportedModelError(f"{name} has a {type(mask).__name__} for a mask")
-        return attend_by_kernel(module, query, keys, values, mask, **options)
+        return run_attention(module, query, keys, values, mask, **options)
 
 
-class PatchCutter:
-    """The hooks of one encoder's layers; they do nothing until a pass is to be cut."""
+class PatchSharder:
+    """The hooks of one encoder's layers; they do nothing outside of `use`."""
 
     def __init__(self, encoder: nn.Module, group: dist.ProcessGroup) -> None:
         self.encoder, self.group = encoder, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.layers = layers_of(encoder)[1]
+        self.layers = find_layers(encoder)[1]
         self._is_on = False
-        self._pass: PatchPass | None = None
-        self._running: list[tuple[_Attention, Any]] = []
+        self._pass: PatchShards | None = None
+        self._running: list[tuple[_PatchAttention, Any]] = []
         for layer in self.layers:
-            self._hook(layer)
+            self._attach(layer)
 
     @contextmanager
-    def on(self) -> Iterator[None]:
-        """Cut the passes within this block."""
+    def use(self) -> Iterator[None]:
+        """Run a block in which forward passes are sharded."""
         self._is_on = True
         try:
             yield
         finally:
             self._is_on, self._pass = False, None
 
-    # -------------------------------------------------------------------------------------------- layers
-
-    def _hook(self, layer: nn.Module) -> None:
+    def _attach(self, layer: nn.Module) -> None:
         kind = type(layer)
         is_first, is_last = layer is self.layers[0], layer is self.layers[-1]
         signature = inspect.signature(kind.forward)
@@ -147,19 +147,19 @@ class PatchCutter:
             if not self._is_on:
                 return kind.__call__(module, *inputs, **options)
             if is_first:
-                self._pass = self._begun(_named(signature, inputs, options))
+                self._pass = self._begin_pass(_bind(signature, inputs, options))
             return kind.__call__(module, *inputs, **options, **{_PASS: self._pass})
 
         def enter(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            cut: PatchPass | None = options.pop(_PASS, None)
+            cut: PatchShards | None = options.pop(_PASS, None)
             if cut is None:
                 return inputs, options
-            named = _named(signature, inputs, options)
+            named = _bind(signature, inputs, options)
             first = next(iter(named))
-            changed = {name: _cut(cut, name, value, type(module).__name__) for name, value in named.items()}
+            changed = {name: _shard_argument(cut, name, value, type(module).__name__) for name, value in named.items()}
             changed[first] = cut.own(named[first], cut.dim) if is_first else named[first]
-            attention = _Attention(cut)
-            self._running.append((attention, attend_by(attention)))
+            attention = _PatchAttention(cut)
+            self._running.append((attention, set_attention_function(attention)))
             return (), changed
 
         def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -173,28 +173,26 @@ class PatchCutter:
                 raise UnsupportedModelError(
                     f"{type(module).__name__} does not attend through transformers' attention interface"
                 )
-            return _with_output(output, attention.cut.collect) if is_last else output
+            return _change_output(output, attention.cut.collect) if is_last else output
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave, always_call=True)
 
-    def _begun(self, named: dict[str, Any]) -> PatchPass:
+    def _begin_pass(self, named: dict[str, Any]) -> PatchShards:
         first = next(iter(named.values()))
         bounds = named.get(_BOUNDS)
         if bounds is None:
-            cut = PatchPass([first.shape[-2]], first.dim() - 2, self.rank, self.ranks, self.group)
+            cut = PatchShards([first.shape[-2]], first.dim() - 2, self.rank, self.ranks, self.group)
         else:
             lengths = bounds.diff().tolist()
-            cut = PatchPass(lengths, first.dim() - 2, self.rank, self.ranks, self.group, bounds)
+            cut = PatchShards(lengths, first.dim() - 2, self.rank, self.ranks, self.group, bounds)
         if min(cut.lengths) < self.ranks:
             raise UnsupportedModelError(f"an item of {min(cut.lengths)} tokens cannot be cut over {self.ranks} ranks")
         return cut
 
-    # -------------------------------------------------------------------------------------------- trust
-
-    def why_not(self, item: dict[str, Any]) -> str | None:
-        """Compute one item whole and cut, and say why its encoder cannot be cut; all ranks must ask together."""
+    def explain_refusal(self, item: dict[str, Any]) -> str | None:
+        """Compute one item whole and sharded; return why the encoder cannot be sharded, or None. A collective call."""
         inner: Any = unwrap(self.encoder)
         if not self.layers:
             return "it has no list of layers"
@@ -202,12 +200,12 @@ class PatchCutter:
         found, reason = torch.inf, "cut, it computes something else than whole"
         try:
             inner.set_attn_implementation(IMPLEMENTATION)
-            with evaluating(self.encoder):
-                # Not by a call: the encoder is being called, and what surrounds that (FSDP) must not end it twice.
-                expected = _tensors(self.encoder.forward(**item))
-                with self.on():
-                    found = _distance(_tensors(self.encoder.forward(**item)), expected)
-        except Exception as error:  # whatever an encoder does with tokens that are not all
+            with use_eval_mode(self.encoder):
+                # Not by a call: the encoder is being called already, and FSDP's hooks around that must not run twice.
+                expected = _find_tensors(self.encoder.forward(**item))
+                with self.use():
+                    found = _measure_distance(_find_tensors(self.encoder.forward(**item)), expected)
+        except Exception as error:  # encoders fail in many ways when tokens are missing
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         device = next(self.encoder.parameters()).device
         most = torch.tensor(found, device=device)
@@ -219,15 +217,15 @@ class PatchCutter:
         return reason
 
 
-def _named(signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+def _bind(signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in signature.parameters if name != "self"]
     return {**dict(zip(names, inputs, strict=False)), **options}
 
 
-def _cut(cut: PatchPass, name: str, value: Any, layer: str) -> Any:
+def _shard_argument(cut: PatchShards, name: str, value: Any, layer: str) -> Any:
     """Return an argument of a layer for this rank's tokens."""
     if isinstance(value, tuple | list):
-        return type(value)(_cut(cut, name, one, layer) for one in value)
+        return type(value)(_shard_argument(cut, name, one, layer) for one in value)
     if name == _BOUNDS:
         if cut.bounds is None or (value is not cut.bounds and not torch.equal(value, cut.bounds)):
             raise UnsupportedModelError(f"the tokens of {layer} see other groups than those of the first layer")
@@ -241,18 +239,18 @@ def _cut(cut: PatchPass, name: str, value: Any, layer: str) -> Any:
     raise UnsupportedModelError(f"{layer} is given {name!r} of shape {list(value.shape)}, which is not cut with tokens")
 
 
-def _with_output(output: Any, change: Any) -> Any:
+def _change_output(output: Any, change: Any) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def _tensors(output: Any) -> list[Tensor]:
+def _find_tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()
-    return [tensor for value in values for tensor in _tensors(value)]
+    return [tensor for value in values for tensor in _find_tensors(value)]
 
 
-def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
+def _measure_distance(found: list[Tensor], expected: list[Tensor]) -> float:
     if [one.shape for one in found] != [one.shape for one in expected]:
         return torch.inf
     far = [0.0]
@@ -260,6 +258,3 @@ def _distance(found: list[Tensor], expected: list[Tensor]) -> float:
         if other.is_floating_point() and other.numel():
             far.append(float((one - other).float().norm() / other.float().norm().clamp(min=1e-12)))
     return max(far)
-
-
-__all__ = ["PatchCutter", "PatchPass"]

@@ -1,9 +1,9 @@
-"""Attention over cut rows in a ring: keys and values go from rank to rank, and the softmax is put together on the way.
+"""Ring attention over sharded rows: keys and values go from rank to rank, and the softmax is combined on the way.
 
 A rank attends with its queries to the block of keys and values that is with it, while the next block travels. Each
-block gives what it would give alone and the logarithm of its sum of weights; from the two, blocks are put together
-exactly. The backward pass sends the blocks round once more, each with the gradient that has been gathered for it.
-Nothing but a rank's own tokens is kept between the two.
+block yields its attention output and the logarithm of its sum of weights (logsumexp); from the two, blocks are combined
+exactly. The backward pass sends the blocks round once more, each with the gradient accumulated for it. Nothing but a
+rank's own tokens is kept between the two.
 
 Shape letters: B rows, H heads, s tokens of this rank, k tokens of a block, D width of a head.
 """
@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from cornstarch.attention.context import CutMask, Scoring
-from cornstarch.attention.interface import flex_attention
-from cornstarch.attention.mask import Between
-from cornstarch.parallel.context.exchange import Group, pass_on
+from cornstarch.attention.interface import ScoreOptions, ShardedMask
+from cornstarch.attention.mask import RangeMask
+from cornstarch.attention.torch_attention import get_flex_attention
+from cornstarch.parallel.context.all_to_all import Group, pass_to_next_rank
+from cornstarch.parallel.context.modes import register_context_parallel_mode
 
-_NUMBERS = 1 << 26  # scores that are in memory together
-_HIDDEN = -1e30  # the score of what is not seen: finite, so that gradients are
+_MAX_SCORES = 1 << 26  # scores that are in memory together
+_MASKED = -1e30  # the score of a masked key: finite, because -inf minus -inf would make gradients NaN
 _FLEX_MIN_HEAD_DIM = 16
 
 
@@ -35,9 +36,10 @@ class RingAttention:
         self.group = group
 
     def __call__(
-        self, scoring: Scoring, mask: CutMask, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self, scoring: ScoreOptions, mask: ShardedMask, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
         """Attend with the queries of this rank: [B, s, H, D]."""
+        # One message per block instead of two.
         both = torch.cat([key, value], dim=-1)
         attended, logsum = _Ring.apply(query, both, key.shape[-1], scoring, mask, self.group)
         if sinks is not None:  # one more key per head that takes weight and gives nothing
@@ -45,21 +47,28 @@ class RingAttention:
         return attended.to(query.dtype).transpose(1, 2).contiguous()
 
 
+register_context_parallel_mode("ring_attn", RingAttention)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, both: Tensor, key_width: int, scoring: Scoring, mask: CutMask, group: Group
+        ctx: Any, query: Tensor, both: Tensor, key_width: int, scoring: ScoreOptions, mask: ShardedMask, group: Group
     ) -> tuple[Tensor, Tensor]:
         ctx.key_width, ctx.scoring, ctx.mask, ctx.group = key_width, scoring, mask, group
-        ctx.random = _random_state(query) if scoring.dropout else None
+        # The backward pass computes blocks again, and must drop the same weights.
+        ctx.random = _get_random_state(query) if scoring.dropout else None
+        # In float32: each of the blocks adds a rounding error otherwise.
         attended = query.new_zeros(*query.shape[:3], both.shape[-1] - key_width, dtype=torch.float32)
         logsum = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-        for owner, block in _around(both, mask, group):
-            if mask.is_empty(owner):
+        for owner, block in _iter_blocks(both, mask, group):
+            if mask.is_empty(owner):  # the block travels on all the same: other ranks may need it
                 continue
-            part, part_sum = attend_block(query, block, key_width, mask.between((mask.cut.rank,), (owner,)), scoring)
+            part, part_sum = attend_block(
+                query, block, key_width, mask.render((mask.sharding.rank,), (owner,)), scoring
+            )
             total = torch.logaddexp(logsum, part_sum)
-            attended = attended * _share(logsum, total) + part.float() * _share(part_sum, total)
+            attended = attended * _fraction(logsum, total) + part.float() * _fraction(part_sum, total)
             logsum = total
         ctx.save_for_backward(query, both, attended, logsum)
         return attended, logsum
@@ -67,18 +76,20 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, both, attended, logsum = ctx.saved_tensors
-        mask, rank = ctx.mask, ctx.mask.cut.rank
+        mask, rank = ctx.mask, ctx.mask.sharding.rank
         of_query = torch.zeros_like(query, dtype=torch.float32)
         arriving = None
-        with _replayed(ctx.random, query):
-            for owner, block in _around(both, mask, ctx.group):
+        with _replay_random_state(ctx.random, query):
+            for owner, block in _iter_blocks(both, mask, ctx.group):
                 of_block = torch.zeros_like(block, dtype=torch.float32)
                 if not mask.is_empty(owner):
                     again, other = query.detach().requires_grad_(), block.detach().requires_grad_()
                     with torch.enable_grad():
-                        seen = mask.between((rank,), (owner,))
+                        seen = mask.render((rank,), (owner,))
                         part, part_sum = attend_block(again, other, ctx.key_width, seen, ctx.scoring)
-                    weight = _share(part_sum.detach(), logsum)
+                    # With w = exp(part_sum - logsum): attended = sum of w * part over blocks, so a block's output gets
+                    # w times the gradient, and its logsumexp gets the change of all w that it causes.
+                    weight = _fraction(part_sum.detach(), logsum)
                     change = ((part.detach().float() - attended) * gradients[0]).sum(-1)
                     of_sum = weight.squeeze(-1) * (change + gradients[1])
                     found = torch.autograd.grad(
@@ -88,22 +99,22 @@ class _Ring(torch.autograd.Function):
                     of_block += found[1]
                 if arriving is not None:
                     of_block += arriving()
-                # It goes on with its block, beside the computation of the next one, and at last to the block's owner.
-                following = (owner - 1) % len(mask.cut.shares)
-                arriving = pass_on(of_block, _block_shape(both, mask.cut.sizes[following]), ctx.group)
+                # The gradient follows its block, while the next one is computed, and at last reaches the block's owner.
+                following = (owner - 1) % len(mask.sharding.rank_positions)
+                arriving = pass_to_next_rank(of_block, _block_shape(both, mask.sharding.sizes[following]), ctx.group)
         assert arriving is not None
         return of_query.to(query.dtype), arriving().to(both.dtype), None, None, None, None
 
 
-def _around(both: Tensor, mask: CutMask, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield (owner, keys and values) of this rank and then of the ones before it, the next under way meanwhile."""
-    ranks, rank = len(mask.cut.shares), mask.cut.rank
+def _iter_blocks(both: Tensor, mask: ShardedMask, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield (owner, keys and values) of this rank and then of the ones before it; the next block is in flight."""
+    ranks, rank = len(mask.sharding.rank_positions), mask.sharding.rank
     block = both
     for step in range(ranks):
         owner = (rank - step) % ranks
         coming = None
         if step < ranks - 1:
-            coming = pass_on(block, _block_shape(both, mask.cut.sizes[(owner - 1) % ranks]), group)
+            coming = pass_to_next_rank(block, _block_shape(both, mask.sharding.sizes[(owner - 1) % ranks]), group)
         yield owner, block
         if coming is not None:
             block = coming()
@@ -113,8 +124,8 @@ def _block_shape(both: Tensor, tokens: int) -> tuple[int, ...]:
     return (*both.shape[:2], tokens, both.shape[3])
 
 
-def _share(part: Tensor, total: Tensor) -> Tensor:
-    """Return which part of all weight a block has, [B, H, s, 1]: none where neither has seen anything."""
+def _fraction(part: Tensor, total: Tensor) -> Tensor:
+    """Return a block's fraction of all weight, [B, H, s, 1]: 0 where neither has any, and -inf - -inf is NaN."""
     return torch.exp(part - total).nan_to_num(0.0).unsqueeze(-1)
 
 
@@ -122,55 +133,61 @@ def _share(part: Tensor, total: Tensor) -> Tensor:
 
 
 def attend_block(
-    query: Tensor, both: Tensor, key_width: int, mask: Tensor | BlockMask | Between, scoring: Scoring
+    query: Tensor, both: Tensor, key_width: int, mask: Tensor | BlockMask | RangeMask, scoring: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend to one block alone: what comes of it [B, H, s, D], and the logarithm of the sum of weights [B, H, s]."""
+    """Attend to one block alone: return the output [B, H, s, D], and the logsumexp [B, H, s]."""
     key, value = both[..., :key_width], both[..., key_width:]
-    mask = mask.block_mask if isinstance(mask, Between) else mask
+    mask = mask.block_mask if isinstance(mask, RangeMask) else mask
     if isinstance(mask, BlockMask):
         if not scoring.dropout and min(query.shape[-1], value.shape[-1]) >= _FLEX_MIN_HEAD_DIM:
-            return _flex(query, key, value, mask, scoring)
+            return _attend_flex(query, key, value, mask, scoring)
         queries, keys = (torch.arange(one.shape[2], device=query.device) for one in (query, key))
         row = torch.arange(query.shape[0], device=query.device)[:, None, None, None]
         mask = mask.mask_mod(row, torch.zeros_like(row), queries[None, None, :, None], keys[None, None, None, :])
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
-    strip = max(1, _NUMBERS // (query.shape[0] * query.shape[1] * key.shape[2]))
+    strip = max(1, _MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
     parts = [
-        _strip(queries, key, value, seen, scoring)
+        _attend_strip(queries, key, value, seen, scoring)
         for queries, seen in zip(query.split(strip, dim=2), mask.split(strip, dim=2), strict=True)
     ]
     return torch.cat([part for part, _ in parts], dim=2), torch.cat([logsum for _, logsum in parts], dim=2)
 
 
-def _strip(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_strip(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: ScoreOptions
+) -> tuple[Tensor, Tensor]:
     scores = (query @ key.transpose(2, 3)).float() * scoring.scaling
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    scores = scores.masked_fill(~mask, _HIDDEN)
+    scores = scores.masked_fill(~mask, _MASKED)
     logsum = scores.logsumexp(dim=-1)
     weights = torch.exp(scores - logsum.unsqueeze(-1)).to(value.dtype)
     weights = nn.functional.dropout(weights, p=scoring.dropout, training=scoring.training)
     return weights @ value, logsum
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    # transformers keeps one compiled FlexAttention; it gives the logarithms too.
+def _attend_flex(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scoring: ScoreOptions
+) -> tuple[Tensor, Tensor]:
+    # transformers keeps one compiled FlexAttention, which also returns the logsumexp.
     layer = nn.Module()
     layer.training = scoring.training
-    found, logsum = flex_attention()(layer, query, key, value, mask, scaling=scoring.scaling, softcap=scoring.softcap)
+    found, logsum = get_flex_attention()(
+        layer, query, key, value, mask, scaling=scoring.scaling, softcap=scoring.softcap
+    )
     return found.transpose(1, 2), logsum
 
 
 # ------------------------------------------------------------------------------------------------ dropout
 
 
-def _random_state(query: Tensor) -> Tensor:
+def _get_random_state(query: Tensor) -> Tensor:
     return torch.cuda.get_rng_state(query.device) if query.is_cuda else torch.get_rng_state()
 
 
 @contextmanager
-def _replayed(state: Tensor | None, query: Tensor) -> Iterator[None]:
-    """Draw the same random numbers as in the forward pass, within this block."""
+def _replay_random_state(state: Tensor | None, query: Tensor) -> Iterator[None]:
+    """Run a block that draws the same random numbers as the forward pass."""
     if state is None:
         yield
         return

@@ -1,28 +1,33 @@
 """Tensor parallelism: each rank has a part of every large layer."""
 
-from cornstarch.parallel.tensor.adapters import cut_added_adapters
-from cornstarch.parallel.tensor.apply import shard_tensors
-from cornstarch.parallel.tensor.check import check_tensor_plan
+from cornstarch.parallel.tensor.apply import check_tensor_plan, shard_added_adapters, shard_tensors
 from cornstarch.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from cornstarch.parallel.tensor.order import Held, full_tensors, is_cut, load_full_tensors, original_boxes, seen_whole
-from cornstarch.parallel.tensor.plan import kept_whole, tensor_plan
+from cornstarch.parallel.tensor.placement import (
+    ShardBox,
+    gather_full_tensors,
+    is_sharded,
+    load_full_tensors,
+    original_boxes,
+    use_full_shapes,
+)
+from cornstarch.parallel.tensor.plan import find_unsharded_modules, tensor_plan
 from cornstarch.parallel.tensor.styles import Style
 from cornstarch.parallel.tensor.vocabulary import vocabulary_cross_entropy
 
 __all__ = [
     "ColumnParallelLinear",
-    "Held",
     "RowParallelLinear",
+    "ShardBox",
     "Style",
     "check_tensor_plan",
-    "cut_added_adapters",
-    "full_tensors",
-    "is_cut",
-    "kept_whole",
+    "find_unsharded_modules",
+    "gather_full_tensors",
+    "is_sharded",
     "load_full_tensors",
     "original_boxes",
-    "seen_whole",
+    "shard_added_adapters",
     "shard_tensors",
     "tensor_plan",
+    "use_full_shapes",
     "vocabulary_cross_entropy",
 ]

@@ -1,38 +1,52 @@
-"""Cutting a model over the ranks of a mesh."""
+"""Tensor parallelism: shard the layers of a model over the ranks of a mesh, and check beforehand that it works.
+
+The steps of `shard_tensors`, for each region of the plan: separate random numbers for dropout, shard the layers (and
+LoRA adapters around them), and tell attention modules how many heads they have here. Then, if asked for, shard
+activations between regions along tokens, and the vocabulary.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.tensor.adapters import cut_adapters
-from cornstarch.parallel.tensor.check import check_tensor_plan
-from cornstarch.parallel.tensor.collectives import copy_in
-from cornstarch.parallel.tensor.heads import count_own_heads, watch_arguments
+from cornstarch.parallel.tensor.collectives import Group, copy_to_ranks
+from cornstarch.parallel.tensor.dropout import has_dropout, separate_adapter_dropout, separate_dropout
 from cornstarch.parallel.tensor.layers import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
-    PartlySharedLinear,
+    PartlyReplicatedLinear,
+    ReplicatedColumnLinear,
     RowParallelConv1D,
     RowParallelLinear,
-    SharedColumnLinear,
+    ShardedLayer,
     SharedInput,
-    with_local_parameters,
-    with_summed_output,
+    bind_local_parameters,
+    sum_output_over_ranks,
 )
-from cornstarch.parallel.tensor.noise import draws_noise, separate_noise
-from cornstarch.parallel.tensor.order import Cut, distribute, local_use, named_cuts
-from cornstarch.parallel.tensor.plan import plan_regions
-from cornstarch.parallel.tensor.regions import Region, child, linear
-from cornstarch.parallel.tensor.sequence import cut_sequence
-from cornstarch.parallel.tensor.styles import Style
-from cornstarch.parallel.tensor.vocabulary import cut_vocabulary
+from cornstarch.parallel.tensor.placement import (
+    ShardSpec,
+    find_shard_specs,
+    get_shard_specs,
+    is_sharded,
+    shard_parameter,
+    to_local_parameter,
+)
+from cornstarch.parallel.tensor.plan import Region, get_child, get_linear, plan_regions
+from cornstarch.parallel.tensor.sequence import check_sequence, shard_sequence
+from cornstarch.parallel.tensor.styles import HEADS, KEY_VALUE_HEADS, KEY_VALUE_WIDTHS, WIDTHS, Style
+from cornstarch.parallel.tensor.vocabulary import check_vocabulary, shard_vocabulary
+
+_MAX_RANKS = 1024  # tried when an error lists the sizes that work
 
 
 def shard_tensors(
@@ -43,130 +57,297 @@ def shard_tensors(
     sequence: bool = False,
     vocabulary: bool = False,
 ) -> nn.Module:
-    """Cut a model's layers over the ranks of a mesh, in place, and return it.
+    """Shard a model's layers over the ranks of a mesh, in place, and return it.
 
     All ranks must come with the same weights, or with a model on the meta device; they call the model with the same
-    inputs and get the same outputs. Parameters keep their names. Those that are cut become DTensors on the mesh; all
-    others stay as they are, and their gradients come out the same on every rank. `fully_shard` over another axis of the
-    same root mesh may follow. For dropout, seed the ranks of the mesh alike: they then drop the same of what is whole,
-    and each its own of what is cut.
+    inputs and get the same outputs. Parameters keep their names. Sharded ones become DTensors on the mesh; all others
+    stay as they are, and their gradients are the same on every rank. `fully_shard` over another axis of the same root
+    mesh may follow. For dropout, seed the ranks of the mesh alike: they then drop the same elements of full
+    activations, and each its own of sharded ones.
 
     Args:
         model: A transformers model, or a PEFT model around one.
         mesh: The ranks; it has one axis.
-        plan: How layers are cut, by name, instead of the model's own plan.
-        sequence: Cut activations between attention and feed-forward layers along tokens.
-        vocabulary: Cut the table of embeddings and the head by words.
+        plan: Styles of layers by name, instead of the model's own plan.
+        sequence: Shard activations between attention and feed-forward layers along tokens.
+        vocabulary: Shard the embedding table and the head by words.
     """
     if mesh.ndim != 1:
         raise ConfigError(f"Tensor parallelism needs a mesh with one axis, found {mesh.ndim}: give mesh['tp'].")
     inner = unwrap(model)
-    if named_cuts(inner):
+    if find_shard_specs(inner):
         raise ConfigError(f"{type(inner).__name__} is cut over ranks already; cut it once.")
     check_tensor_plan(model, mesh.size(), plan=plan, sequence=sequence, vocabulary=vocabulary)
     found = plan_regions(model, plan)
     if mesh.size() == 1:
         return model
-    has_noise = draws_noise(model)
+    drops = has_dropout(model)
     for region in found.regions:
-        if has_noise:
-            separate_noise(inner.get_submodule(region.owner), region, mesh.get_group())
-        _cut_region(inner.get_submodule(region.owner), region, mesh)
+        owner = inner.get_submodule(region.owner)
+        if drops:
+            # Before the layers change: adapters look for the random state of the layer that they are around.
+            separate_dropout(owner, region, mesh.get_group())
+        _share_inputs(owner, region)
+        for key, style in region.styles.items():
+            _SHARDERS[style.kind](owner, key, style, region, mesh)
+        if region.attention is not None:
+            counting = get_child(owner, region.attention) if region.attention else owner
+            assert counting is not None
+            set_local_head_counts(counting, region, mesh.size())
+            _sum_argument_gradients(counting, mesh.get_group())
     if sequence:
-        cut_sequence(inner, found, mesh)
+        shard_sequence(inner, found, mesh)  # after the regions: it changes the collectives of their layers
     if vocabulary:
-        cut_vocabulary(inner, mesh)
+        shard_vocabulary(inner, mesh)
     return model
 
 
-def _cut_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
-    _share_inputs(owner, region, mesh)
-    for key, style in region.styles.items():
-        _CUTTERS[style.kind](owner, key, style, region, mesh)
-    if region.attention is not None:
-        counting = child(owner, region.attention) if region.attention else owner
-        assert counting is not None
-        count_own_heads(counting, region, mesh.size())
-        watch_arguments(counting, mesh.get_group())
+def check_tensor_plan(
+    model: nn.Module,
+    size: int,
+    *,
+    plan: Mapping[str, Style | str] | None = None,
+    sequence: bool = False,
+    vocabulary: bool = False,
+) -> None:
+    """Refuse a model that cannot be sharded over `size` ranks, and list the sizes that work.
+
+    No process group is needed, and the model may be on the meta device, or sharded already. The arguments are those of
+    `shard_tensors`.
+    """
+    inner = unwrap(model)
+    if is_sharded(inner):
+        return  # it was checked then
+    found = plan_regions(model, plan)
+    for region in found.regions:
+        _check_region_adapters(inner, region)
+    if sequence:
+        check_sequence(inner, found)
+    if vocabulary:
+        check_vocabulary(inner)
+    misfits = sorted({misfit for region in found.regions for misfit in region.misfits(size)})
+    if misfits:
+        fitting = [str(n) for n in range(1, _MAX_RANKS + 1) if all(region.fits(n) for region in found.regions)]
+        alternatives = fitting[0] if len(fitting) == 1 else f"{', '.join(fitting[:-1])} or {fitting[-1]}"
+        raise ConfigError(
+            f"{type(inner).__name__} cannot be cut over {size} ranks (tp = {size}): it has "
+            f"{' and '.join(misfits)}.\n  Use {alternatives}."
+        )
 
 
 # ------------------------------------------------------------------------------------------------ layers
 
 
-def _column(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    layer = linear(child(owner, key))
-    assert layer is not None
-    if key in region.shared and region.key_value_heads % mesh.size():
-        assert isinstance(layer, nn.Linear)
-        SharedColumnLinear.from_linear(layer, mesh, region.key_value_heads)
-    else:
-        kind: Any = ColumnParallelConv1D if isinstance(layer, Conv1D) else ColumnParallelLinear
-        kind.from_linear(layer, mesh, style.parts or None, style.whole)
-    cut_adapters(child(owner, key), layer, mesh)
-
-
-def _row(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    layer = linear(child(owner, key))
-    kind: Any = RowParallelConv1D if isinstance(layer, Conv1D) else RowParallelLinear
-    kind.from_linear(layer, mesh, style.whole)
-    cut_adapters(child(owner, key), layer, mesh)
-
-
-def _rotary_keys(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    layer = linear(child(owner, key))
-    assert isinstance(layer, nn.Linear)
-    PartlySharedLinear.from_linear(layer, mesh, style.parts[0])
-
-
-def _share_inputs(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
-    """Let the layers at the beginning of a region read one copy of what goes in."""
-    first = [key for key, style in region.styles.items() if style.kind == "column" and not style.whole]
+def _share_inputs(owner: nn.Module, region: Region) -> None:
+    """Let the layers at the beginning of a region read one copy of their input: its gradient is reduced once."""
     shared = SharedInput()
-    for key in first:
-        layer = linear(child(owner, key))
-        if layer is child(owner, key):  # with adapters there may be dropout before each
-            assert layer is not None
+    for key, style in region.styles.items():
+        layer = get_linear(get_child(owner, key)) if style.kind == "column" and not style.whole else None
+        if layer is not None and layer is get_child(owner, key):  # with adapters there may be dropout before each
             layer.__dict__["shared"] = shared
             shared.readers += 1
 
 
-# ------------------------------------------------------------------------------------------------ parameters
+def _shard_column(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+    layer = get_linear(get_child(owner, key))
+    assert layer is not None
+    if key in region.shared and region.key_value_heads % mesh.size():
+        assert isinstance(layer, nn.Linear)
+        ReplicatedColumnLinear.from_linear(layer, mesh, region.key_value_heads)
+    else:
+        kind: Any = ColumnParallelConv1D if isinstance(layer, Conv1D) else ColumnParallelLinear
+        kind.from_linear(layer, mesh, style.parts or None, style.whole)
+    shard_adapters(get_child(owner, key), layer, mesh)
 
 
-def _partial(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+def _shard_row(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+    layer = get_linear(get_child(owner, key))
+    kind: Any = RowParallelConv1D if isinstance(layer, Conv1D) else RowParallelLinear
+    kind.from_linear(layer, mesh, style.whole)
+    shard_adapters(get_child(owner, key), layer, mesh)
+
+
+def _shard_rotary_keys(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+    layer = get_linear(get_child(owner, key))
+    assert isinstance(layer, nn.Linear)
+    PartlyReplicatedLinear.from_linear(layer, mesh, style.parts[0])
+
+
+def _sum_gradients(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
     module, group = owner.get_submodule(key), mesh.get_group()
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    with_local_parameters(module, {name: lambda parameter: copy_in(parameter, group) for name in names})
+    bind_local_parameters(module, {name: lambda parameter: copy_to_ranks(parameter, group) for name in names})
 
 
-def _parameter(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+def _shard_parameter(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
     where, _, name = key.rpartition(".")
     module = owner.get_submodule(where)
     parameter = module._parameters[name]
     assert parameter is not None
-    distribute(module, name, Cut(style.dim, style.parts or (parameter.shape[style.dim],), mesh.size()), mesh)
-    with_local_parameters(module, {name: local_use})
+    parts = style.parts or (parameter.shape[style.dim],)
+    shard_parameter(module, name, ShardSpec(style.dim, parts, mesh.size()), mesh)
+    bind_local_parameters(module, {name: to_local_parameter})
 
 
-def _expert_bias(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+def _divide_expert_bias(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+    # Every rank adds it to its partial sum, so each adds a fraction.
     group, ranks = mesh.get_group(), mesh.size()
-    with_local_parameters(owner, {key: lambda parameter: copy_in(parameter, group) / ranks})
+    bind_local_parameters(owner, {key: lambda parameter: copy_to_ranks(parameter, group) / ranks})
 
 
-def _experts(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    with_summed_output(owner, mesh.get_group())
+def _reduce_experts(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
+    sum_output_over_ranks(owner, mesh.get_group())
 
 
-_CUTTERS = {
-    "column": _column,
-    "row": _row,
-    "partial": _partial,
-    "heads": _parameter,
-    "experts": _experts,
-    "expert": _parameter,
-    "expert_bias": _expert_bias,
-    "rotary_keys": _rotary_keys,
+_SHARDERS = {
+    "column": _shard_column,
+    "row": _shard_row,
+    "partial": _sum_gradients,
+    "heads": _shard_parameter,
+    "experts": _reduce_experts,
+    "expert": _shard_parameter,
+    "expert_bias": _divide_expert_bias,
+    "rotary_keys": _shard_rotary_keys,
 }
 
 
-__all__ = ["shard_tensors"]
+# ------------------------------------------------------------------------------------------------ adapters (LoRA)
+#
+# column:  x -> A -> B, with B sharded by its outputs as the layer is; A is replicated
+# row:     x (sharded) -> A, sharded by its inputs, reduced -> B; B is replicated
+
+_ADAPTER_PARTS = {"base_layer", "lora_A", "lora_B"}
+
+
+def _check_adapters(name: str, wrapper: nn.Module, can_be_sharded: bool) -> None:
+    """Refuse adapters around a sharded layer that are not plain LoRA, or not around a plain linear layer."""
+    found = {part for part, inside in wrapper.named_children() if any(True for _ in inside.parameters())}
+    if not can_be_sharded or found - _ADAPTER_PARTS:
+        others = ", ".join(sorted(found - _ADAPTER_PARTS)) or type(wrapper).__name__
+        raise UnsupportedModelError(
+            f"{name} has adapters that tensor parallelism cannot cut ({others}); LoRA on linear layers can be."
+        )
+
+
+def _check_region_adapters(model: nn.Module, region: Region) -> None:
+    """Refuse unsupported adapters on the layers of a region, and those around a module with sharded parameters."""
+    owner = model.get_submodule(region.owner)
+    parts = region.owner.split(".")
+    for end in range(1, len(parts)):
+        around = model.get_submodule(".".join(parts[:end]))
+        if hasattr(around, "base_layer"):
+            _check_adapters(".".join(parts[:end]), around, can_be_sharded=False)
+    for key, style in region.styles.items():
+        layer: Any = get_child(owner, key) if key else owner
+        if hasattr(layer, "base_layer"):
+            name = ".".join(filter(None, (region.owner, key)))
+            _check_adapters(name, layer, style.kind in ("column", "row"))
+
+
+def shard_added_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the LoRA matrices that were put around the layers of a model that is sharded already."""
+    for name, wrapper in list(model.named_modules()):
+        layer = getattr(wrapper, "base_layer", None)
+        if layer is None or not (isinstance(layer, ShardedLayer) or get_shard_specs(layer)):
+            continue
+        known = ColumnParallelLinear | RowParallelLinear | ReplicatedColumnLinear
+        _check_adapters(name, wrapper, isinstance(layer, known))
+        shared = layer.__dict__.pop("shared", None)  # there may be dropout before each
+        if shared is not None:
+            shared.readers -= 1
+        shard_adapters(wrapper, layer, mesh)
+
+
+def shard_adapters(wrapper: Any, layer: Any, mesh: DeviceMesh) -> None:
+    """Shard the LoRA matrices around a layer that has been sharded."""
+    if wrapper is layer:
+        return
+    separate_adapter_dropout(wrapper, layer, mesh.get_group())
+    for adapter in wrapper.lora_A:
+        before, after = wrapper.lora_A[adapter], wrapper.lora_B[adapter]
+        if isinstance(layer, RowParallelLinear):
+            RowParallelLinear.from_linear(before, mesh)
+        elif isinstance(layer, ReplicatedColumnLinear):
+            heads = layer.weight.shape[0] // (layer.rows.stop - layer.rows.start)
+            ReplicatedColumnLinear.from_linear(after, mesh, heads)
+        else:
+            assert isinstance(layer, ColumnParallelLinear)
+            ColumnParallelLinear.from_linear(after, mesh, get_shard_specs(layer)["weight"].parts, layer.gather)
+
+
+# ------------------------------------------------------------------------------------------------ attention heads
+
+
+def set_local_head_counts(module: nn.Module, region: Region, ranks: int) -> None:
+    """Replace the numbers of heads that an attention module has by those of this rank."""
+    heads = region.heads // ranks
+    pairs = max(region.key_value_heads // ranks, 1)
+    numbers = dict.fromkeys(HEADS, (region.heads, heads))
+    numbers |= dict.fromkeys(KEY_VALUE_HEADS, (region.key_value_heads, pairs))
+    own = module.__dict__
+    for name, (before, after) in numbers.items():
+        if own.get(name) == before:
+            own[name] = after
+    for name in WIDTHS:
+        if own.get(name) == region.width:
+            own[name] = region.width // ranks
+    for name in KEY_VALUE_WIDTHS:
+        if isinstance(own.get(name), int):
+            own[name] = own[name] // region.key_value_heads * pairs
+    if "num_key_value_groups" in own:
+        own["num_key_value_groups"] = heads // pairs
+    if own.get("config") is not None:
+        local = {name: after for name, (before, after) in numbers.items() if getattr(own["config"], name, 0) == before}
+        own["config"] = LocalHeadsConfig(own["config"], local)
+
+
+class LocalHeadsConfig:
+    """A config as an attention module sees it: the same object, except for the numbers of heads."""
+
+    def __init__(self, config: Any, numbers: Mapping[str, int]) -> None:
+        self.__dict__.update(_config=config, _numbers=dict(numbers))
+
+    def __getattr__(self, name: str) -> Any:
+        numbers = self.__dict__["_numbers"]
+        return numbers[name] if name in numbers else getattr(self.__dict__["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_config"], name, value)
+
+    def __deepcopy__(self, memory: Any) -> LocalHeadsConfig:
+        return LocalHeadsConfig(copy.deepcopy(self.__dict__["_config"], memory), self.__dict__["_numbers"])
+
+
+# Arguments that each rank uses for its heads as they are: if they are learned, their gradients are summed over ranks.
+_FOR_ALL_HEADS = ("position_emb", "rotary", "cos", "sin", "freqs")
+# Arguments that layers of the region read, and biases that the region itself has made for its heads.
+_READ = ("state", "position_bias", "key_value", "query", "key", "value", "context", "embeds", "latents", "features")
+_READ_EXACTLY = {"x", "q", "k", "v", "input", "inputs", "kv"}
+
+
+def _sum_argument_gradients(module: nn.Module, group: Group) -> None:
+    """Sum the gradients of learned tensors that an attention module uses for its heads, beside its layers."""
+    names = list(inspect.signature(module.forward).parameters)
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        named = dict(zip(names, inputs, strict=False))
+        changed = {name: change(name, value) for name, value in {**named, **options}.items()}
+        return tuple(changed[name] for name in named) + inputs[len(named) :], {name: changed[name] for name in options}
+
+    def change(name: str, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(change(name, inner) for inner in value)
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if any(word in name for word in _FOR_ALL_HEADS):
+            return copy_to_ranks(value, group)
+        if name in _READ_EXACTLY or any(word in name for word in _READ):
+            return value
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is given `{name}`, which is learned; tensor parallelism does not know how it is "
+            "used. Leave `tp` at 1."
+        )
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -1,15 +1,15 @@
-"""Linear layers that are cut over ranks.
+"""Linear layers that are sharded over ranks.
 
     column: each rank has some of the outputs            row: each rank has some of the inputs
 
-        x (whole)                                             x (cut)
-        |  copy_in: gradients of x are added up               |
+        x (full)                                              x (sharded)
+        |  copy_to_ranks: gradients of x are summed           |
         x @ W[my outputs]                                     x @ W[my inputs]
-        |                                                     |  add_up
-        y (cut), or whole after `join`                        y (whole), + bias
+        |                                                     |  reduce_from_ranks
+        y (sharded), or full after gather_from_ranks          y (full), + bias
 
-A column layer followed by a row layer needs one exchange in the forward pass and one in the backward pass. Weights are
-DTensors, which say what part they are; computing happens on plain local tensors, because a DTensor's own operations
+A column layer followed by a row layer needs one collective in the forward pass and one in the backward pass. Weights
+are DTensors, which know what part they are; computation is on plain local tensors, because a DTensor's own operations
 cost several times a small kernel.
 """
 
@@ -23,14 +23,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.tensor.collectives import Group, add_up, copy_in, join, take_part
-from cornstarch.parallel.tensor.order import Cut, distribute, local_use
+from cornstarch.parallel.tensor.collectives import (
+    Group,
+    SequenceShards,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    scatter_to_ranks,
+)
+from cornstarch.parallel.tensor.placement import ShardSpec, shard_parameter, to_local_parameter
 
 
 class SharedInput:
-    """One copy of an activation for layers that read the same one: their gradients are added up here, then once.
+    """One copy of an activation for several layers that read it.
 
-    Queries, keys and values read the same activation. Each with a copy of its own would have it added up three times.
+    Queries, keys and values read the same activation. With a copy each, its gradient would be reduced three times.
     """
 
     def __init__(self) -> None:
@@ -40,9 +47,9 @@ class SharedInput:
         self._copy: Tensor | None = None
 
     def copy(self, x: Tensor, group: Group) -> Tensor:
-        """Return the copy of `x`; the last reader lets go of it."""
+        """Return the copy of `x`; it is released with the last reader."""
         if self._given is not x or self._copy is None:
-            self._given, self._copy, self._left = x, copy_in(x, group), self.readers
+            self._given, self._copy, self._left = x, copy_to_ranks(x, group), self.readers
         copied = self._copy
         self._left -= 1
         if self._left <= 0:
@@ -51,7 +58,7 @@ class SharedInput:
 
 
 def check_mesh(mesh: Any, layer: str) -> None:
-    """Refuse what is no mesh of one axis: a number of ranks does not say which ranks share a layer."""
+    """Refuse what is not a mesh of one axis: a number of ranks does not say which ranks share a layer."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
         return
     found = f"a mesh of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
@@ -61,25 +68,39 @@ def check_mesh(mesh: Any, layer: str) -> None:
     )
 
 
-class CutLayer(nn.Module):
-    """What cut layers know beyond their parameters."""
+class ShardedLayer(nn.Module):
+    """A layer of which each rank computes a part. Layers become sharded by a change of class, in place."""
 
     group: Group
-    cuts: dict[str, Cut]
 
-    def _settle(self, mesh: DeviceMesh) -> None:
-        self.__dict__["group"] = mesh.get_group()
+    @classmethod
+    def _convert(cls, linear: nn.Module, mesh: DeviceMesh, **attributes: Any) -> Self:
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear.__dict__.update(group=mesh.get_group(), **attributes)
+        return linear
 
 
-class ColumnParallelLinear(CutLayer, nn.Linear):
+class _ColumnInput(ShardedLayer):
+    """A layer that reads full activations and computes this rank's outputs."""
+
+    copies = True
+    """False where tokens were gathered for the layer: the gather reduces gradients already."""
+    shared: SharedInput | None = None
+
+    def _copy_input(self, x: Tensor) -> Tensor:
+        if not self.copies:
+            return x
+        return self.shared.copy(x, self.group) if self.shared is not None else copy_to_ranks(x, self.group)
+
+
+class ColumnParallelLinear(_ColumnInput, nn.Linear):
     """A linear layer of which each rank has some of the outputs.
 
-    Made anew, or of a layer that is there (`from_linear`), which must be the same on all ranks.
+    Create a new one, or convert a layer that is the same on all ranks (`from_linear`).
     """
 
     gather = False
-    copies = True
-    shared: SharedInput | None = None
 
     def __init__(
         self,
@@ -91,70 +112,66 @@ class ColumnParallelLinear(CutLayer, nn.Linear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        """Make a layer.
+        """Create a layer with the weights of the first rank.
 
         Args:
-            in_features: Of the whole layer.
-            out_features: Of the whole layer.
+            in_features: Of the full layer.
+            out_features: Of the full layer.
             mesh: The ranks; it has one axis.
-            bias: Whether there is one.
-            gather: Give back all outputs on every rank, not only the rank's own.
-            device: Where the parameters are.
-            dtype: What type they have.
+            bias: Whether there is a bias.
+            gather: Return all outputs on every rank, not only the rank's own.
+            device: The device of the parameters.
+            dtype: The dtype of the parameters.
         """
         check_mesh(mesh, type(self).__name__)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        _same_everywhere(self, mesh)
-        self._cut(mesh, (out_features,), gather)
+        _broadcast_parameters(self, mesh)
+        self._shard(mesh, (out_features,), gather)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, mesh: DeviceMesh, parts: tuple[int, ...] | None = None, gather: bool = False
     ) -> Self:
-        """Cut a linear layer in place and return it.
+        """Shard a linear layer in place and return it.
 
         Args:
-            linear: The layer, whole.
+            linear: The full layer.
             mesh: The ranks; it has one axis.
-            parts: The sizes of what is fused in its outputs, each of which is cut.
-            gather: Give back all outputs on every rank.
+            parts: The sizes of what is fused in its outputs, each of which is sharded.
+            gather: Return all outputs on every rank.
         """
         check_mesh(mesh, cls.__name__)
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._cut(mesh, parts or (linear._outputs,), gather)
-        return linear
+        layer = cls._convert(linear, mesh)
+        layer._shard(mesh, parts or (layer.weight.shape[layer._output_dim],), gather)
+        return layer
 
-    @property
-    def _outputs(self) -> int:
-        return self.out_features
+    _output_dim = 0
 
-    def _cut(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
+    def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
         _check_divides(parts, mesh.size(), "outputs")
         if gather and len(parts) > 1:
             raise ConfigError("A fused layer cannot give back all outputs: they would be in another order.")
-        self._settle(mesh)
-        self.__dict__["gather"] = gather
-        for name in ("weight", "bias"):
+        self.__dict__.update(group=mesh.get_group(), gather=gather)
+        for name, dim in (("weight", self._output_dim), ("bias", 0)):
             if self._parameters[name] is not None:
-                distribute(self, name, Cut(0, parts, mesh.size()), mesh)
+                shard_parameter(self, name, ShardSpec(dim, parts, mesh.size()), mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, or all."""
-        x = _copied(self, x)
-        y = self._apply_to(x)
-        return join(y, self.group) if self.gather else y
+        y = self._compute(self._copy_input(x))
+        return gather_from_ranks(y, self.group) if self.gather else y
 
-    def _apply_to(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, local_use(self.weight), local_use(self.bias))
+    def _compute(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, to_local_parameter(self.weight), to_local_parameter(self.bias))
 
 
-class RowParallelLinear(CutLayer, nn.Linear):
-    """A linear layer of which each rank has some of the inputs; the bias is whole everywhere."""
+class RowParallelLinear(ShardedLayer, nn.Linear):
+    """A linear layer of which each rank has some of the inputs; the bias is replicated."""
 
     split = False
-    tokens: Any = None
-    """Where activations are cut along tokens: what deals them out."""
+    tokens: SequenceShards | None = None
+    """With sequence parallelism: reduces outputs and scatters them along tokens."""
+    _input_dim = 1
 
     def __init__(
         self,
@@ -166,149 +183,124 @@ class RowParallelLinear(CutLayer, nn.Linear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        """Make a layer.
+        """Create a layer with the weights of the first rank.
 
         Args:
-            in_features: Of the whole layer.
-            out_features: Of the whole layer.
+            in_features: Of the full layer.
+            out_features: Of the full layer.
             mesh: The ranks; it has one axis.
-            bias: Whether there is one.
-            split: Take whole inputs, of which each rank uses its own.
-            device: Where the parameters are.
-            dtype: What type they have.
+            bias: Whether there is a bias.
+            split: Take full inputs, of which each rank uses its own.
+            device: The device of the parameters.
+            dtype: The dtype of the parameters.
         """
         check_mesh(mesh, type(self).__name__)
         nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        _same_everywhere(self, mesh)
-        self._cut(mesh, split)
+        _broadcast_parameters(self, mesh)
+        self._shard(mesh, split)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, mesh: DeviceMesh, split: bool = False) -> Self:
-        """Cut a linear layer in place and return it.
+        """Shard a linear layer in place and return it.
 
         Args:
-            linear: The layer, whole.
+            linear: The full layer.
             mesh: The ranks; it has one axis.
-            split: Take whole inputs, of which each rank uses its own.
+            split: Take full inputs, of which each rank uses its own.
         """
         check_mesh(mesh, cls.__name__)
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._cut(mesh, split)
-        return linear
+        layer = cls._convert(linear, mesh)
+        layer._shard(mesh, split)
+        return layer
 
-    def _cut(self, mesh: DeviceMesh, split: bool) -> None:
-        _check_divides((self.in_features,), mesh.size(), "inputs")
-        self._settle(mesh)
-        self.__dict__["split"] = split
-        distribute(self, "weight", Cut(1, (self.in_features,), mesh.size()), mesh)
+    def _shard(self, mesh: DeviceMesh, split: bool) -> None:
+        inputs = self.weight.shape[self._input_dim]
+        _check_divides((inputs,), mesh.size(), "inputs")
+        self.__dict__.update(group=mesh.get_group(), split=split)
+        shard_parameter(self, "weight", ShardSpec(self._input_dim, (inputs,), mesh.size()), mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs."""
-        x = take_part(x, self.group) if self.split else x
-        y = self._apply_to(x)
+        y = self._compute(scatter_to_ranks(x, self.group) if self.split else x)
+        # The bias is added once, after the sum. With sharded tokens its gradient must be summed over ranks.
         if self.tokens is not None:
-            y = self.tokens.add_up(y)
-            return y if self.bias is None else y + copy_in(self.bias, self.group)
-        y = add_up(y, self.group)
+            y = self.tokens.reduce_scatter(y)
+            return y if self.bias is None else y + copy_to_ranks(self.bias, self.group)
+        y = reduce_from_ranks(y, self.group)
         return y if self.bias is None else y + self.bias
 
-    def _apply_to(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, local_use(self.weight))
+    def _compute(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, to_local_parameter(self.weight))
 
 
 class ColumnParallelConv1D(ColumnParallelLinear):
-    """The same of a layer whose weight stands the other way round, as GPT-2 has them."""
+    """A column-parallel layer with a transposed weight, as in GPT-2."""
 
-    @property
-    def _outputs(self) -> int:
-        return self.weight.shape[1]
+    _output_dim = 1
 
-    def _cut(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
-        _check_divides(parts, mesh.size(), "outputs")
-        self._settle(mesh)
-        self.__dict__["gather"] = gather
+    def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
         self.in_features, self.out_features = self.weight.shape
-        distribute(self, "weight", Cut(1, parts, mesh.size()), mesh)
-        distribute(self, "bias", Cut(0, parts, mesh.size()), mesh)
+        super()._shard(mesh, parts, gather)
 
-    def _apply_to(self, x: Tensor) -> Tensor:
-        return x @ local_use(self.weight) + local_use(self.bias)
+    def _compute(self, x: Tensor) -> Tensor:
+        return x @ to_local_parameter(self.weight) + to_local_parameter(self.bias)
 
     def extra_repr(self) -> str:
-        """Return its sizes."""
+        """Return the shape of the weight."""
         return f"{tuple(self.weight.shape)}"
 
 
 class RowParallelConv1D(RowParallelLinear):
-    """The same of a layer whose weight stands the other way round."""
+    """A row-parallel layer with a transposed weight, as in GPT-2."""
 
-    def _cut(self, mesh: DeviceMesh, split: bool) -> None:
-        _check_divides((self.weight.shape[0],), mesh.size(), "inputs")
-        self._settle(mesh)
-        self.__dict__["split"] = split
+    _input_dim = 0
+
+    def _shard(self, mesh: DeviceMesh, split: bool) -> None:
         self.in_features, self.out_features = self.weight.shape
-        distribute(self, "weight", Cut(0, (self.weight.shape[0],), mesh.size()), mesh)
+        super()._shard(mesh, split)
 
-    def _apply_to(self, x: Tensor) -> Tensor:
-        return x @ local_use(self.weight)
+    def _compute(self, x: Tensor) -> Tensor:
+        return x @ to_local_parameter(self.weight)
 
     def extra_repr(self) -> str:
-        """Return its sizes."""
+        """Return the shape of the weight."""
         return f"{tuple(self.weight.shape)}"
 
 
-class SharedColumnLinear(CutLayer, nn.Linear):
-    """A linear layer with fewer heads than ranks: all have it whole, and each computes the heads that it needs."""
+class ReplicatedColumnLinear(_ColumnInput, nn.Linear):
+    """A linear layer with fewer heads than ranks: it is replicated, and each rank computes the heads that it needs."""
 
     rows = slice(0)
-    copies = True
-    shared: SharedInput | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, mesh: DeviceMesh, heads: int) -> Self:
-        """Change a linear layer in place and return it."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._settle(mesh)
+        """Convert a linear layer in place and return it."""
         width = linear.out_features // heads
         head = mesh.get_local_rank() * heads // mesh.size()
-        linear.__dict__["rows"] = slice(head * width, (head + 1) * width)
-        return linear
+        return cls._convert(linear, mesh, rows=slice(head * width, (head + 1) * width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the outputs of this rank's head."""
-        x = _copied(self, x)
-        bias = None if self.bias is None else copy_in(self.bias, self.group)[self.rows]
-        return nn.functional.linear(x, copy_in(self.weight, self.group)[self.rows], bias)
+        bias = None if self.bias is None else copy_to_ranks(self.bias, self.group)[self.rows]
+        weight = copy_to_ranks(self.weight, self.group)[self.rows]
+        return nn.functional.linear(self._copy_input(x), weight, bias)
 
 
-class PartlySharedLinear(CutLayer, nn.Linear):
-    """A linear layer that all ranks have whole, whose last outputs go to each rank's own heads (rotary keys of MLA)."""
+class PartlyReplicatedLinear(ShardedLayer, nn.Linear):
+    """A replicated linear layer whose last outputs go to each rank's own heads (rotary keys of MLA)."""
 
     last = 0
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, mesh: DeviceMesh, last: int) -> Self:
-        """Change a linear layer in place and return it."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._settle(mesh)
-        linear.__dict__["last"] = last
-        return linear
+        """Convert a linear layer in place and return it."""
+        return cls._convert(linear, mesh, last=last)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs."""
         y = nn.functional.linear(x, self.weight, self.bias)
         first, last = y.split([y.shape[-1] - self.last, self.last], -1)
-        return torch.cat([first, copy_in(last, self.group)], -1)
-
-
-def _copied(layer: ColumnParallelLinear | SharedColumnLinear, x: Tensor) -> Tensor:
-    """Return what a layer reads; whoever gathered tokens for it adds up the gradients already."""
-    if not layer.copies:
-        return x
-    return layer.shared.copy(x, layer.group) if layer.shared is not None else copy_in(x, layer.group)
+        return torch.cat([first, copy_to_ranks(last, self.group)], -1)
 
 
 # ------------------------------------------------------------------------------------------------ any module
@@ -316,10 +308,10 @@ def _copied(layer: ColumnParallelLinear | SharedColumnLinear, x: Tensor) -> Tens
 Use = Callable[[Tensor], Tensor]
 
 
-def with_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
-    """Let a module of any class compute with what `uses` make of its own parameters.
+def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
+    """Let a module of any class compute with functions of its own parameters.
 
-    While its forward runs, `self.weight` is what the use returns. Names, and what others see, stay.
+    While its forward runs, `self.weight` is what `uses["weight"]` returns. Names and parameters do not change.
     """
     kind = type(module)
     earlier: dict[str, Use] | None = module.__dict__.get("parameter_uses")
@@ -329,7 +321,7 @@ def with_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         values = {name: use(getattr(self, name)) for name, use in self.parameter_uses.items()}  # type: ignore
-        self.__dict__.update(values)  # found before the parameters are
+        self.__dict__.update(values)  # attributes are found before parameters
         try:
             return kind.forward(self, *inputs, **options)
         finally:
@@ -340,26 +332,25 @@ def with_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def with_summed_output(module: nn.Module, group: Group) -> None:
-    """Let a module take whole activations, of which each rank makes its share of the output; shares are added up."""
+def sum_output_over_ranks(module: nn.Module, group: Group) -> None:
+    """Let a module take full activations and return the sum over ranks of what each computes."""
+
+    def copy(value: Any) -> Any:
+        return copy_to_ranks(value, group) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(map(copied, inputs)), {name: copied(value) for name, value in options.items()}
-
-    def copied(value: Any) -> Any:
-        return copy_in(value, group) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return tuple(map(copy, inputs)), {name: copy(value) for name, value in options.items()}
 
     def leave(_: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (add_up(output[0], group), *output[1:])
-        return add_up(output, group)
+            return (reduce_from_ranks(output[0], group), *output[1:])
+        return reduce_from_ranks(output, group)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
 
 
-def _same_everywhere(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks the parameters of the first."""
+def _broadcast_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for parameter in module.parameters():
         if not parameter.is_meta:
@@ -370,6 +361,3 @@ def _check_divides(parts: tuple[int, ...], ranks: int, what: str) -> None:
     for size in parts:
         if size % ranks:
             raise ConfigError(f"{size} {what} cannot be cut evenly over {ranks} ranks.")
-
-
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]

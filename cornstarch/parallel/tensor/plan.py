@@ -1,72 +1,419 @@
-"""Which layers of a model are cut over ranks, and how: decided before any process group exists, on any device."""
+"""Which layers of a model are sharded over ranks, and how: decided before any process group exists, on any device.
+
+A region is a part of a model that is sharded as a unit. It begins with layers sharded by their outputs and ends with
+one sharded by its inputs; full activations go in and come out. Between them everything works on one rank's heads or
+channels, so every parameter must be accounted for: one without a rule would train wrongly without an error. A region
+with such a parameter is not sharded.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from transformers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.tensor.regions import Region, child, find_regions, linear, widths
-from cornstarch.parallel.tensor.styles import ALIASES, Style
+from cornstarch.parallel.tensor.styles import (
+    ALIASES,
+    ATTENTION_OUT,
+    BEFORE_LOW_RANK,
+    BY_HEAD,
+    FEED_FORWARD,
+    FEED_FORWARD_FUSED,
+    FUSED,
+    HEAD_NORMS,
+    LOW_RANK,
+    PER_HEAD,
+    SEPARATE,
+    UNSUPPORTED_ATTENTION,
+    Style,
+    count_heads,
+    get_head_width,
+    has_head_count,
+    has_slopes,
+    looks_across_channels,
+    shapes_by_input,
+)
+
+
+class NotShardable(Exception):
+    """A region cannot be sharded; the text says why."""
+
+
+@dataclass
+class Region:
+    """A part of a model that is sharded as a unit."""
+
+    owner: str
+    """The name of the module that it is in."""
+    styles: dict[str, Style] = field(default_factory=dict)
+    """By name inside the owner."""
+    attention: str | None = None
+    """Of attention: the module inside the owner that has the numbers of heads."""
+    heads: int = 0
+    key_value_heads: int = 0
+    width: int = 0
+    """Of attention: the channels of all heads together."""
+    shared: tuple[str, ...] = ()
+    """Layers of keys and values; if there are more ranks than such heads, they are replicated."""
+    must_divide: dict[str, int] = field(default_factory=dict)
+    """Numbers that the number of ranks must divide, beside heads, by description."""
+
+    def fits(self, ranks: int) -> bool:
+        """Return whether it can be sharded over this number of ranks."""
+        return not self.misfits(ranks)
+
+    def misfits(self, ranks: int) -> list[str]:
+        """Return the numbers that this number of ranks does not divide, with descriptions."""
+        found = [f"{number} {what}" for what, number in self.must_divide.items() if number % ranks]
+        if self.heads % ranks:
+            found.append(f"{self.heads} attention heads")
+        if self.key_value_heads % ranks and not (self.shared and ranks % self.key_value_heads == 0):
+            found.append(f"{self.key_value_heads} key and value heads")
+        return found
+
+
+_PLAIN = {"Linear", "NonDynamicallyQuantizableLinear", "FalconLinear"}
+
+
+def get_child(module: nn.Module, path: str) -> nn.Module | None:
+    """Return a module inside, or None."""
+    found: Any = module
+    for name in path.split("."):
+        found = found._modules.get(name) if isinstance(found, nn.Module) else None
+    return found
+
+
+def get_linear(module: nn.Module | None) -> nn.Linear | Conv1D | None:
+    """Return a module if it is a plain linear layer; with adapters around it, the layer inside."""
+    base = getattr(module, "base_layer", module)
+    if isinstance(base, Conv1D) or (isinstance(base, nn.Linear) and type(base).__name__ in _PLAIN):
+        return base
+    return None
+
+
+def get_widths(layer: nn.Linear | Conv1D | None) -> tuple[int, int]:
+    """Return the number of inputs and of outputs."""
+    assert layer is not None
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+
+
+def find_regions(
+    model: nn.Module, own: Mapping[str, Style], config: Any
+) -> Iterator[tuple[str, Region | None, str | None]]:
+    """Yield (owner, region, None), or (owner, None, why not), for everything that looks like a region.
+
+    Args:
+        model: The model.
+        own: The styles of the model's own plan, by full name.
+        config: The model's config, which has the numbers of heads where a module does not.
+    """
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        said = {key.removeprefix(prefix): style for key, style in own.items() if key.rpartition(".")[0] == name}
+        found = False
+        for find in (_find_experts, _find_attention, _find_feed_forward, _find_planned):
+            try:
+                region = None if found and find is _find_planned else find(module, name, said, config)
+            except NotShardable as reason:
+                found = True
+                yield name, None, str(reason)
+            else:
+                if region is not None:
+                    found = True
+                    yield name, region, None
+
+
+def _find_experts(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
+    """Find experts whose weights are stacked: [experts, out, in], or [experts, in, out]."""
+    stacked = {key: one for key, one in module._parameters.items() if one is not None and one.ndim == 3}
+    into = next((key for key in ("gate_up_proj", "up_proj") if key in stacked), None)
+    if into is None or "down_proj" not in stacked:
+        return None
+    wide, narrow = stacked[into], stacked["down_proj"]
+    is_fused = into == "gate_up_proj"
+    times = 2 if is_fused else 1
+    if wide.shape[1] == times * narrow.shape[2] and wide.shape[2] == narrow.shape[1]:
+        dim, inner = 1, narrow.shape[2]
+    elif wide.shape[2] == times * narrow.shape[1] and wide.shape[1] == narrow.shape[2]:
+        dim, inner = 2, narrow.shape[1]
+    else:
+        raise NotShardable(f"the shapes of {into} and down_proj are not those of experts")
+    # Where gate and value alternate (GPT-OSS), plain shards keep them together, and nothing is fused.
+    parts = (inner, inner) if is_fused and getattr(module, "is_concatenated", True) else ()
+    styles = {
+        "": Style("experts"),
+        into: Style("expert", parts, dim),
+        "down_proj": Style("expert", (), 3 - dim),
+        f"{into}_bias": Style("expert", parts, 1),
+        "down_proj_bias": Style("expert_bias"),
+    }
+    there = {key for key, _ in module.named_parameters()}
+    others = [key for key, part in module.named_children() if not key.startswith("act")]
+    if there - styles.keys() or others:
+        names = [*sorted(there - styles.keys()), *others]
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise NotShardable(f"its experts have {listed} beside their weights")
+    region = Region(name, {key: style for key, style in styles.items() if key in there or not key})
+    region.must_divide["channels of an expert"] = inner
+    return region
+
+
+def _find_attention(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
+    into = _find_queries(module)
+    out = next((key for key in ATTENTION_OUT if get_linear(get_child(module, key)) is not None), None)
+    if not into or out is None or out in into:
+        return None
+    region = Region(name, {out: Style("row")}, attention=into[0].rpartition(".")[0])
+    region.width = get_widths(get_linear(get_child(module, out)))[0]
+    counting = get_child(module, region.attention) if region.attention else module
+    assert counting is not None
+    _check_code(counting, config)
+    _count_heads(module, region, counting, into, config)
+    for key in into:
+        region.styles[key] = _build_fused_style(module, key, region, counting) if key in FUSED else Style("column")
+    if len(into) > 1 and not set(into) & set(LOW_RANK):
+        region.shared = into[1:]
+    for key, style in said.items():  # gates and other layers that only the model's own plan knows
+        if key not in region.styles and style == Style("column") and get_linear(get_child(module, key)) is not None:
+            region.styles[key] = style
+    _check_heads(module, region, counting)
+    _assign_other_styles(module, region, get_head_width(counting) or _get_query_width(module, into[0], region), config)
+    return region
+
+
+def _check_code(module: nn.Module, config: Any) -> None:
+    if type(module).__name__ in UNSUPPORTED_ATTENTION:
+        raise NotShardable(UNSUPPORTED_ATTENTION[type(module).__name__])
+    if has_slopes(module, config):
+        raise NotShardable("its attention has slopes per head (ALiBi) that are made elsewhere")
+    if shapes_by_input(module):
+        raise NotShardable("its attention shapes the output of the heads by the width of the input")
+
+
+def _count_heads(module: nn.Module, region: Region, counting: nn.Module, into: tuple[str, ...], config: Any) -> None:
+    """Determine the numbers of heads; single layers may differ from the model's config."""
+    region.heads, region.key_value_heads = count_heads(counting, config)
+    width = get_head_width(counting)
+    if not region.heads or not (width or has_head_count(counting)):
+        raise NotShardable("it does not say how many attention heads it has")
+    if set(into) & {*LOW_RANK, *BY_HEAD}:
+        region.key_value_heads = region.heads
+    elif len(into) > 1 and width:
+        region.key_value_heads = get_widths(get_linear(get_child(module, into[1])))[1] // width
+    if into[0] in BY_HEAD and get_widths(get_linear(get_child(module, into[0])))[1] != 3 * region.width:
+        raise NotShardable(f"it is not known in which order {into[0]} holds queries, keys and values")
+
+
+def _find_queries(module: nn.Module) -> tuple[str, ...]:
+    """Return the layers of queries, keys and values, in this order."""
+    if get_linear(get_child(module, "kv_b_proj")) is not None:
+        there: tuple[str, ...] = ("q_b_proj" if get_child(module, "q_b_proj") is not None else "q_proj", "kv_b_proj")
+        return there if all(get_linear(get_child(module, key)) is not None for key in there) else ()
+    for keys in SEPARATE:
+        there = tuple(key for key in keys if get_child(module, key) is not None)
+        if keys[0] in there and keys[1] in there:
+            return there if all(get_linear(get_child(module, key)) is not None for key in there) else ()
+    for key in (*FUSED, *BY_HEAD):
+        if get_linear(get_child(module, key)) is not None:
+            return (key,)
+    return ()
+
+
+def _build_fused_style(module: nn.Module, key: str, region: Region, counting: nn.Module) -> Style:
+    layer = get_linear(get_child(module, key))
+    assert layer is not None
+    if key == "c_attn" and not isinstance(layer, Conv1D):
+        raise NotShardable("it is not known in which order its fused projection holds queries, keys and values")
+    outputs = get_widths(layer)[1]
+    parts = region.heads + 2 * region.key_value_heads
+    if outputs % parts:
+        raise NotShardable(f"{outputs} outputs of {key} are not {parts} heads")
+    width = outputs // parts
+    named = get_head_width(counting)
+    if named not in (0, width):
+        raise NotShardable(f"{outputs} outputs of {key} are not {parts} heads of {named}")
+    return Style("column", (region.heads * width, *[region.key_value_heads * width] * 2))
+
+
+def _check_heads(module: nn.Module, region: Region, counting: nn.Module) -> None:
+    for key, style in region.styles.items():
+        across = get_widths(get_linear(get_child(module, key)))[0 if style.kind == "row" else 1]
+        heads = region.key_value_heads if key in region.shared else region.heads
+        if not heads or across % heads:
+            raise NotShardable(f"{across} channels of {key} are not {heads} heads")
+    groups = getattr(counting, "num_key_value_groups", None)
+    if isinstance(groups, int) and groups != region.heads // region.key_value_heads:
+        pairs = region.key_value_heads
+        raise NotShardable(f"{region.heads} heads and {pairs} of keys and values are not groups of {groups}")
+
+
+def _assign_other_styles(module: nn.Module, region: Region, width: int, config: Any) -> None:
+    """Give every other parameter of an attention module a style, or raise."""
+    for name, parameter in module.named_parameters():
+        if any(name.startswith(f"{key}.") for key in region.styles) or _is_around(name, region):
+            continue
+        where = name.rpartition(".")[0]
+        short = name.removeprefix(f"{region.attention}.") if region.attention else name
+        norm_heads = region.heads if where.startswith("q") else region.key_value_heads
+        if where in BEFORE_LOW_RANK and set(LOW_RANK) & region.styles.keys():
+            if where == "kv_a_proj_with_mqa":
+                region.styles[where] = Style("rotary_keys", (config.qk_rope_head_dim,))
+        elif where in HEAD_NORMS and parameter.numel() == width:
+            region.styles[where] = Style("partial")
+        elif where in HEAD_NORMS and parameter.shape == (norm_heads, width):
+            region.styles[name] = Style("heads", (norm_heads,), 0)
+        elif short in PER_HEAD and parameter.shape[PER_HEAD[short]] == region.heads:
+            region.styles[name] = Style("heads", (region.heads,), PER_HEAD[short])
+        else:
+            raise NotShardable(f"no rule says how its {name} is cut")
+
+
+def _get_query_width(module: nn.Module, query: str, region: Region) -> int:
+    parts = region.styles[query].parts
+    return (parts[0] if parts else get_widths(get_linear(get_child(module, query)))[1]) // region.heads
+
+
+def _is_around(name: str, region: Region) -> bool:
+    """Return whether a parameter is of a norm around layers that are in modules of their own (as in BERT)."""
+    out = next(key for key, style in region.styles.items() if style.kind == "row")
+    where = out.rpartition(".")[0]
+    is_norm = "norm" in name.lower() or name.partition(".")[0] == "ln"
+    return bool(where) and is_norm and (name.startswith(f"{where}.") or name.count(".") == 1)
+
+
+def _find_feed_forward(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
+    for groups, times in ((FEED_FORWARD, 1), (FEED_FORWARD_FUSED, 2)):
+        for into, out in groups:
+            layers = [get_linear(get_child(module, key)) for key in (*into, out)]
+            if all(layer is not None for layer in layers):
+                if not _is_layer(module) and (across := looks_across_channels(module)):
+                    raise NotShardable(f"its feed-forward layer computes `{across}` over all channels")
+                return _build_feed_forward(module, name, into, out, times)
+    return None
+
+
+def _build_feed_forward(module: nn.Module, name: str, into: tuple[str, ...], out: str, times: int) -> Region:
+    layers = {key: get_linear(get_child(module, key)) for key in (*into, out)}
+    inner = get_widths(layers[out])[0]
+    for key in into:
+        if get_widths(layers[key])[1] != times * inner:
+            raise NotShardable(f"{key} has {get_widths(layers[key])[1]} outputs and {out} {inner} inputs")
+    region = Region(name, {key: Style("column", (inner,) * times if times > 1 else ()) for key in into})
+    region.styles[out] = Style("row")
+    region.must_divide["channels of a feed-forward layer"] = inner
+    scopes = {key.partition(".")[0] for key in (*into, out) if "." in key}
+    hidden = get_widths(layers[out])[1]
+    for key, parameter in module.named_parameters():
+        if any(key.startswith(f"{cut}.") for cut in region.styles) or _is_around(key, region):
+            continue
+        if scopes and key.partition(".")[0] not in scopes:
+            continue
+        if parameter.numel() == 1 and key.startswith("act"):  # a learned number in the activation function
+            region.styles[key.rpartition(".")[0]] = Style("partial")
+        elif not _is_layer(module) or (not scopes and _is_between(key, parameter, inner, hidden)):
+            raise NotShardable(f"no rule says how its {key} is cut")
+    return region
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a whole transformer layer, with feed-forward layers directly in it."""
+    return isinstance(module, GradientCheckpointingLayer) or any("att" in key for key, _ in module.named_children())
+
+
+def _is_between(key: str, parameter: Any, inner: int, hidden: int) -> bool:
+    """Return whether a parameter of a transformer layer may work between its feed-forward layers."""
+    if parameter.shape[-1] == inner != hidden and "." in key and key.count(".") == 1:
+        return True
+    return any(word in key.lower() for word in ("ffn_layernorm", "ffn_norm", "inner_norm", "mid_norm"))
+
+
+def _find_planned(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
+    """Find layers of other names, which only a plan knows."""
+    styles = {key: style for key, style in said.items() if not style.whole and get_child(module, key) is not None}
+    layers = {key: get_linear(get_child(module, key)) for key in styles if styles[key].kind in ("column", "row")}
+    if {styles[key].kind for key in layers} != {"column", "row"}:
+        return None
+    region = Region(name, dict(styles))
+    for key, layer in layers.items():
+        if layer is None:
+            raise NotShardable(f"{key} is no linear layer")
+        is_row = styles[key].kind == "row"
+        for size in styles[key].parts or (get_widths(layer)[0 if is_row else 1],):
+            region.must_divide[f"{'inputs' if is_row else 'outputs'} of {key}"] = size
+    for key, _ in module.named_parameters():
+        if not any(key.startswith(f"{cut}.") for cut in styles):
+            raise NotShardable(f"no rule says how its {key} is cut")
+    heads, region.key_value_heads = count_heads(module, None)
+    if heads:
+        region.heads, region.attention = heads, ""
+        region.width = next(get_widths(layers[key])[0] for key in layers if styles[key].kind == "row")
+    return region
+
+
+# ------------------------------------------------------------------------------------------------ the plan
 
 
 class TensorPlan:
-    """The regions of a model that are cut, and what is left whole, with the reason."""
+    """The sharded regions of a model, and the modules that are not sharded, with the reason."""
 
     def __init__(self, model: nn.Module, own: Mapping[str, Style]) -> None:
         self.regions: list[Region] = []
         self.whole: dict[str, str] = {}
         taken: set[str] = set()
-        for owner, region, reason in find_regions(model, own, text_config(model)):
+        for owner, region, reason in find_regions(model, own, get_text_config(model)):
             if region is None:
                 self.whole[owner] = str(reason)
             else:
-                names = full_names(region)
+                names = list_full_names(region)
                 if not taken & names.keys():
                     taken |= names.keys()
                     self.regions.append(region)
         for name, style in own.items():
-            region = _single(model, name, style)
-            # What is in a region is cut with it; what its owner left whole is cut as the model says.
+            region = _build_single(model, name, style)
+            # Layers in a region are sharded with it; layers that no region took, as the model says.
             if region is not None and name not in taken:
                 taken.add(name)
                 self.regions.append(region)
 
     @property
     def styles(self) -> dict[str, Style]:
-        """How each layer or parameter is cut, by full name."""
-        return {name: style for region in self.regions for name, style in full_names(region).items()}
+        """The style of each layer or parameter, by full name."""
+        return {name: style for region in self.regions for name, style in list_full_names(region).items()}
 
 
-def full_names(region: Region) -> dict[str, Style]:
+def list_full_names(region: Region) -> dict[str, Style]:
     """Return the styles of a region by full name."""
     return {".".join(filter(None, (region.owner, key))): style for key, style in region.styles.items()}
 
 
-def _single(model: nn.Module, name: str, style: Style) -> Region | None:
-    """Return a layer that is cut by itself: whole activations go in and come out."""
-    layer = linear(child(model, name))
+def _build_single(model: nn.Module, name: str, style: Style) -> Region | None:
+    """Return a region of a single layer: full activations go in and come out."""
+    layer = get_linear(get_child(model, name))
     if not style.whole or layer is None or name.split(".")[-1] == "lm_head":
         return None
     owner, _, key = name.rpartition(".")
-    inputs, outputs = widths(layer)
+    inputs, outputs = get_widths(layer)
     number = outputs if style.kind == "column" else inputs
     return Region(owner, {key: style}, must_divide={f"{'outputs' if style.kind == 'column' else 'inputs'}": number})
 
 
 def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None) -> TensorPlan:
-    """Return what of a model is cut; raise `UnsupportedModelError` if nothing is."""
+    """Return the sharded regions of a model; raise `UnsupportedModelError` if there are none."""
     inner = unwrap(model)
     if plan is not None:
         _check_names(inner, plan)
-    own = _styles_of(inner, plan if plan is not None else own_plan(inner))
+    own = _match_styles(inner, plan if plan is not None else get_model_plan(inner))
     found = TensorPlan(inner, own)
     if plan is not None:
-        _check_used(inner, own, found)
+        _check_followed(inner, own, found)
     if not found.regions:
         reasons = sorted({f"{owner or 'it'}: {reason}" for owner, reason in found.whole.items()})
         why = f" ({reasons[0]})" if reasons else ""
@@ -77,8 +424,8 @@ def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None
     return found
 
 
-def _check_used(model: nn.Module, given: Mapping[str, Style], found: TensorPlan) -> None:
-    """Refuse a plan of the user's that names what cannot be cut as it says."""
+def _check_followed(model: nn.Module, given: Mapping[str, Style], found: TensorPlan) -> None:
+    """Refuse a user's plan if a layer cannot be sharded as it says."""
     for name, style in given.items():
         if found.styles.get(name, style).kind != style.kind or name not in found.styles:
             owner = name.rpartition(".")[0]
@@ -89,32 +436,29 @@ def _check_used(model: nn.Module, given: Mapping[str, Style], found: TensorPlan)
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Style]:
-    """Return how each layer or parameter of a model is cut, by name; what is not named stays whole."""
+    """Return the style of each layer or parameter of a model by name; others are not sharded."""
     return plan_regions(model).styles
 
 
-def kept_whole(model: nn.Module) -> dict[str, str]:
-    """Return the modules that look as if they could be cut and are left whole, and why."""
+def find_unsharded_modules(model: nn.Module) -> dict[str, str]:
+    """Return the modules that look like a region but are not sharded, and why."""
     return plan_regions(model).whole
 
 
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def text_config(model: nn.Module) -> Any:
-    """Return the config that counts heads."""
+def get_text_config(model: nn.Module) -> Any:
+    """Return the config that has the numbers of heads."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def own_plan(model: nn.Module) -> Mapping[str, str]:
-    """Return the plan that a model ships, or an empty one."""
+def get_model_plan(model: nn.Module) -> Mapping[str, str]:
+    """Return the plan that a model ships with, or an empty one."""
     plan = getattr(model, "tp_plan", None)
     return plan if isinstance(plan, Mapping) else {}
 
 
-def _styles_of(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, Style]:
-    """Return the styles by full name: a plan has `*` in place of the numbers of layers."""
+def _match_styles(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, Style]:
+    """Return the styles by full name: a plan has `*` in place of layer numbers."""
     found: dict[str, Style] = {}
     for name, _ in model.named_modules():
         said = plan.get(name, plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)))
@@ -125,7 +469,7 @@ def _styles_of(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, S
 
 
 def _check_names(model: nn.Module, plan: Mapping[str, Style | str]) -> None:
-    """Refuse a plan of the user's with names that the model has not, or words that nobody knows."""
+    """Refuse a user's plan with unknown names or styles."""
     there = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name, _ in model.named_modules()}
     there |= {name for name, _ in model.named_modules()}
     for name, style in plan.items():
@@ -133,6 +477,3 @@ def _check_names(model: nn.Module, plan: Mapping[str, Style | str]) -> None:
             raise ConfigError(f"{name}: {style} is no way to cut a layer; known are {', '.join(sorted(ALIASES))}.")
         if name not in there:
             raise ConfigError(f"{name} is in the plan, and {type(model).__name__} has no such module.")
-
-
-__all__ = ["kept_whole", "tensor_plan"]

@@ -1,8 +1,8 @@
-"""Embeddings and head cut by words, and a cross-entropy that never has all logits in one place.
+"""Embedding table and head sharded by words, and a cross-entropy that never has all logits in one place.
 
-ids -> each rank's own rows of the table, zeros for others' words -> add_up
-hidden -> copy_in -> logits of each rank's own words -> largest, sum of exponentials and the label's logit: three
-                                                        numbers per token are exchanged, instead of all logits
+ids -> each rank's own rows of the table, zeros for other words -> reduce_from_ranks
+hidden -> copy_to_ranks -> logits of each rank's own words -> largest, sum of exponentials and the label's logit: three
+                           numbers per token are exchanged, instead of all logits
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cornstarch.compute.cross_entropy import PLAIN, losses_and_gradients
-from cornstarch.compute.head import HeadLoss, LazyLogits, computes_loss_itself
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.models.multimodal_language_model.facts import IGNORED
-from cornstarch.parallel.tensor.collectives import Group, add_up, copy_in, join
-from cornstarch.parallel.tensor.order import Cut, distribute, local_use
+from cornstarch.kernels.cross_entropy import NO_TRANSFORM, compute_losses_and_gradients
+from cornstarch.kernels.fused_loss import FusedCausalLMLoss, LazyLogits, has_inline_loss
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.parallel.tensor.collectives import Group, copy_to_ranks, gather_from_ranks, reduce_from_ranks
+from cornstarch.parallel.tensor.placement import ShardSpec, shard_parameter, to_local_parameter
 
 
 def check_vocabulary(model: Any) -> None:
-    """Refuse a model whose embeddings and head cannot be cut by words."""
+    """Refuse a model whose embedding table and head cannot be sharded by words."""
     kind = type(model)
     why = None
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -32,7 +32,7 @@ def check_vocabulary(model: Any) -> None:
         why = "it has no table of embeddings"
     elif head is not None and type(head) is not nn.Linear:
         why = f"its head is a {type(head).__name__}, not a linear layer"
-    elif head is not None and computes_loss_itself(kind):
+    elif head is not None and has_inline_loss(kind):
         why = "it computes its loss itself, from all logits"
     elif head is not None and head.weight.shape[0] != model.config.get_text_config().vocab_size:
         why = f"its head has {head.weight.shape[0]} words, its config {model.config.get_text_config().vocab_size}"
@@ -42,18 +42,18 @@ def check_vocabulary(model: Any) -> None:
         raise UnsupportedModelError(f"{kind.__name__} cannot be cut by words (vocabulary=True): {why}.")
 
 
-def cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
-    """Cut the table of embeddings and the head by words, in place; tied ones stay tied."""
+def shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
+    """Shard the embedding table and the head by words, in place; tied ones stay tied."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     words = table.weight.shape[0]
     kind = type(table)
-    # A class of its own (Gemma's scales what is read) calls its parent's forward, which is ours then.
+    # A subclass (Gemma's scales the embeddings) calls its parent's forward, which is ours then.
     table.__class__ = (
         VocabularyEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, VocabularyEmbedding), {})
     )
     table.__dict__["group"] = mesh.get_group()
-    distribute(table, "weight", Cut(0, (words,), mesh.size()), mesh)
+    shard_parameter(table, "weight", ShardSpec(0, (words,), mesh.size()), mesh)
     if head is None:
         return
     words = head.weight.shape[0]
@@ -62,30 +62,30 @@ def cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     if tied:
         head._parameters["weight"] = table._parameters["weight"]
     else:
-        distribute(head, "weight", Cut(0, (words,), mesh.size()), mesh)
+        shard_parameter(head, "weight", ShardSpec(0, (words,), mesh.size()), mesh)
     if head.bias is not None:
-        distribute(head, "bias", Cut(0, (words,), mesh.size()), mesh)
-    if not isinstance(model.loss_function, HeadLoss):
-        model.loss_function = HeadLoss(model.loss_function)
+        shard_parameter(head, "bias", ShardSpec(0, (words,), mesh.size()), mesh)
+    if not isinstance(model.loss_function, FusedCausalLMLoss):
+        model.loss_function = FusedCausalLMLoss(model.loss_function)
 
 
-def own_words(words: int, group: Group) -> tuple[int, int]:
-    """Return the first of a rank's words and the one behind its last; the last ranks may have fewer, or none."""
+def local_vocabulary(words: int, group: Group) -> tuple[int, int]:
+    """Return the range of a rank's words; the last ranks may have fewer, or none."""
     step = -(-words // group.size())
     first = min(group.rank() * step, words)
     return first, min(first + step, words)
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """A table of embeddings of which each rank has some of the words."""
+    """An embedding table of which each rank has some of the words."""
 
     group: Group
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up words, whoever has them."""
-        first, last = own_words(self.num_embeddings, self.group)
+        """Look up words of all ranks."""
+        first, last = local_vocabulary(self.num_embeddings, self.group)
         is_own = (input >= first) & (input < last)
-        table = local_use(self.weight)
+        table = to_local_parameter(self.weight)
         if first == last:  # a rank without words; the sum keeps its table in the graph
             rows = table.new_zeros((*input.shape, self.embedding_dim)) + table.sum()
         else:
@@ -96,12 +96,12 @@ class VocabularyEmbedding(nn.Embedding):
                 table,
                 padding - first if inside else None,  # type: ignore[operator]
             ).masked_fill(~is_own.unsqueeze(-1), 0)
-        return add_up(rows, self.group)
+        return reduce_from_ranks(rows, self.group)
 
 
 @dataclass(frozen=True)
-class SharedWords:
-    """The words of one rank of a group, and how the ranks talk about them."""
+class VocabularyShard:
+    """The words of one rank of a group, with the reductions that a cross-entropy over all words needs."""
 
     group: Group
     first: int
@@ -118,7 +118,7 @@ class SharedWords:
 class VocabularyHead(nn.Linear):
     """A head of which each rank has some of the words.
 
-    While a model is trained it gives back the logits of a rank's own words, for `HeadLoss`; else all of them.
+    In training it returns the logits of a rank's own words, for `FusedCausalLMLoss`; otherwise all of them.
     """
 
     group: Group
@@ -126,48 +126,47 @@ class VocabularyHead(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return logits."""
-        weight, bias = local_use(self.weight), local_use(self.bias)
-        input = copy_in(input, self.group)
+        weight, bias = to_local_parameter(self.weight), to_local_parameter(self.bias)
+        input = copy_to_ranks(input, self.group)
         # A frozen model is not in train mode, and gradients flow through it all the same.
         if not (torch.is_grad_enabled() and (self.training or input.requires_grad)):
-            return self.joined(nn.functional.linear(input, weight, bias))
+            return self._gather_logits(nn.functional.linear(input, weight, bias))
 
         def logits(hidden: Tensor) -> Tensor:
-            return self.joined(nn.functional.linear(hidden, weight, bias))
+            return self._gather_logits(nn.functional.linear(hidden, weight, bias))
 
-        words = SharedWords(self.group, own_words(self.words, self.group)[0])
+        words = VocabularyShard(self.group, local_vocabulary(self.words, self.group)[0])
         return LazyLogits(input, weight, bias, logits, words)  # type: ignore[return-value]
 
-    def joined(self, logits: Tensor) -> Tensor:
-        """Return the logits of all words, from those that each rank has."""
+    def _gather_logits(self, logits: Tensor) -> Tensor:
         step = -(-self.words // self.group.size())
         padded = nn.functional.pad(logits, (0, step - logits.shape[-1]))
-        return join(padded, self.group)[..., : self.words]
+        return gather_from_ranks(padded, self.group)[..., : self.words]
 
 
 def vocabulary_cross_entropy(
-    local_logits: Tensor, labels: Tensor, group: Group, words: int | None = None, ignore_index: int = IGNORED
+    local_logits: Tensor, labels: Tensor, group: Group, words: int | None = None, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:
-    """Return the cross-entropy of each token, of which each rank has the logits of its own words; 0 where ignored.
+    """Return the cross-entropy of each token, given the logits of each rank's own words; 0 where ignored.
 
     Args:
         local_logits: [..., this rank's words], in the order of ranks.
-        labels: [...], the number of the right word among all.
+        labels: [...], the index of the target among all words.
         group: The ranks.
-        words: How many words there are; left out, all ranks have equally many.
-        ignore_index: A label that means none.
+        words: The number of all words. Default: all ranks have equally many.
+        ignore_index: The label of tokens without a target.
     """
     total = words if words is not None else local_logits.shape[-1] * group.size()
-    first, last = own_words(total, group)
+    first, last = local_vocabulary(total, group)
     assert local_logits.shape[-1] == last - first, (local_logits.shape, first, last)
-    return _CrossEntropy.apply(local_logits, labels, SharedWords(group, first), ignore_index)
+    return _CrossEntropy.apply(local_logits, labels, VocabularyShard(group, first), ignore_index)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, logits: Tensor, labels: Tensor, words: SharedWords, ignore_index: int) -> Tensor:
+    def forward(context: Any, logits: Tensor, labels: Tensor, words: VocabularyShard, ignore_index: int) -> Tensor:
         rows = logits.reshape(labels.numel(), logits.shape[-1]).clone()
-        losses = losses_and_gradients(rows, labels.flatten(), PLAIN, words, ignore_index, True)
+        losses = compute_losses_and_gradients(rows, labels.flatten(), NO_TRANSFORM, words, ignore_index, True)
         context.save_for_backward(rows.view_as(logits))
         return losses.view(labels.shape)
 
@@ -175,6 +174,3 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (of_logits,) = context.saved_tensors
         return of_logits * gradients[0].unsqueeze(-1).to(of_logits.dtype), None, None, None
-
-
-__all__ = ["check_vocabulary", "cut_vocabulary", "vocabulary_cross_entropy"]

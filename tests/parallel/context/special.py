@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cornstarch.parallel import apply_data_parallel, data_mesh
+from cornstarch.parallel.context import encoder_items as items
 from cornstarch.parallel.context import (
-    items,
-    kept_in_one_piece,
-    last_distribution,
+    explain_whole_items,
+    get_last_distribution,
     shard_items,
     shard_tokens,
+    use_whole_rows,
     verify_tokens,
-    whole_rows,
 )
-from cornstarch.parallel.data import full_value
+from cornstarch.parallel.distributed import to_full_tensor
 from cornstarch.plan import DataPlan
 from tests import zoo
 from tests.parallel.context.work import difference, gradients, mesh, padded, shuffled, summed, text
@@ -37,7 +37,7 @@ def with_data_parallelism(kind: str) -> str:
     shard_tokens(model, mesh(), distribution=shuffled)
     wrapped: Any = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
     (wrapped(**batch).loss * dist.get_world_size()).backward()
-    found = {name: None if p.grad is None else full_value(p.grad) for name, p in model.named_parameters()}
+    found = {name: None if p.grad is None else to_full_tensor(p.grad) for name, p in model.named_parameters()}
     return difference(found, expected)
 
 
@@ -70,7 +70,7 @@ def generated() -> tuple[list[Any], list[Any]]:
     whole = model.generate(prompt, **options).tolist()
     shard_tokens(model, mesh())
     cut = model.generate(prompt, **options).tolist()
-    with whole_rows(model):
+    with use_whole_rows(model):
         assert model.generate(prompt, use_cache=False, **options).tolist() == whole
     return cut, whole
 
@@ -79,7 +79,7 @@ def token_indices() -> tuple[list[int], tuple[int, ...], str]:
     """Return the places of this rank's tokens, the shape of its logits, and why."""
     model = shard_tokens(llama(), mesh())
     output = model(**text())
-    found = last_distribution(model)
+    found = get_last_distribution(model)
     assert found is not None
     return output.token_index.tolist(), tuple(output.logits.shape), found.reason
 
@@ -144,7 +144,7 @@ def patches_with_data_parallelism(kind: str) -> str:
     shard_items(model, mesh(), patches="always")
     wrapped: Any = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
     wrapped(**inputs).last_hidden_state.square().mean().backward()  # each has a share of the sum, and a mean is taken
-    found = {name: None if p.grad is None else full_value(p.grad) for name, p in model.named_parameters()}
+    found = {name: None if p.grad is None else to_full_tensor(p.grad) for name, p in model.named_parameters()}
     return difference(found, expected)
 
 
@@ -159,9 +159,9 @@ def tokens_in_layers(name: str) -> list[tuple[int, str | None]]:
         inside = next(module for key, module in model.named_modules() if key.endswith("1.mlp"))
         inputs = {key: torch.cat([value] * count) for key, value in part.inputs(1).items()}
         inside.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output.shape[-2]))
-        with mock.patch.object(items, "_MANY", 4):  # all of the zoo is small
+        with mock.patch.object(items, "MIN_PATCHES", 4):  # all of the zoo is small
             model(**inputs)
-        found.append((seen[-1], kept_in_one_piece(model)))
+        found.append((seen[-1], explain_whole_items(model)))
     return found
 
 

@@ -22,14 +22,14 @@ from tests.parity.pool import Pool
         ("FalconH1ForCausalLM", "mix tokens|mixes neighbouring tokens"),
     ],
 )
-def test_models_that_are_known_by_name(name: str, reason: str) -> None:
+def test_unsupported_models_are_refused_by_name(name: str, reason: str) -> None:
     model = sweep.build_language_model(name).to("meta")
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         check_tokens(model, 2)
     assert "cp = 1" in str(caught.value)
 
 
-def test_heads_must_be_enough_for_all_to_all() -> None:
+def test_fewer_heads_than_ranks_is_refused_for_all_to_all() -> None:
     model = zoo.LANGUAGE_MODELS["llama"].build()
     with pytest.raises(ConfigError, match=r"a layer has 4 for 6 ranks. Use cp = 4 or less, or the mode ring_attn"):
         check_tokens(model, 6, "all_to_all")
@@ -37,22 +37,22 @@ def test_heads_must_be_enough_for_all_to_all() -> None:
     check_tokens(model, 4, "all_to_all")
 
 
-def test_a_module_that_is_no_transformers_model() -> None:
+def test_module_outside_transformers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="Linear is not a transformers model"):
         check_tokens(torch.nn.Linear(2, 2), 2)
 
 
-def test_a_model_that_is_not_cut_cannot_be_verified() -> None:
+def test_unsharded_model_cannot_be_verified() -> None:
     with pytest.raises(ConfigError, match="are not cut; call shard_tokens first"):
         verify_tokens(zoo.LANGUAGE_MODELS["llama"].build())
 
 
-def test_a_mesh_is_needed() -> None:
+def test_shard_tokens_without_mesh_is_refused() -> None:
     with pytest.raises(ConfigError, match="was given str; expected the mesh of one axis"):
         shard_tokens(zoo.LANGUAGE_MODELS["llama"].build(), "cp")  # type: ignore[arg-type]
 
 
-def test_a_text_computed_whole_and_cut_finds_what_names_do_not_tell(workers: Pool) -> None:
+def test_verification_refuses_models_that_names_do_not_reveal(workers: Pool) -> None:
     for found in workers.run(2, refused.refused_models):
         assert "computes something else than whole" in found["mixes neighbours"]
         assert "computes something else than whole" in found["counts from where a rank begins"]
@@ -61,7 +61,7 @@ def test_a_text_computed_whole_and_cut_finds_what_names_do_not_tell(workers: Poo
         assert "1 of them attended" in found["cut again"]
 
 
-def test_batches_and_options(workers: Pool) -> None:
+def test_unsupported_batches_and_options_are_refused(workers: Pool) -> None:
     for found in workers.run(2, refused.refused_batches):
         assert "were given different batches (rows x tokens: 2 x 37, 2 x 36)" in found["other batch"]
         assert "attention_mask has shape [2, 1, 37, 37]" in found["4-D mask"]
@@ -75,13 +75,13 @@ def test_batches_and_options(workers: Pool) -> None:
         assert "either input_ids or inputs_embeds" in found["nothing"]
         assert "'deltas' of shape [2, 3]" in found["unknown input"]
         assert "cut already" in found["twice"]
-        assert "mode = 'star': expected one of ring_attn, gather, all_to_all" in found["mode"]
+        assert "mode = 'star': expected one of all_to_all, gather, ring_attn" in found["mode"]
         assert "distribution = 'fair': expected one of uniform" in found["distribution"]
         assert "The mask in use is of [2, 5] tokens, the batch of [2, 37]" in found["other mask"]
         assert found["and then a good one"] == ""
 
 
-def test_positions_that_turn_by_the_longest(workers: Pool) -> None:
+def test_dynamic_rope_beyond_its_limit_is_refused(workers: Pool) -> None:
     for found in workers.run(2, refused.refused_rotations):
         assert "dynamic rotary embeddings" in found["dynamic, long"] and "at most 16" in found["dynamic, long"]
         assert found["dynamic, short"] == ""

@@ -22,7 +22,7 @@ from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.parallel.context import shard_items, shard_tokens, unshard_tokens
-from cornstarch.plan.tokens import Distribution, Work
+from cornstarch.plan.token_distribution import BlockWork, TokenDistribution
 from tests import zoo
 from tests.models.whole_models import FAMILIES, IMAGE
 
@@ -35,11 +35,11 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
 
 
-def shuffled(work: Work, ranks: int) -> Distribution:
+def shuffled(work: BlockWork, ranks: int) -> TokenDistribution:
     """Deal out at random, unevenly: every token of its own."""
     owners = np.random.default_rng(0).integers(0, ranks, len(work.blocks))
     owners[:ranks] = np.arange(ranks)
-    return Distribution(tuple(np.flatnonzero(owners == rank) for rank in range(ranks)), work, "random", "a test")
+    return TokenDistribution(tuple(np.flatnonzero(owners == rank) for rank in range(ranks)), work, "random", "a test")
 
 
 DISTRIBUTIONS: dict[str, Any] = {

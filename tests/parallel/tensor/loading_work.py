@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cornstarch.parallel.loading
-import cornstarch.parallel.pieces
+import cornstarch.parallel.shard_reading
 from cornstarch.errors import ConfigError
-from cornstarch.parallel import load_cut, load_sharded, loaded_whole, shard_tensors
+from cornstarch.parallel import full_read_reason, load_partial, load_sharded, shard_tensors
 from cornstarch.parallel.loading import drop_parameters
 from tests import zoo
 from tests.parallel.tensor.forms import forms
@@ -58,7 +58,7 @@ def compared(name: str, folder: str, ranks: int, how: dict[str, Any], options: d
         wrong.append("loss")
     return {
         "wrong": wrong,
-        "reason": loaded_whole(found),
+        "reason": full_read_reason(found),
         "cut": sum(isinstance(p, DTensor) for p in found.parameters()),
     }
 
@@ -99,9 +99,9 @@ def loaded_otherwise(folder: str) -> dict[str, Any]:
     mesh = mesh_of(2)
     kind = type(build("mixtral"))
     expected = shard_tensors(kind.from_pretrained(folder), mesh)
-    with mock.patch.object(cornstarch.parallel.pieces, "stored_cut", lambda *arguments: None):
+    with mock.patch.object(cornstarch.parallel.shard_reading, "find_stored_sharding", lambda *arguments: None):
         found = load_sharded(kind, folder, mesh)
-    return {"wrong": differences(found, expected), "reason": loaded_whole(found)}
+    return {"wrong": differences(found, expected), "reason": full_read_reason(found)}
 
 
 def loaded_as(kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def loaded_as(kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]
     expected = shard_tensors(model_class.from_pretrained(folder, **options), mesh)
     torch.manual_seed(3 if dist.get_rank() == 0 else 4)  # the first rank's new weights are everyone's
     found = load_sharded(model_class, folder, mesh, **options)
-    return {"wrong": differences(found, expected), "reason": loaded_whole(found)}
+    return {"wrong": differences(found, expected), "reason": full_read_reason(found)}
 
 
 def loaded_anew(folder: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def loaded_anew(folder: str) -> dict[str, Any]:
     expected = shard_tensors(kind.from_pretrained(folder, **options), mesh)
     torch.manual_seed(3)
     found = load_sharded(kind, folder, mesh, **options)
-    return {"wrong": differences(found, expected), "reason": loaded_whole(found)}
+    return {"wrong": differences(found, expected), "reason": full_read_reason(found)}
 
 
 def half_of_the_layers(folder: str, first: bool) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def half_of_the_layers(folder: str, first: bool) -> dict[str, Any]:
         drop_parameters(model.lm_head if first else model.model.embed_tokens)
 
     with counted_reads() as reads:
-        found, info = load_cut(kind, folder, stage, output_loading_info=True)
+        found, info = load_partial(kind, folder, stage, output_loading_info=True)
     ours, theirs = dict(found.named_parameters()), dict(expected.named_parameters())
     head = found.model.embed_tokens.weight if first else found.lm_head.weight
     same = {name: torch.equal(local(p), local(theirs[name])) for name, p in ours.items() if name in theirs}
@@ -151,7 +151,7 @@ def half_of_the_layers(folder: str, first: bool) -> dict[str, Any]:
         "read": sum(reads.values()),
         "told": {key: sorted(map(str, value)) for key, value in info.items() if value},
         "buffers": torch.equal(found.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq),
-        "reason": loaded_whole(found),
+        "reason": full_read_reason(found),
     }
 
 

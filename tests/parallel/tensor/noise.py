@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cornstarch.parallel.tensor import full_tensors, shard_tensors
+from cornstarch.parallel.tensor import gather_full_tensors, shard_tensors
 from tests import zoo
 
 P = 0.5
@@ -117,7 +117,7 @@ def recomputed(name: str, sequence: bool = False) -> tuple[float, bool]:
         for _ in range(2):  # the second pass finds what the first one's repetition has left behind
             model(**batch()).loss.backward()
         own = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
-        found.append((full_tensors(model, own), torch.get_rng_state()))
+        found.append((gather_full_tensors(model, own), torch.get_rng_state()))
     (kept, state), (again, other) = found
     assert kept.keys() == again.keys()
     return max(float((kept[key] - again[key]).abs().max()) for key in kept), torch.equal(state, other)

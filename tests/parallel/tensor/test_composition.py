@@ -27,7 +27,7 @@ MESHES = {
         ("gemma3", False, "fsdp", {"sequence": True, "vocabulary": True}),
     ],
 )
-def test_with_sharded_parameters(fresh: Pool, name: str, adapters: bool, mesh: str, how: dict[str, bool]) -> None:
+def test_composition_with_fsdp(fresh: Pool, name: str, adapters: bool, mesh: str, how: dict[str, bool]) -> None:
     expected, stepped = alone_on(name, adapters, ROWS_OF_TWO)
     results = fresh.run(4, composed, name, adapters, *MESHES[mesh], how)
     assert sum(found["outcome"].loss for found in results) / 4 == pytest.approx(expected.loss, rel=1e-5)
@@ -39,7 +39,7 @@ def test_with_sharded_parameters(fresh: Pool, name: str, adapters: bool, mesh: s
             torch.testing.assert_close(found["steps"][key], value, rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_over_two_ranks(workers: Pool) -> None:
+def test_sharded_adapters_give_the_gradients_of_one_process(workers: Pool) -> None:
     for name in ("llama", "qwen3"):
         expected, _ = alone_on(name, True, work.ROWS)
         for found in workers.run(2, work.cut_with_adapters, name):
@@ -49,11 +49,11 @@ def test_adapters_over_two_ranks(workers: Pool) -> None:
 
 
 @pytest.mark.parametrize(("name", "sharded"), [("phi3", True), ("gpt2", False), ("llama4", True), ("qwen2_vl", True)])
-def test_whole_tensors_are_loaded_into_cut_ones(fresh: Pool, name: str, sharded: bool) -> None:
+def test_full_tensors_load_into_sharded_parameters(fresh: Pool, name: str, sharded: bool) -> None:
     assert fresh.run(4, work.refilled, name, sharded) == [[]] * 4
 
 
-def test_a_model_on_the_meta_device(workers: Pool) -> None:
+def test_meta_model_is_sharded_and_loaded(workers: Pool) -> None:
     for found in workers.run(2, work.on_meta, "phi3"):
         assert found["meta"]
         assert found["held"]["model.layers.0.self_attn.qkv_proj.weight"] == (32, 32)  # of 64

@@ -13,14 +13,14 @@ from tests.parity.pool import Pool
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("apart", [False, True])
-def test_layers_made_by_hand(workers: Pool, ranks: int, apart: bool) -> None:
+def test_parallel_linear_layers_match_nn_linear(workers: Pool, ranks: int, apart: bool) -> None:
     """A column and a row make what the same two layers make whole; apart, each gives and takes whole activations."""
     for found in workers.run(ranks, by_hand, apart):
         for name, (value, expected) in found.items():
             torch.testing.assert_close(value, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_exchanges(workers: Pool) -> None:
+def test_collectives_and_their_gradients(workers: Pool) -> None:
     counts = workers.run(2, exchanges)
     # Llama, 2 layers: attention and feed-forward each add up once forward, and once backward for all they read.
     assert counts == [{"forward": 4, "backward": 4}] * 2
@@ -35,7 +35,7 @@ def test_sizes_that_do_not_divide_are_refused(workers: Pool) -> None:
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_a_number_of_ranks_is_no_mesh(kind: type[ColumnParallelLinear]) -> None:
+def test_layer_without_mesh_is_refused(kind: type[ColumnParallelLinear]) -> None:
     said = rf"{kind.__name__}: mesh = 2; expected a DeviceMesh of one axis"
     with pytest.raises(ConfigError, match=said):
         kind(8, 12, 2, 0)  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def test_a_number_of_ranks_is_no_mesh(kind: type[ColumnParallelLinear]) -> None:
         kind.from_linear(torch.nn.Linear(8, 12), 2)  # type: ignore[arg-type]
 
 
-def test_models_that_cannot_be_cut_are_refused(workers: Pool) -> None:
+def test_unshardable_models_are_refused(workers: Pool) -> None:
     for twice, axes in workers.run(2, refused_models):
         assert "is cut over ranks already" in twice
         assert "one axis, found 2: give mesh['tp']" in axes

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from cornstarch.compat import Destination
-from cornstarch.parallel.pieces import stored_cut
-from cornstarch.parallel.tensor.order import Cut
+from cornstarch.parallel.shard_reading import find_stored_sharding
+from cornstarch.parallel.tensor.placement import ShardSpec
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 from tests.parallel.tensor.loading_work import (
@@ -39,7 +39,7 @@ def test_every_model_of_the_zoo(workers: Pool, name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", forms())
-def test_other_forms_of_layers(workers: Pool, form: str, tmp_path: Path) -> None:
+def test_other_layer_forms_match_one_process(workers: Pool, form: str, tmp_path: Path) -> None:
     folder = str(stored(form, tmp_path / form))
     for found in workers.run(2, compared, form, folder, 2, {}, {}):
         assert found["wrong"] == [] and found["reason"] is None, found
@@ -61,7 +61,7 @@ def test_other_forms_of_layers(workers: Pool, form: str, tmp_path: Path) -> None
         ("mixtral", 2, {"sequence": True}, {}, {"dtype": torch.float16}),
     ],
 )
-def test_options(
+def test_loading_options_match_from_pretrained(
     workers: Pool,
     name: str,
     ranks: int,
@@ -76,14 +76,14 @@ def test_options(
 
 
 @pytest.mark.parametrize("kind", ["LlamaModel", "LlamaForSequenceClassification", "AutoModelForCausalLM"])
-def test_a_folder_of_another_class(workers: Pool, kind: str, tmp_path: Path) -> None:
+def test_folder_of_another_class_is_loaded(workers: Pool, kind: str, tmp_path: Path) -> None:
     """Names have another prefix there, or a head is new: that of the first rank is everyone's."""
     folder = str(stored("llama", tmp_path / "llama"))
     for found in workers.run(2, loaded_as, kind, folder, {}):
         assert found == {"wrong": [], "reason": None}
 
 
-def test_an_encoder_among_others(workers: Pool, tmp_path: Path) -> None:
+def test_encoder_of_a_larger_checkpoint_is_loaded(workers: Pool, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.CLIPConfig(vision_config=zoo.tower_sizes(), text_config={**sizes, "vocab_size": 64})
     zoo.build(transformers.CLIPModel, config).save_pretrained(tmp_path)
@@ -91,7 +91,7 @@ def test_an_encoder_among_others(workers: Pool, tmp_path: Path) -> None:
         assert found == {"wrong": [], "reason": None}
 
 
-def test_what_is_stored_fused_and_used_apart(workers: Pool, tmp_path: Path) -> None:
+def test_fused_stored_tensors_are_split(workers: Pool, tmp_path: Path) -> None:
     """DINOv2 stores gate and value in one tensor."""
     config = zoo.dinov2_config()
     config.use_swiglu_ffn = True
@@ -103,13 +103,13 @@ def test_what_is_stored_fused_and_used_apart(workers: Pool, tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------------ not by slice
 
 
-def test_what_is_not_known_to_take_parts_is_read_whole(workers: Pool, tmp_path: Path) -> None:
+def test_unknown_conversions_require_a_full_read(workers: Pool, tmp_path: Path) -> None:
     for found in workers.run(2, loaded_otherwise, str(stored("mixtral", tmp_path / "mixtral"))):
         assert found["wrong"] == []
         assert "MergeModulelist" in found["reason"] and "may need all of it" in found["reason"]
 
 
-def test_weights_that_are_made_anew_are_made_whole(workers: Pool, tmp_path: Path) -> None:
+def test_new_weights_require_a_full_read(workers: Pool, tmp_path: Path) -> None:
     folder = stored("llama", tmp_path / "llama")
     for found in workers.run(2, loaded_anew, str(folder)):
         assert found["wrong"] == []
@@ -120,35 +120,40 @@ def test_weights_that_are_made_anew_are_made_whole(workers: Pool, tmp_path: Path
     ("destination", "cuts", "shape", "expected"),
     [
         # Kinds that are put one behind the other along what is cut: each is one of the parts.
-        (Destination(("a",), (("Concatenate", 0),), 1, 2), [Cut(0, (8, 4), 2)], (4, 3), Cut(0, (4,), 2)),
-        (Destination(("a",), (("Concatenate", 1),), 1, 2), [Cut(0, (8,), 2)], (8, 3), Cut(0, (8,), 2)),
-        (Destination(("a",), (("Concatenate", 0),), 0, 2), [Cut(0, (12,), 2)], (6, 3), None),
+        (Destination(("a",), (("Concatenate", 0),), 1, 2), [ShardSpec(0, (8, 4), 2)], (4, 3), ShardSpec(0, (4,), 2)),
+        (Destination(("a",), (("Concatenate", 1),), 1, 2), [ShardSpec(0, (8,), 2)], (8, 3), ShardSpec(0, (8,), 2)),
+        (Destination(("a",), (("Concatenate", 0),), 0, 2), [ShardSpec(0, (12,), 2)], (6, 3), None),
         # Stacked: the parameter has one more dim.
-        (Destination(("a",), (("MergeModulelist", 0),)), [Cut(2, (6,), 2)], (8, 6), Cut(1, (6,), 2)),
-        (Destination(("a",), (("MergeModulelist", 0),)), [Cut(0, (4,), 2)], (8, 6), None),
-        (Destination(("a",), (("MergeModulelist", 0), ("Concatenate", 0)), 0, 2), [Cut(1, (6,), 2)], (6, 6), None),
+        (Destination(("a",), (("MergeModulelist", 0),)), [ShardSpec(2, (6,), 2)], (8, 6), ShardSpec(1, (6,), 2)),
+        (Destination(("a",), (("MergeModulelist", 0),)), [ShardSpec(0, (4,), 2)], (8, 6), None),
+        (
+            Destination(("a",), (("MergeModulelist", 0), ("Concatenate", 0)), 0, 2),
+            [ShardSpec(1, (6,), 2)],
+            (6, 6),
+            None,
+        ),
         # Taken apart.
-        (Destination(("a", "b"), (("Chunk", 0),)), [Cut(0, (4,), 2), Cut(0, (4,), 2)], (8, 3), Cut(0, (4, 4), 2)),
-        (Destination(("a", "b"), (("Chunk", 0),)), [Cut(1, (4,), 2), Cut(1, (4,), 2)], (8, 4), Cut(1, (4,), 2)),
-        (Destination(("a", "b"), (("Chunk", 0),)), [Cut(0, (4,), 2), None], (8, 3), None),
-        (Destination(("a", "b"), (("Chunk", 0),)), [Cut(0, (2, 2), 2), Cut(0, (2, 2), 2)], (8, 3), None),
+        (Destination(("a", "b"), (("Chunk", 0),)), [ShardSpec(0, (4,), 2)] * 2, (8, 3), ShardSpec(0, (4, 4), 2)),
+        (Destination(("a", "b"), (("Chunk", 0),)), [ShardSpec(1, (4,), 2)] * 2, (8, 4), ShardSpec(1, (4,), 2)),
+        (Destination(("a", "b"), (("Chunk", 0),)), [ShardSpec(0, (4,), 2), None], (8, 3), None),
+        (Destination(("a", "b"), (("Chunk", 0),)), [ShardSpec(0, (2, 2), 2), ShardSpec(0, (2, 2), 2)], (8, 3), None),
         # Whatever else there is, or is there with options of its own.
-        (Destination(("a",), (("Transpose", None),)), [Cut(0, (4,), 2)], (4, 4), None),
-        (Destination(("a",), (("Concatenate", None),), 0, 2), [Cut(0, (4, 4), 2)], (4, 4), None),
+        (Destination(("a",), (("Transpose", None),)), [ShardSpec(0, (4,), 2)], (4, 4), None),
+        (Destination(("a",), (("Concatenate", None),), 0, 2), [ShardSpec(0, (4, 4), 2)], (4, 4), None),
         (Destination(("a",), (("Concatenate", 0),), 0, 2), [None], (4, 4), None),
     ],
 )
-def test_how_a_stored_tensor_is_cut(
-    destination: Destination, cuts: list[Cut | None], shape: tuple[int, ...], expected: Cut | None
+def test_stored_sharding_of_conversions(
+    destination: Destination, cuts: list[ShardSpec | None], shape: tuple[int, ...], expected: ShardSpec | None
 ) -> None:
-    assert stored_cut(destination, cuts, shape) == expected
+    assert find_stored_sharding(destination, cuts, shape) == expected
 
 
 # ------------------------------------------------------------------------------------------------ stages
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_stage_reads_its_own_layers(workers: Pool, first: bool, tmp_path: Path) -> None:
+def test_stage_reads_only_its_layers(workers: Pool, first: bool, tmp_path: Path) -> None:
     """Of tied embeddings, which are stored once, the stage that has the head reads them for it."""
     folder = stored("qwen2", tmp_path / "qwen2", tie_word_embeddings=True)
     for found in workers.run(2, half_of_the_layers, str(folder), first):
@@ -160,7 +165,7 @@ def test_a_stage_reads_its_own_layers(workers: Pool, first: bool, tmp_path: Path
 # ------------------------------------------------------------------------------------------------ mistakes
 
 
-def test_folders_that_cannot_be_loaded(workers: Pool, tmp_path: Path) -> None:
+def test_unloadable_folders_are_refused(workers: Pool, tmp_path: Path) -> None:
     for name in ("empty", "pickled", "incomplete", "other", "damaged"):
         stored("llama", tmp_path / name)
     for file in (tmp_path / "empty").glob("*.safetensors*"):
@@ -186,7 +191,7 @@ def test_folders_that_cannot_be_loaded(workers: Pool, tmp_path: Path) -> None:
         assert str(tmp_path / "none") in none
 
 
-def test_what_cannot_be_cut_is_refused_before_anything_is_read(workers: Pool, tmp_path: Path) -> None:
+def test_unshardable_model_is_refused_before_reading(workers: Pool, tmp_path: Path) -> None:
     folder = stored("llama", tmp_path / "llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3)
     for (said,) in workers.run(2, refusals, [("llama", str(folder), {})]):
         assert "3 attention heads" in said
@@ -206,7 +211,7 @@ LARGE_MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LARGE_MODELS)
-def test_the_memory_that_loading_takes(fresh: Pool, case: str, tmp_path: Path) -> None:
+def test_loading_memory_is_bounded_by_the_shard(fresh: Pool, case: str, tmp_path: Path) -> None:
     """At most 0.55 of the model at any time, of which 0.5 stay; no tensor that is cut is read whole."""
     fresh.close()  # what a process has had before would count
     name, options, how, size = LARGE_MODELS[case]
@@ -225,7 +230,7 @@ def test_the_memory_that_loading_takes(fresh: Pool, case: str, tmp_path: Path) -
             assert found["reads"].get(key, 0) <= numbers[key] // 2, key
 
 
-def test_that_the_memory_is_watched() -> None:
+def test_memory_watch_sees_an_allocation() -> None:
     with MemoryPeak() as peak:
         ones = torch.ones(25_000_000)
         peak.wait()  # however busy the machine is

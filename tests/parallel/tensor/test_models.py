@@ -9,7 +9,7 @@ import pytest
 import transformers
 from torch import nn
 
-from cornstarch.parallel.tensor import Style, kept_whole, tensor_plan
+from cornstarch.parallel.tensor import Style, find_unsharded_modules, tensor_plan
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 from tests.parallel.tensor.work import alone, assert_same, cut, forward_and_back
@@ -24,10 +24,10 @@ def test_every_model_of_the_zoo(workers: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*zoo.LANGUAGE_MODELS, *zoo.ENCODERS])
-def test_all_attention_and_feed_forward_layers_of_the_zoo_are_cut(name: str) -> None:
+def test_all_attention_and_feed_forward_layers_are_sharded(name: str) -> None:
     part: Any = zoo.LANGUAGE_MODELS.get(name) or zoo.ENCODERS[name]
     model = part.build()
-    assert all("merger" in owner for owner in kept_whole(model)), kept_whole(model)
+    assert all("merger" in owner for owner in find_unsharded_modules(model)), find_unsharded_modules(model)
     styles = tensor_plan(model)
     columns = [key for key, style in styles.items() if style.kind in ("column", "expert")]
     rows = [key for key, style in styles.items() if style.kind == "row"]
@@ -35,7 +35,7 @@ def test_all_attention_and_feed_forward_layers_of_the_zoo_are_cut(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe", "gpt2"])
-def test_over_four_ranks(workers: Pool, name: str) -> None:
+def test_four_ranks_give_the_gradients_of_one_process(workers: Pool, name: str) -> None:
     """There are two heads of keys and values: two ranks share each."""
     expected = alone(name)
     for found in workers.run(4, cut, name, 4, {}):
@@ -43,14 +43,14 @@ def test_over_four_ranks(workers: Pool, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "phi3", "whisper"])
-def test_activations_computed_again(workers: Pool, name: str) -> None:
+def test_activation_checkpointing_gives_the_same_gradients(workers: Pool, name: str) -> None:
     expected = alone(name)
     for found in workers.run(2, cut, name, 2, {}, {"recompute": True}):
         assert_same(found, expected)
 
 
 @pytest.mark.parametrize("options", [{"num_key_value_heads": 1}, {"attention_bias": True, "num_key_value_heads": 1}])
-def test_one_head_of_keys_and_values_is_shared(workers: Pool, options: dict[str, Any]) -> None:
+def test_single_key_value_head_is_replicated(workers: Pool, options: dict[str, Any]) -> None:
     expected = alone("llama", **options)
     for found in workers.run(2, cut, "llama", 2, options):
         assert_same(found, expected)
@@ -66,7 +66,7 @@ def test_tied_embeddings_stay_tied(workers: Pool, name: str, tied: bool) -> None
 
 
 @pytest.mark.parametrize("form", forms())
-def test_other_forms_of_layers(workers: Pool, form: str) -> None:
+def test_other_layer_forms_match_one_process(workers: Pool, form: str) -> None:
     expected = forward_and_back(form)
     for found in workers.run(2, forward_and_back, form, 2):
         assert_same(found, expected)
@@ -104,11 +104,11 @@ EXPECTED: dict[str, dict[str, Style]] = {
 
 
 @pytest.mark.parametrize("form", EXPECTED)
-def test_how_other_forms_are_cut(form: str) -> None:
+def test_styles_of_other_layer_forms(form: str) -> None:
     styles = tensor_plan(forms()[form]())
     assert {name: styles.get(name) for name in EXPECTED[form]} == EXPECTED[form]
 
 
-def test_the_modules_own_classes_and_names_stay() -> None:
+def test_module_names_and_classes_are_preserved() -> None:
     build: Callable[[], nn.Module] = forms()["t5"]
     assert isinstance(build(), transformers.T5EncoderModel)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from cornstarch.parallel.tensor.noise import draws_noise
+from cornstarch.parallel.tensor.dropout import has_dropout
 from tests import zoo
 from tests.parallel.tensor.noise import CASES, adapters, dropped, masks, recomputed
 from tests.parity.pool import Pool
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_whole_activations_are_the_same_on_all_ranks(fresh: Pool, name: str) -> None:
+def test_full_activations_are_equal_on_all_ranks_with_dropout(fresh: Pool, name: str) -> None:
     for found in fresh.run(2, dropped, name):
         assert found["loss"] and found["next"], found
         assert all(found["hidden"]) and all(found["whole"]), found
 
 
-def test_heads_of_different_ranks_drop_other_values(fresh: Pool) -> None:
+def test_ranks_drop_different_heads(fresh: Pool) -> None:
     for are_alike, layers_are_alike, again in fresh.run(2, masks):
         assert not are_alike and not layers_are_alike and again
 
 
-def test_tokens_of_different_ranks_drop_other_values(fresh: Pool) -> None:
+def test_ranks_drop_different_tokens(fresh: Pool) -> None:
     """Where activations between regions are cut along tokens, what is dropped there is each rank's own."""
     for found in fresh.run(2, dropped, "phi3", True):
         assert found["loss"] and found["next"], found
@@ -31,18 +31,18 @@ def test_tokens_of_different_ranks_drop_other_values(fresh: Pool) -> None:
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("gpt2", False), ("opt", False), ("phi3", False), ("phi3", True)])
-def test_layers_that_are_computed_again_drop_the_same(fresh: Pool, name: str, sequence: bool) -> None:
+def test_recomputed_layers_replay_dropout(fresh: Pool, name: str, sequence: bool) -> None:
     for off, is_same_state in fresh.run(2, recomputed, name, sequence):
         assert off < 1e-6 and is_same_state  # other masks would be off by 1e-2
 
 
-def test_adapters_drop_whole_inputs_alike_and_cut_ones_not(fresh: Pool) -> None:
+def test_adapters_drop_full_inputs_alike_and_sharded_ones_differently(fresh: Pool) -> None:
     for found in fresh.run(2, adapters):
         assert found == {"q_proj": True, "k_proj": True, "o_proj": False, "up_proj": True, "down_proj": False}
 
 
-def test_a_model_without_dropout_is_left_alone() -> None:
-    assert not draws_noise(zoo.LANGUAGE_MODELS["llama"].build(attention_dropout=0.0))
-    assert draws_noise(zoo.LANGUAGE_MODELS["llama"].build(attention_dropout=0.1))
-    assert draws_noise(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
-    assert not draws_noise(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+def test_model_without_dropout_has_no_random_state_hooks() -> None:
+    assert not has_dropout(zoo.LANGUAGE_MODELS["llama"].build(attention_dropout=0.0))
+    assert has_dropout(zoo.LANGUAGE_MODELS["llama"].build(attention_dropout=0.1))
+    assert has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+    assert not has_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.parallel.tensor import Style, check_tensor_plan, kept_whole, tensor_plan
+from cornstarch.parallel.tensor import Style, check_tensor_plan, find_unsharded_modules, tensor_plan
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 
@@ -50,7 +50,7 @@ def test_fused_heads_are_not_shared() -> None:
         check_tensor_plan(model, 2)
 
 
-def test_a_model_with_nothing_to_cut_is_refused() -> None:
+def test_model_without_shardable_layers_is_refused() -> None:
     config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
     with pytest.raises(UnsupportedModelError, match=r"MambaForCausalLM has no layer .* Leave `tp` at 1"):
         check_tensor_plan(transformers.MambaForCausalLM(config), 2)
@@ -63,9 +63,9 @@ def test_a_model_with_nothing_to_cut_is_refused() -> None:
         ("olmo2", "model.layers.0.self_attn", "no rule says how its q_norm.weight is cut"),
     ],
 )
-def test_what_is_not_understood_is_left_whole_with_the_reason(form: str, owner: str, reason: str) -> None:
+def test_unknown_modules_are_not_sharded_and_explained(form: str, owner: str, reason: str) -> None:
     model = forms()[form]()
-    assert reason in kept_whole(model)[owner]
+    assert reason in find_unsharded_modules(model)[owner]
     assert not any(style.kind == "heads" for style in tensor_plan(model).values())
 
 
@@ -82,7 +82,7 @@ class Odd(nn.Module):
 PLAN: dict[str, Style | str] = {"spread": "colwise", "collect": "rowwise"}
 
 
-def test_a_plan_of_ones_own() -> None:
+def test_user_plan_is_followed() -> None:
     check_tensor_plan(Odd(), 2, plan=PLAN)
     with pytest.raises(UnsupportedModelError, match="give a plan that names its layers"):
         check_tensor_plan(Odd(), 2)
@@ -97,6 +97,6 @@ def test_a_plan_of_ones_own() -> None:
         (Odd(), {"spread": "sideways"}, "sideways is no way to cut a layer; known are colwise,"),
     ],
 )
-def test_plans_that_cannot_be(model: nn.Module, plan: dict[str, Style | str], message: str) -> None:
+def test_impossible_plans_are_refused(model: nn.Module, plan: dict[str, Style | str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_tensor_plan(model, 2, plan=plan)

@@ -30,20 +30,20 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_models_with_tokens_cut(workers: Pool, name: str) -> None:
+def test_sequence_parallel_gradients_equal_those_of_one_process(workers: Pool, name: str) -> None:
     expected = alone(name)
     for found in workers.run(2, cut, name, 2, {}, {"sequence": True}):
         assert_same(found, expected)
 
 
 @pytest.mark.parametrize("how", [{"recompute": True}, {"vocabulary": True}], ids=str)
-def test_together_with_others(workers: Pool, how: dict[str, Any]) -> None:
+def test_sequence_parallelism_composes_with_other_options(workers: Pool, how: dict[str, Any]) -> None:
     expected = alone("llama")
     for found in workers.run(2, cut, "llama", 2, {}, {"sequence": True, **how}):
         assert_same(found, expected)
 
 
-def test_over_four_ranks(workers: Pool) -> None:
+def test_four_ranks_give_the_gradients_of_one_process(workers: Pool) -> None:
     expected = alone("qwen3")
     for found in workers.run(4, cut, "qwen3", 4, {}, {"sequence": True}):
         assert_same(found, expected)
@@ -54,7 +54,7 @@ def test_norms_see_their_own_tokens_only(workers: Pool) -> None:
     assert workers.run(2, kept_between, False) == [(3, 11, 32)] * 2
 
 
-def test_another_length_between_forward_and_backward(workers: Pool) -> None:
+def test_other_length_between_forward_and_backward(workers: Pool) -> None:
     """Activations computed again must not take the length of the batch that came in between."""
     expected = two_lengths(1)
     for found in workers.run(2, two_lengths, 2):

@@ -26,7 +26,7 @@ from tests.parity.pool import Pool
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("words", [64, 13, 9, 3])
-def test_the_cross_entropy_is_that_of_all_logits(workers: Pool, words: int, ranks: int) -> None:
+def test_vocabulary_cross_entropy_equals_the_full_one(workers: Pool, words: int, ranks: int) -> None:
     """Of 9 words over 4 ranks, 3 are on each of the first three; of 3 words, the last rank has none."""
     for mean in (True, False):
         logits = all_logits(words).requires_grad_()
@@ -44,7 +44,7 @@ def test_the_cross_entropy_is_that_of_all_logits(workers: Pool, words: int, rank
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_moe"])
-def test_models_cut_by_words(workers: Pool, name: str, tied: bool) -> None:
+def test_vocabulary_parallel_gradients_equal_those_of_one_process(workers: Pool, name: str, tied: bool) -> None:
     for words in (zoo.VOCABULARY, zoo.VOCABULARY + 1):  # the second does not divide
         options = {"tie_word_embeddings": tied, "vocab_size": words}
         expected = alone(name, **options)
@@ -53,7 +53,7 @@ def test_models_cut_by_words(workers: Pool, name: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_model_that_is_not_trained_gives_all_logits(workers: Pool, name: str) -> None:
+def test_evaluation_returns_all_logits(workers: Pool, name: str) -> None:
     model = build(name, vocab_size=zoo.VOCABULARY + 1).eval()
     with torch.no_grad():
         expected = model(**zoo.text_batch(ROWS))

@@ -18,13 +18,13 @@ from cornstarch.parallel import wrapping_units
 from cornstarch.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
-    full_tensors,
+    gather_full_tensors,
     load_full_tensors,
     original_boxes,
     shard_tensors,
     vocabulary_cross_entropy,
 )
-from cornstarch.parallel.tensor.order import Cut, distribute
+from cornstarch.parallel.tensor.placement import ShardSpec, shard_parameter
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 
@@ -64,7 +64,7 @@ def outcome(model: nn.Module, loss: Tensor) -> Outcome:
     """Return the loss, and gradients whole."""
     loss.backward()
     given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    whole = full_tensors(model, given)
+    whole = gather_full_tensors(model, given)
     return Outcome(loss.item(), {name: whole.get(name) for name, _ in model.named_parameters()})
 
 
@@ -140,7 +140,7 @@ def composed(
     mine = slice(root["dp"].get_local_rank(), None, 2)
     batch = {key: value[mine] for key, value in zoo.text_batch(ROWS_OF_TWO).items()}
     found = outcome(model, model(**batch).loss)
-    after = full_tensors(model)
+    after = gather_full_tensors(model)
     return {
         "outcome": found,
         "whole": sorted(key for key, value in before.items() if not torch.equal(after[key], value)),
@@ -174,7 +174,7 @@ def stepped(model: nn.Module) -> dict[str, Tensor]:
     """Let an optimizer take a step, and return what it made of the parameters."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     optimizer.step()
-    return full_tensors(model)
+    return gather_full_tensors(model)
 
 
 def alone_on(name: str, adapters: bool, rows: tuple[str, ...]) -> tuple[Outcome, dict[str, Tensor]]:
@@ -210,7 +210,7 @@ def refilled(name: str, sharded: bool) -> list[str]:
     if sharded:
         with_fsdp(model, root["dp"])
     load_full_tensors(model, wanted)
-    return sorted(key for key in original_boxes(model) if not torch.equal(full_tensors(model)[key], wanted[key]))
+    return sorted(key for key in original_boxes(model) if not torch.equal(gather_full_tensors(model)[key], wanted[key]))
 
 
 def on_meta(name: str) -> dict[str, Any]:
@@ -280,14 +280,14 @@ def by_hand(apart: bool) -> dict[str, tuple[Tensor, Tensor]]:
     second = RowParallelLinear(12, 4, mesh, split=apart)
     model = nn.Sequential(first, nn.GELU(), second)
     whole = nn.Sequential(nn.Linear(5, 12), nn.GELU(), nn.Linear(12, 4))
-    whole.load_state_dict(full_tensors(model))
+    whole.load_state_dict(gather_full_tensors(model))
     inputs = torch.randn(2, 3, 5, generator=zoo.generator(4))
     here, there = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     output, expected = model(here), whole(there)
     (output**2).sum().backward()
     (expected**2).sum().backward()
     assert here.grad is not None and there.grad is not None
-    found = full_tensors(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    found = gather_full_tensors(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     gradients = {name: (found[name], p.grad) for name, p in whole.named_parameters() if p.grad is not None}
     return {"output": (output.detach(), expected.detach()), "input": (here.grad, there.grad), **gradients}
 
@@ -365,7 +365,7 @@ def sharded_vocabulary(words: int, replicas: int) -> bool:
     table = nn.Embedding(words, 2)
     whole = torch.arange(2.0 * words).view(words, 2)
     table.weight.detach().copy_(whole)
-    distribute(table, "weight", Cut(0, (words,), 2), mesh["tp"])
+    shard_parameter(table, "weight", ShardSpec(0, (words,), 2), mesh["tp"])
     fully_shard(table, mesh=mesh["dp"])
     (boxes,) = original_boxes(table).values()
     local = table.weight.to_local()

@@ -1,1 +1,1 @@
-"""What the processor is made of: placeholders in texts, counts of features, processors of single modalities."""
+"""Processors of single modalities, tokenization with placeholders, and the processors of whole Hugging Face models."""

@@ -1,4 +1,4 @@
-"""Sound features that were computed beforehand, into what an audio encoder takes."""
+"""A feature extractor for sound features that were computed beforehand."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from transformers import BatchFeature, SequenceFeatureExtractor
 
 from cornstarch.errors import ConfigError
 
-# What transformers stores beside our own settings.
-_STORED = ("feature_extractor_type", "padding_side", "padding_value", "return_attention_mask", "sampling_rate")
-_OWN = ("feature_size", "max_frames", "mean", "std")
+# Settings that transformers stores beside our own.
+_TRANSFORMERS_SETTINGS = (
+    "feature_extractor_type",
+    "padding_side",
+    "padding_value",
+    "return_attention_mask",
+    "sampling_rate",
+)
+_OWN_SETTINGS = ("feature_size", "max_frames", "mean", "std")
 
 
 class PrecomputedFeatureExtractor(SequenceFeatureExtractor):
-    """Takes the features of sounds instead of their waves: cepstra, spectrograms, another model's output.
+    """Takes precomputed features of sounds instead of waves: cepstra, spectrograms, another model's output.
 
-    A sound is an array [frames, features]. It is normalised, filled up with zeros to `max_frames`, and turned to
-    [features, frames], as Whisper's encoder takes its spectrograms.
+    A sound is an array [frames, features]. It is normalized, zero-padded to `max_frames`, and transposed to
+    [features, frames], the layout of the spectrograms that Whisper's encoder takes.
 
     Args:
         feature_size: Features per frame.
-        max_frames: Frames that every sound is filled up to; a longer one is refused.
-        mean: What is subtracted from the features: a number, or one for each feature. Default: nothing.
-        std: What they are divided by afterwards. Default: nothing.
+        max_frames: Frames that every sound is padded to; a longer one is refused.
+        mean: Subtracted from the features: a number, or one for each feature. Default: nothing.
+        std: Divides the features afterwards. Default: nothing.
     """
 
     model_input_names = ["input_features"]
     item_dimensions = 2
-    """Of one sound; other extractors take waves, which have one."""
+    """Dimensions of one sound; other extractors take waves, which have one."""
 
     def __init__(
         self,
@@ -45,15 +51,15 @@ class PrecomputedFeatureExtractor(SequenceFeatureExtractor):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} = {value!r}; expected a whole number above 0.")
         for name in kwargs:
-            if name not in _STORED:
-                near = difflib.get_close_matches(name, _OWN, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
-                raise ConfigError(f"{type(self).__name__} has no setting {name!r}{hint}; it has {', '.join(_OWN)}.")
-        rate: Any = None  # a frame may be any piece of time
+            if name not in _TRANSFORMERS_SETTINGS:
+                near = difflib.get_close_matches(name, _OWN_SETTINGS, n=1)
+                hint, own = f" (did you mean {near[0]!r}?)" if near else "", ", ".join(_OWN_SETTINGS)
+                raise ConfigError(f"{type(self).__name__} has no setting {name!r}{hint}; it has {own}.")
+        rate: Any = None  # a frame may last any time
         super().__init__(feature_size, rate, padding_value=0.0, return_attention_mask=False)
         self.max_frames = max_frames
-        self.mean = _per_feature("mean", mean, feature_size)
-        self.std = _per_feature("std", std, feature_size)
+        self.mean = _parse_per_feature("mean", mean, feature_size)
+        self.std = _parse_per_feature("std", std, feature_size)
         if self.std is not None and not np.all(np.asarray(self.std) > 0):
             raise ConfigError(f"std = {std!r}; expected numbers above 0.")
 
@@ -61,15 +67,17 @@ class PrecomputedFeatureExtractor(SequenceFeatureExtractor):
         """Return `input_features` [sounds, features, frames].
 
         Args:
-            audio: One sound, an array of several, or a list of sounds, or of such lists.
+            audio: One sound, an array of several, or a (nested) list of sounds.
             return_tensors: "pt" or "np".
         """
-        sounds = [self._filled(np.asarray(sound), number) for number, sound in enumerate(_sounds(audio))]
+        sounds = [
+            self._normalize_and_pad(np.asarray(sound), number) for number, sound in enumerate(_iterate_sounds(audio))
+        ]
         if not sounds:
             raise ConfigError("There is no sound; expected at least one array [frames, features].")
         return BatchFeature({"input_features": np.stack(sounds)}, tensor_type=return_tensors)
 
-    def _filled(self, sound: np.ndarray, number: int) -> np.ndarray:
+    def _normalize_and_pad(self, sound: np.ndarray, number: int) -> np.ndarray:
         expected = f"expected [frames, {self.feature_size}] of numbers"
         if sound.ndim != 2 or sound.dtype.kind not in "fiu" or sound.shape[1] != self.feature_size:
             wave = " (a wave? This extractor takes features computed beforehand)" if sound.ndim == 1 else ""
@@ -82,24 +90,22 @@ class PrecomputedFeatureExtractor(SequenceFeatureExtractor):
             sound = sound - np.asarray(self.mean, np.float32)
         if self.std is not None:
             sound = sound / np.asarray(self.std, np.float32)
-        filled = np.zeros((self.feature_size, self.max_frames), np.float32)
-        filled[:, : len(sound)] = sound.T
-        return filled
+        padded = np.zeros((self.feature_size, self.max_frames), np.float32)
+        padded[:, : len(sound)] = sound.T
+        return padded
 
 
-def _sounds(audio: Any) -> Iterator[Any]:
-    """Go through single sounds, which are arrays."""
+def _iterate_sounds(audio: Any) -> Iterator[Any]:
     if isinstance(audio, list | tuple):
         for part in audio:
-            yield from _sounds(part)
+            yield from _iterate_sounds(part)
     elif getattr(audio, "ndim", 0) == 3:
         yield from audio
     else:
         yield audio
 
 
-def _per_feature(name: str, value: Any, size: int) -> float | list[float] | None:
-    """Return a setting as it is stored, or refuse it."""
+def _parse_per_feature(name: str, value: Any, size: int) -> float | list[float] | None:
     if value is None:
         return None
     try:

@@ -1,0 +1,1 @@
+"""Interfaces that users of other frameworks know, as thin adapters over `engine`."""

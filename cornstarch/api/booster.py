@@ -1,0 +1,366 @@
+"""`Booster`: makes a model, its optimizer and its data loader parallel, as a plugin describes.
+
+booster = Booster(plugin=plugin)
+model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(
+    model, optimizer, criterion, dataloader, lr_scheduler)
+batches = iter(dataloader)
+result = booster.execute_pipeline(batches, model, criterion, optimizer, return_loss=True)
+optimizer.step()
+optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cornstarch.api.boosted_model import BoostedModel, Criterion, StepOptions
+from cornstarch.api.loaders import distribute_loader
+from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter
+from cornstarch.api.optimizers import GroupedParameters, OptimizerHooks
+from cornstarch.api.plugin import MultimodalParallelPlugin, StageManager
+from cornstarch.checkpoint import weights
+from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.engine.context import DistributedContext
+from cornstarch.engine.parallelize import ParallelizeOptions, parallelize
+from cornstarch.engine.plan_requirements import check_loss, refuse_pieces
+from cornstarch.engine.train_step import TrainStep
+from cornstarch.errors import ConfigError
+from cornstarch.launch import current_world
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.parallel import OwnedParameters, distributed
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.parallel.gradients import LossScale
+from cornstarch.plan.layout import Layout
+from cornstarch.plan.plan import LANGUAGE_MODEL
+from cornstarch.verify.plan_check import find_untested_modules
+
+PathLike = str | os.PathLike[str]
+
+
+class Booster:
+    """Makes a model parallel, as `plugin` describes, and runs it. Nothing happens before `boost`."""
+
+    def __init__(self, plugin: MultimodalParallelPlugin) -> None:
+        if not isinstance(plugin, MultimodalParallelPlugin):
+            raise ConfigError(
+                f"Booster(plugin=…) was given a {type(plugin).__name__}; expected a MultimodalParallelPlugin, "
+                "which has a ModalParallelPlugin for each module."
+            )
+        self.plugin = plugin
+        self.loss_scale: LossScale | None = None
+        """The loss scale of fp16, once the model is boosted."""
+        self._boosted: BoostedModel | None = None
+        self._hooks: OptimizerHooks | None = None
+
+    # -------------------------------------------------------------------------------------------- boosting
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Criterion | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[BoostedModel, Any, Criterion | None, Any, Any]:
+        """Parallelize a model and what belongs to it; return the five objects to be used from now on.
+
+        All processes must call it, with the same weights. The model is changed in place: the parts of other processes
+        are freed. The optimizer stays the same object, over the parameters of this process.
+
+        Args:
+            model: The whole model; `requires_grad` says which parameters are trained.
+            optimizer: Made from the model's parameters; it has made no step.
+            criterion: Takes the model's output and the microbatch; returns the mean loss. It is returned unchanged.
+            dataloader: Its `batch_size` is that of a replica. Samples are distributed over replicas.
+            lr_scheduler: A scheduler of this optimizer.
+        """
+        if self._boosted is not None:
+            raise ConfigError("This booster has a model already. Make another Booster for another model.")
+        self._check(model, optimizer, lr_scheduler)
+        layout = self.plugin.layout()
+        placement = self._place_model(model)
+        groups = None if optimizer is None else GroupedParameters(optimizer, named_parameters(model))
+        if optimizer is not None:
+            self._check_optimizer(optimizer, model, layout)
+        loader = dataloader
+        if dataloader is not None:
+            loader = distribute_loader(dataloader, layout.place(distributed.rank()).dp, layout.dp)
+        self._warn(model, layout)
+        boosted = self._build_model(model, layout, placement)
+        self._boosted, self.loss_scale = boosted, self.plugin.loss_scale()
+        if groups is not None:
+            self._hooks = self._build_step(groups, boosted)
+        self.plugin.stage_manager = _build_stage_manager(boosted)
+        return boosted, optimizer, criterion, loader, lr_scheduler
+
+    def _check(self, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
+        if isinstance(model, BoostedModel) or not isinstance(model, nn.Module):
+            raise ConfigError(f"booster.boost was given a {type(model).__name__} as model; expected a torch.nn.Module.")
+        if distributed.is_single_process() and (world := current_world()).size > 1:
+            raise ConfigError(
+                f"This is process {world.rank} of {world.size}, but they do not know one another. Boost inside `with "
+                "cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or call "
+                "torch.distributed.init_process_group() first."
+            )
+        if not distributed.is_single_process() and "gloo" not in _backends():
+            raise ConfigError(
+                "The process group exchanges nothing that is on the CPU. Make it with "
+                "torch.distributed.init_process_group(backend='cpu:gloo,cuda:nccl')."
+            )
+        attached = getattr(lr_scheduler, "optimizer", optimizer)
+        if lr_scheduler is not None and attached is not optimizer:
+            raise ConfigError("The lr_scheduler is of another optimizer than the one that is boosted.")
+        self._check_encoders(model)
+        if self.plugin.precision == "fp16" and any(
+            parameter.dtype == torch.float16 for parameter in model.parameters() if parameter.requires_grad
+        ):
+            raise ConfigError("precision = fp16 needs trained weights in fp32: load the model in float32.")
+
+    def _check_encoders(self, model: nn.Module) -> None:
+        there = list(model.encoder_names) if isinstance(model, MultimodalModel) else []
+        given = list(self.plugin.encoder_plugins)
+        for name in there:
+            if name not in given:
+                raise ConfigError(
+                    f"The {name} encoder has no plugin: encoder_plugins has {', '.join(given) or 'none'}. Add "
+                    f"encoder_plugins={{{name!r}: ModalParallelPlugin(…)}}."
+                )
+        for name in given:
+            if name not in there:
+                raise ConfigError(
+                    f"encoder_plugins[{name!r}]: the model has no such encoder; it has {', '.join(there) or 'none'}."
+                )
+
+    def _place_model(self, model: nn.Module) -> DevicePlacement:
+        """Move the model to this process's device; return the device and the precision."""
+        first = next((tensor for tensor in (*model.parameters(), *model.buffers())), None)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError("The model is on the meta device, without weights. Load them before boost.")
+        device = torch.device("cpu") if first is None else first.device
+        if torch.cuda.is_available() and "nccl" in _backends():
+            device = torch.device("cuda", torch.cuda.current_device())
+        model.to(device)
+        return DevicePlacement(device, self.plugin.precision or "fp32")
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout) -> None:
+        """Refuse an optimizer whose step on a shard differs from that on the whole parameter."""
+        kind: Any = type(optimizer)
+        taken = inspect.signature(kind).parameters
+        options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+        trained = [name for name in layout.plan.modules if _is_trained(model, name)]
+        try:
+            refuse_pieces(lambda parameters: kind(parameters, **options), kind.__name__, layout, trained)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            warnings.warn(
+                f"Whether {kind.__name__} can step shards of parameters could not be tried on a small matrix "
+                f"({type(error).__name__}: {error}). It must update each value independently.",
+                stacklevel=3,
+            )
+
+    def _warn(self, model: nn.Module, layout: Layout) -> None:
+        if distributed.rank() == 0:
+            try:
+                check_loss(model, layout)
+            except ConfigError as error:
+                warnings.warn(f"{str(error).partition('.')[0]}. Each replica computes its own.", stacklevel=3)
+        untested = find_untested_modules(model, layout) if layout.world > 1 else []
+        if untested and distributed.rank() == 0:
+            warnings.warn(
+                f"No test has cut these before: {', '.join(untested)}. `cornstarch verify` compares a tiny parallel "
+                "twin of a model with the same twin in one process.",
+                stacklevel=3,
+            )
+
+    def _build_model(self, model: nn.Module, layout: Layout, placement: DevicePlacement) -> BoostedModel:
+        plugin = self.plugin
+        context = DistributedContext(layout, placement)
+        # Both need the whole model, so they are built before it is split.
+        splitter = MicrobatchSplitter(model, plugin.num_microbatches, plugin.microbatch_size)
+        tokens = TokenCounter(model)
+        options = ParallelizeOptions(
+            microbatches=plugin.num_microbatches or 1,
+            packed=plugin.packed,
+            templates=plugin.templates(),
+            stand_ins=self._set_stand_ins if layout.dp > 1 or layout.plan.is_pipeline else None,
+        )
+        parallel = parallelize(model, context, options)
+        return BoostedModel(parallel, context, splitter=splitter, tokens=tokens, weigh=plugin.loss_weight)
+
+    def _set_stand_ins(self, model: nn.Module) -> None:
+        if self.plugin.processor is not None and isinstance(model, MultimodalModel):
+            model.keep_encoders_running(self.plugin.processor.stand_ins())
+
+    def _build_step(self, groups: GroupedParameters, boosted: BoostedModel) -> OptimizerHooks:
+        parameters = named_parameters(boosted.module)
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        owned = None
+        if boosted.layout.world > 1 and boosted.layout.plan.data.kind == "zero1":
+            stepped = {name: parameter for name, parameter in trained.items() if name in set(groups.names)}
+            group = None if boosted.pipeline is None else boosted.pipeline.data_group
+            owned = OwnedParameters(stepped, group, is_stage=boosted.pipeline is not None)
+        groups.replace_parameters(parameters, None if owned is None else owned.names)
+        step = TrainStep(
+            boosted.parallel,
+            list(trained.values()),
+            max_grad_norm=self.plugin.max_norm or None,
+            loss_scale=self.loss_scale,
+            owned=owned,
+        )
+        return OptimizerHooks(groups, step)
+
+    # -------------------------------------------------------------------------------------------- running
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Criterion,
+        optimizer: torch.optim.Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+        *,
+        loss_everywhere: bool = False,
+    ) -> dict[str, Any]:
+        """Run forward and backward on the next batch, split into microbatches.
+
+        Gradients are left in the parameters: call `optimizer.step()` and `optimizer.zero_grad()` yourself. Under
+        `torch.no_grad()` only forward runs. All processes must call it.
+
+        Args:
+            data_iter: Yields batches, the same for all processes of a replica.
+            model: The model that `boost` returned.
+            criterion: Called on the last stage with the model's output and the microbatch; returns its mean loss.
+            optimizer: The optimizer that `boost` returned.
+            return_loss: Return the loss.
+            return_outputs: Return the model's output, joined from those of the microbatches.
+            loss_everywhere: Return the loss in processes without the last stage, too.
+
+        Returns:
+            "loss", over the batches of all replicas, and "outputs", of this replica's batch. Both are None without the
+            last stage, or if they are not asked for.
+        """
+        boosted = self._require_boosted(model)
+        if optimizer is not None and (self._hooks is None or optimizer is not self._hooks.groups.optimizer):
+            raise ConfigError("The optimizer is not the one that was boosted.")
+        if not callable(criterion):
+            raise ConfigError("execute_pipeline needs a criterion: a function of (outputs, inputs) to a loss.")
+        if not hasattr(data_iter, "__next__"):
+            raise ConfigError(f"data_iter is a {type(data_iter).__name__}; expected an iterator: iter(dataloader).")
+        batch = next(data_iter)
+        if boosted.pipeline is not None and not self.plugin.packed and "documents" in batch:
+            raise ConfigError(
+                "The batch has several samples in a row (documents), which this pipeline was not built for. Use "
+                "MultimodalParallelPlugin(packed=True)."
+            )
+        trains = self.loss_scale is not None and torch.is_grad_enabled()
+        scale = self.loss_scale.value if trains and self.loss_scale is not None else 1.0
+        return boosted.step(batch, StepOptions(criterion, scale, return_outputs, return_loss, loss_everywhere))
+
+    def _require_boosted(self, model: Any) -> BoostedModel:
+        if self._boosted is None or model not in (self._boosted, self._boosted.module):
+            raise ConfigError("This model is not the one that booster.boost returned.")
+        return self._boosted
+
+    # -------------------------------------------------------------------------------------------- files
+
+    def save_model(self, model: nn.Module, checkpoint: PathLike, shard: bool = True, **options: Any) -> Path:
+        """Save a model's weights in a folder that any parallel layout can load; all processes must call it.
+
+        The files are safetensors and JSON; they are complete or not there.
+
+        Args:
+            model: A model, boosted or not.
+            checkpoint: The folder.
+            shard: Accepted without effect: each process writes its shards.
+            options: `prefix`, `size_per_shard`, `gather_dtensor`, `use_safetensors` of ColossalAI: accepted.
+        """
+        _check_options(options)
+        return weights.save_weights(_inner(model), checkpoint)
+
+    def load_model(self, model: nn.Module, checkpoint: PathLike, strict: bool = True) -> nn.Module:
+        """Load weights of `save_model` into a model, boosted or not; all processes must call it."""
+        if not strict:
+            raise ConfigError("load_model(strict=False): a model that does not fit is refused. Leave it out.")
+        weights.load_weights(_inner(model), checkpoint)
+        return model
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, checkpoint: PathLike, shard: bool = True, **options: Any
+    ) -> Path:
+        """Save an optimizer's state in a folder, as `save_model` saves weights."""
+        _check_options(options)
+        boosted, hooks = self._require_optimizer(optimizer)
+        more = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.value}
+        with hooks.groups.use_step_groups():
+            return weights.save_optimizer_state(boosted.module, optimizer, checkpoint, more)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: PathLike) -> torch.optim.Optimizer:
+        """Load a saved state, of any layout, into a boosted optimizer; all processes must call it."""
+        boosted, hooks = self._require_optimizer(optimizer)
+        with hooks.groups.use_step_groups():
+            more = weights.load_optimizer_state(boosted.module, optimizer, checkpoint)
+        if self.loss_scale is not None and "loss_scale" in more:
+            self.loss_scale.value = float(more["loss_scale"])
+        return optimizer
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: PathLike) -> Path:
+        """Save the state of a learning-rate scheduler; all processes must call it."""
+        return weights.save_values(lr_scheduler.state_dict(), checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: PathLike) -> Any:
+        """Load the state of a learning-rate scheduler; all processes must call it."""
+        lr_scheduler.load_state_dict(weights.load_values(checkpoint))
+        return lr_scheduler
+
+    def _require_optimizer(self, optimizer: Any) -> tuple[BoostedModel, OptimizerHooks]:
+        if self._boosted is None or self._hooks is None or optimizer is not self._hooks.groups.optimizer:
+            raise ConfigError("This optimizer is not the one that booster.boost returned.")
+        return self._boosted, self._hooks
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the module in which parameters have the names of the model."""
+    if not isinstance(model, BoostedModel):
+        return model
+    return model.module if model.pipeline is not None else model.wrapped
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = {"prefix", "size_per_shard", "gather_dtensor", "use_safetensors", "use_async"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no option here; expected some of {', '.join(sorted(known))}.")
+
+
+def _is_trained(model: nn.Module, name: str) -> bool:
+    """Return whether a module of the plan has trained parameters; an encoder's projector is never sharded."""
+    module = model
+    if isinstance(model, MultimodalModel) and name in model.encoders:
+        module = model.encoders[name].module
+    elif isinstance(model, MultimodalModel) and name == LANGUAGE_MODEL:
+        module = model.language_model
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _backends() -> str:
+    if distributed.is_single_process() and not dist.is_initialized():
+        return ""
+    with suppress(AttributeError):
+        return str(dist.get_backend_config())
+    return str(dist.get_backend())
+
+
+def _build_stage_manager(boosted: BoostedModel) -> StageManager:
+    place = boosted.layout.place(distributed.rank())
+    name = place.modules[-1]
+    return StageManager(place.stage, boosted.layout.span(name).stages_of(name), boosted.has_loss)

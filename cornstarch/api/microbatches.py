@@ -1,0 +1,308 @@
+"""Microbatches: split a batch with the images and sounds of each sample, count tokens, and join outputs again.
+
+A processor concatenates the items of all samples (`pixel_values` [images, …]), or even the patches of all images. The
+text says which items belong to which sample: each sample has as many placeholder tokens as its items have features.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.merge import (
+    check_placeholders,
+    find_placeholders,
+    mask_context_free_labels,
+)
+from cornstarch.models.multimodal_language_model.preprocessing.token_count import FeatureCounter
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+
+Batch = Mapping[str, Any]
+
+_TEXT = ("input_ids", "inputs_embeds", "labels", "attention_mask")
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers that predict the next token
+
+
+@dataclass(frozen=True)
+class _EncoderInputs:
+    """The inputs of an encoder, known before the model is split into stages."""
+
+    names: tuple[str, ...]
+    """Keys of a batch that the encoder takes."""
+    triggers: tuple[str, ...]
+    """Keys of which at least one must be there for the encoder to run."""
+    counter: FeatureCounter
+
+
+@dataclass(frozen=True)
+class _BatchItems:
+    """The items of one modality in a batch."""
+
+    modality: str
+    starts: list[int]
+    """The first item of each sample, and the number of all items."""
+    patches: list[int] | None
+    """The patches of each item, if they are concatenated."""
+
+
+class MicrobatchSplitter:
+    """Splits batches into `microbatches` parts, or into parts of `size` samples.
+
+    It is built from the whole model, before `parallelize`.
+    """
+
+    def __init__(self, model: nn.Module, microbatches: int | None, size: int | None) -> None:
+        self._model, self._microbatches, self._size = model, microbatches, size
+        self._encoders: dict[str, _EncoderInputs] = {}
+        if isinstance(model, MultimodalModel):
+            # The copy of a counter has shapes only: weights of other stages are freed.
+            self._encoders = {
+                name: _EncoderInputs(encoder.input_names, encoder.trigger_names, copy.copy(FeatureCounter(encoder)))
+                for name, encoder in model.encoders.items()
+            }
+
+    def split(self, batch: Any) -> list[dict[str, Any]]:
+        """Return the microbatches of a batch, in order."""
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"A batch is a {type(batch).__name__}; expected a dictionary: the model is called with model(**batch)."
+            )
+        given = {key: value for key, value in batch.items() if value is not None}
+        samples = count_samples(given)
+        size = self._microbatch_size(samples)
+        if size == samples:
+            return [given]
+        items = {name: self._find_items(name, given, samples) for name in self.modalities(given)}
+        return [self._slice_batch(given, items, samples, start, start + size) for start in range(0, samples, size)]
+
+    def modalities(self, batch: Batch) -> list[str]:
+        """Return the encoders for which a batch has inputs."""
+        return [
+            name
+            for name, encoder in self._encoders.items()
+            if isinstance(batch.get(name), Mapping) or any(batch.get(key) is not None for key in encoder.triggers)
+        ]
+
+    def _microbatch_size(self, samples: int) -> int:
+        many, size = self._microbatches, self._size
+        if many is not None and size is not None and many * size != samples:
+            raise ConfigError(
+                f"num_microbatches = {many} and microbatch_size = {size} take batches of {many * size} samples; this "
+                f"one has {samples}. Give one of the two, or let the dataloader make such batches "
+                f"(batch_size={many * size}, drop_last=True)."
+            )
+        name, number = ("num_microbatches", many) if many is not None else ("microbatch_size", size)
+        assert number is not None
+        if not samples or samples % number:
+            fitting = [str(n) for n in range(1, samples + 1) if samples % n == 0]
+            advice = f"Use {' or '.join(fitting[-6:])}, or another" if fitting else "Use another"
+            raise ConfigError(
+                f"{name} = {number}: a batch of {samples} samples does not divide by it. {advice} batch_size "
+                "(drop_last=True leaves out a last batch that is smaller)."
+            )
+        return samples // number if many is not None else number
+
+    def _find_items(self, name: str, batch: Batch, samples: int) -> _BatchItems:
+        """Assign the items of a modality to samples."""
+        assert isinstance(self._model, MultimodalModel)
+        known = self._model.modality_token_ids
+        if name not in known:
+            raise ConfigError(
+                f"The batch has {name} items, and the model does not know their token: make the processor with "
+                "model=…, or call set_modality_token_ids."
+            )
+        ids = batch.get("input_ids")
+        tokens = None if ids is None else find_placeholders(ids, {name: known[name]})[name]
+        if isinstance(nested := batch.get(name), Mapping):
+            inputs = {key: value for key, value in nested.items() if value is not None}
+        else:
+            inputs = {key: batch[key] for key in self._encoders[name].names if key in batch}
+        grid = next((value for key, value in inputs.items() if key.endswith("grid_thw")), None)
+        patches = None if grid is None else torch.as_tensor(grid).prod(-1).tolist()
+        counter = self._encoders[name].counter
+        try:
+            lengths = counter.lengths(counter.arguments(inputs))
+        except ConfigError as error:  # lengths depend on values; then only one item per sample is unambiguous
+            first = next((value for value in inputs.values() if isinstance(value, Tensor | list)), [])
+            if len(first) != samples or (tokens is not None and not all(tokens.sum(-1))):
+                raise ConfigError(
+                    f"The batch cannot be cut: it is unknown which {name} items belong to which sample ({error}) "
+                    "Have one item in each sample, or cut into one microbatch."
+                ) from error
+            return _BatchItems(name, list(range(samples + 1)), patches)
+        if tokens is None:
+            raise ConfigError(
+                f"The batch cannot be cut: without input_ids it is unknown which {name} items belong to which sample."
+            )
+        check_placeholders(name, tokens, EncoderFeatures(torch.empty(sum(lengths), 0), list(lengths)))
+        return _BatchItems(name, _first_items(tokens.sum(-1).tolist(), lengths), patches)
+
+    def _slice_batch(
+        self, batch: Batch, items: Mapping[str, _BatchItems], samples: int, start: int, stop: int
+    ) -> dict[str, Any]:
+        owners = {key: items[name] for name in items for key in (*self._encoders[name].names, name) if key in batch}
+        found: dict[str, Any] = {}
+        for key, value in batch.items():
+            if key not in owners or key in _TEXT:
+                found[key] = _slice_rows(key, value, samples, start, stop)
+                continue
+            own = owners[key]
+            if own.starts[start] == own.starts[stop]:
+                continue  # no item in these samples: the encoder does not run
+            if isinstance(value, Mapping):
+                found[key] = {
+                    inner: _slice_items(f"{key}.{inner}", v, own, samples, start, stop) for inner, v in value.items()
+                }
+            else:
+                found[key] = _slice_items(key, value, own, samples, start, stop)
+        return found
+
+
+def count_samples(batch: Batch) -> int:
+    """Return the number of samples of a batch: the rows of its text, or of its first tensor."""
+    for key in _TEXT:
+        if isinstance(value := batch.get(key), Tensor) and value.dim():
+            return len(value)
+    found = next((value for value in batch.values() if isinstance(value, Tensor) and value.dim()), None)
+    if found is None:
+        raise ConfigError(f"The batch has no tensor whose rows are samples; it has {', '.join(batch) or 'nothing'}.")
+    return len(found)
+
+
+def _first_items(tokens: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Return the first item of each sample, and the number of all items; the counts are known to match."""
+    ends = [0, *accumulate(lengths)]
+    starts, item, wanted = [0], 0, 0
+    for count in tokens:
+        wanted += count
+        while item < len(lengths) and ends[item] < wanted:
+            item += 1
+        starts.append(item)
+    starts[-1] = len(lengths)
+    return starts
+
+
+def _slice_rows(key: str, value: Any, samples: int, start: int, stop: int) -> Any:
+    """Return the part of some samples in an input that is not an encoder's."""
+    if key == "position_ids" and isinstance(value, Tensor) and value.dim() == 3:
+        return value[:, start:stop]  # mRoPE: [axes, samples, tokens]
+    if isinstance(value, Tensor) and value.dim():
+        if len(value) == samples:
+            return value[start:stop]
+        if key == "position_ids" and len(value) == 1:
+            return value
+        raise ConfigError(
+            f"The batch cannot be cut: {key} has shape {list(value.shape)} beside {samples} samples, so it is unknown "
+            "which part belongs to which sample. Cut into one microbatch, or let its first dimension be samples."
+        )
+    if isinstance(value, list | tuple) and len(value) == samples:
+        return value[start:stop]
+    return value
+
+
+def _slice_items(key: str, value: Any, items: _BatchItems, samples: int, start: int, stop: int) -> Any:
+    """Return the part of an encoder's input that belongs to the items of some samples."""
+    first, last, count = items.starts[start], items.starts[stop], items.starts[-1]
+    if not isinstance(value, Tensor | list | tuple) or (isinstance(value, Tensor) and not value.dim()):
+        return value  # an option
+    if len(value) == count:
+        return value[first:last]
+    if items.patches is not None and len(value) == sum(items.patches):
+        return value[sum(items.patches[:first]) : sum(items.patches[:last])]
+    if len(value) == samples:
+        return value[start:stop]
+    raise ConfigError(
+        f"The batch cannot be cut: {key} has {len(value)} rows beside {count} {items.modality} items of "
+        f"{samples} samples, so it is unknown which belong to which item. Cut into one microbatch."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+class TokenCounter:
+    """Counts the tokens over which a model's own loss is the mean. It is built from the whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        inner: Any = unwrap(model.language_model if isinstance(model, MultimodalModel) else model)
+        is_encoder_decoder = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        self._shifts = not is_encoder_decoder and getattr(inner, "loss_type", None) in (None, *_SHIFTED)
+
+    def __call__(self, inputs: Batch) -> int:
+        """Return the tokens of a microbatch; 0 without labels."""
+        labels = inputs.get("labels")
+        if not isinstance(labels, Tensor):
+            return 0
+        if isinstance(self._model, MultimodalModel):
+            labels = self._mask_labels(self._model, labels, inputs)
+        if labels.dim() > 1 and self._shifts:
+            labels = labels[:, 1:]
+        return int((labels != IGNORE_INDEX).sum()) if not labels.is_floating_point() else len(labels)
+
+    def _mask_labels(self, model: MultimodalModel, labels: Tensor, inputs: Batch) -> Tensor:
+        """Ignore the labels that the model ignores: placeholders, and tokens without context."""
+        ids, mask, documents = (inputs.get(name) for name in ("input_ids", "attention_mask", "documents"))
+        if ids is not None and not model.trains_on_placeholders:
+            for places in find_placeholders(ids, model.modality_token_ids).values():
+                labels = labels.masked_fill(places, IGNORE_INDEX)
+        if documents is not None:
+            documents = documents if mask is None else documents * (mask != 0)
+        elif model.positions_from_mask and mask is not None and mask.dim() == 2 and not bool(mask[:, 0].all()):
+            documents = mask
+        found = labels if documents is None else mask_context_free_labels(labels, documents)
+        assert found is not None
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------- outputs
+
+
+def detach_output(output: Any) -> Any:
+    """Return an output without its autograd graph and without the key/value cache."""
+    if isinstance(output, ModelOutput):
+        output = type(output)(**{key: value for key, value in output.items() if key != "past_key_values"})
+    return _map_tensors([output], lambda tensors: tensors[0].detach())
+
+
+def join_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
+    """Return the outputs of microbatches, which have `sizes` samples, as one.
+
+    Tensors with a row for each sample are concatenated; scalars, such as losses, are averaged with the weights of the
+    microbatches. Anything else stays a list with an entry for each microbatch.
+    """
+
+    def join(tensors: Sequence[Tensor]) -> Any:
+        if not tensors[0].dim():
+            total = sum(weights) or 1.0
+            return sum(tensor * (weight / total) for tensor, weight in zip(tensors, weights, strict=True))
+        fit = all(len(tensor) == size for tensor, size in zip(tensors, sizes, strict=True))
+        if fit and len({tensor.shape[1:] for tensor in tensors}) == 1:
+            return torch.cat(list(tensors))
+        return list(tensors)
+
+    return _map_tensors(outputs, join)
+
+
+def _map_tensors(outputs: Sequence[Any], change: Any) -> Any:
+    """Return one output whose tensors are made from those at the same place in all outputs."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return change(outputs)
+    if isinstance(first, Mapping):  # a ModelOutput is one, too
+        values = {key: _map_tensors([one[key] for one in outputs], change) for key in first}
+        return type(first)(**values) if isinstance(first, ModelOutput) else values
+    if type(first) in (list, tuple):
+        return type(first)(_map_tensors(list(ones), change) for ones in zip(*outputs, strict=True))
+    return first if len(outputs) == 1 or all(one is first or one == first for one in outputs) else list(outputs)

@@ -1,0 +1,349 @@
+"""A stored checkpoint: its manifest, its tensors (whole, or only the shards that are needed), and its conversion."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from cornstarch.checkpoint import shard_files
+from cornstarch.checkpoint.shard_files import DATA, FOLDER_NAME, FORMAT, MANIFEST, WRITERS, StoredShard
+from cornstarch.checkpoint.shards import Box, Tensorlike, TensorShard, is_partition, local_shards
+from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage
+from cornstarch.errors import ConfigError
+from cornstarch.files import Manifest, check_manifest, own_digest
+from cornstarch.parallel import distributed as world
+from cornstarch.parallel.distributed import to_full_tensor
+
+Form: TypeAlias = Literal["sharded", "full", "local"]
+
+_FIELDS = {"step": int, "sequence": int, "metric": float | None, "files": dict, "versions": dict, "layout": dict}
+
+
+class TensorReader(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, each read from its files on access.
+
+    A tensor may be memory-mapped from a file: clone it to keep it.
+    """
+
+    def __init__(self, shards: Mapping[str, list[StoredShard]], is_local: bool = False) -> None:
+        self._shards = shards
+        self.is_local = is_local
+        """Whether there are only the shards that this rank saved itself."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.is_local and self._shards[name][0].box.sizes != self._shards[name][0].shape:
+            raise ConfigError(
+                f"{name} is there in part only, as this process had it: the checkpoint is in the local form. Save in "
+                'the form "sharded" or "full", or convert it.'
+            )
+        return self.read(name, Box.whole(self.shape(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a whole tensor; nothing is read."""
+        return torch.Size(self._shards[name][0].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor; nothing is read."""
+        return self._shards[name][0].dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a part of a tensor; nothing else is read."""
+        for shard in self._shards[name]:
+            if shard.box == box or shard.box.intersect(box) == box:
+                return shard.read(box)
+        result = torch.empty(box.sizes, dtype=self.dtype(name))
+        self._read_into(name, box, result)
+        return result
+
+    def copy_into(self, name: str, target: Tensorlike) -> None:
+        """Fill a tensor, or its local shards; only what is needed is read."""
+        shape = self.shape(name)
+        if shape != target.shape:  # else a single number would be broadcast
+            raise ConfigError(f"{name} has the shape {list(shape)} in the checkpoint, {list(target.shape)} here.")
+        with torch.no_grad():
+            for box, destination in local_shards(target):
+                if self.is_local and box not in [shard.box for shard in self._shards[name]]:
+                    had = ", ".join(str(shard.box) for shard in self._shards[name])
+                    raise ConfigError(
+                        f"{name}: this process has the part {box}, but had {had} when the checkpoint was saved in the "
+                        "local form, which can be loaded only as it was saved. Use the same parallelism, or convert it."
+                    )
+                self._read_into(name, box, destination)
+
+    def _read_into(self, name: str, box: Box, destination: Tensor) -> None:
+        missing = box.numel
+        for shard in self._shards[name]:
+            common = box.intersect(shard.box)
+            if common is not None:
+                destination[common.slices_in(box)].copy_(shard.read(common))
+                missing -= common.numel
+        assert missing == 0, f"{name}: {missing} values of {box} are missing"  # `Checkpoint` checks this
+
+
+def state_hash(tensors: Mapping[str, Any], leave_out: Collection[str] = ("rng/",)) -> str:
+    """Return a hash of names, dtypes, shapes and bytes of tensors: equal for every layout of the same state.
+
+    Tensors are read one after the other. Sharded tensors are gathered, so that all ranks must call it. Names with a
+    prefix of `leave_out` are skipped: random states belong to ranks.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        if not name.startswith(tuple(leave_out)):
+            whole = to_full_tensor(tensors[name])
+            digest.update(json.dumps([name, str(whole.dtype), list(whole.shape)]).encode())
+            digest.update(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A stored checkpoint, as its `checkpoint.json` describes it."""
+
+    folder: Path
+    step: int
+    sequence: int
+    """The number of checkpoints saved before. Steps do not order them: a run may go back to an earlier step."""
+    metric: float | None
+    files: Manifest
+    versions: dict[str, str]
+    layout: dict[str, Any]
+    """The number of `processes`, the `form`, and the `meshes` over which tensors were sharded."""
+    storage: Storage = field(default_factory=LocalStorage, repr=False, compare=False)
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(entry["size"] for entry in self.files.values())
+
+    @property
+    def form(self) -> Form:
+        """The form of the files."""
+        form: Form = self.layout.get("form", "full")
+        return form
+
+    def data(self) -> Any:
+        """Return the JSON data that was saved beside the tensors."""
+        return _parse_json(self.folder / DATA, _read_bytes(self.storage, self.folder / DATA))
+
+    @contextmanager
+    def tensors(self) -> Iterator[TensorReader]:
+        """Open the tensors; nothing is read before it is accessed. The call is not collective."""
+        size = world.world_size()
+        if self.form == "local" and self.layout["processes"] != size:
+            raise ConfigError(
+                f"{self.folder} was saved in the local form by {self.layout['processes']} processes, and here are "
+                f"{size}: each process would miss what others had. Start as many processes, or convert it: "
+                f"cornstarch checkpoint convert {self.folder} NEW_FOLDER."
+            )
+        with self._open(world.rank() if self.form == "local" else None) as reader:
+            yield reader
+
+    @contextmanager
+    def all_tensors(self) -> Iterator[TensorReader]:
+        """Open the tensors of all ranks together, also of a checkpoint in the local form."""
+        with self._open(None) as reader:
+            yield reader
+
+    @contextmanager
+    def _open(self, rank: int | None) -> Iterator[TensorReader]:
+        with ExitStack() as stack:
+            shards: dict[str, list[StoredShard]] = {}
+            for file in sorted(self.files):
+                if not file.endswith(".safetensors") or (rank is not None and shard_files.file_rank(file) != rank):
+                    continue
+                for shard in shard_files.open_shards(self.storage, self.folder / file, stack):
+                    known = shards.setdefault(shard.name, [])
+                    if self.form != "local" or rank is not None or _is_new(shard, known):
+                        known.append(shard)
+            for name, found in shards.items():
+                self._check_shards(name, found, must_be_whole=rank is None)
+            yield TensorReader(shards, is_local=rank is not None)
+
+    def _check_shards(self, name: str, shards: list[StoredShard], must_be_whole: bool) -> None:
+        if len({shard.box for shard in shards}) < len(shards):
+            raise ConfigError(f"{self.folder} holds the tensor {name!r} twice.")
+        if len({(shard.shape, shard.dtype) for shard in shards}) > 1:
+            raise ConfigError(f"{self.folder} holds parts of different tensors under the name {name!r}.")
+        if must_be_whole and not (
+            all(len(shard.box.sizes) == len(shard.shape) for shard in shards)
+            and is_partition(shards[0].shape, [shard.box for shard in shards])
+        ):
+            raise ConfigError(f"{self.folder} does not hold all of the tensor {name!r}, or some of it twice.")
+
+    def verify(self, names: Collection[str] | None = None) -> None:
+        """Read all files, or those in `names`, and refuse the checkpoint if a byte has changed."""
+        self.check_sizes()
+
+        def digest(name: str) -> str:
+            try:
+                return self.storage.digest(self.folder / name)
+            except OSError as error:
+                raise ConfigError(f"{self.folder / name} cannot be read ({error}).") from error
+
+        chosen = [name for name in self.files if names is None or name in names]
+        for name, found in shard_files.run_in_threads(digest, chosen, WRITERS).items():
+            if found != self.files[name]["sha256"]:
+                raise ConfigError(
+                    f"{self.folder / name} is damaged: its SHA-256 is {found[:16]}…, but "
+                    f"{self.files[name]['sha256'][:16]}… was saved."
+                )
+
+    def check_sizes(self) -> None:
+        """Refuse the checkpoint if a file is missing or has another size; the content is not read."""
+        for name, entry in self.files.items():
+            path = self.folder / name
+            try:
+                size = self.storage.size(path)
+            except OSError as error:
+                raise ConfigError(f"{path} is missing or cannot be read ({error.strerror}).") from error
+            if size != entry["size"]:
+                raise ConfigError(f"{path} has {size} bytes, but {entry['size']} were saved.")
+
+
+def _is_new(shard: StoredShard, known: list[StoredShard]) -> bool:
+    """Return whether no lower rank has the shard; in the local form every rank writes all that it has."""
+    is_placeholder = not shard.box.numel and shard.box.sizes != shard.shape
+    return not is_placeholder and all(other.box != shard.box for other in known)
+
+
+def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = None) -> Checkpoint:
+    """Read and validate the manifest of a checkpoint; its other files are not looked at."""
+    if storage is None:
+        storage, folder = resolve_storage(folder)
+    folder = Path(folder)
+    path = folder / MANIFEST
+    written = _read_bytes(storage, path)
+    content = _parse_json(path, written)
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+        raise ConfigError(f"{path} is damaged: it has no format number.")
+    if content["format"] > FORMAT:
+        raise ConfigError(
+            f"{folder} was saved in format {content['format']} by a newer Cornstarch ({content.get('versions')}); "
+            f"this one reads formats up to {FORMAT}. Update Cornstarch."
+        )
+    # Byte for byte: a changed blank would not change the content, but shows that the disk cannot be trusted.
+    if content.get("sha256") != own_digest(content) or written != shard_files.encode_manifest(content):
+        raise ConfigError(f"{path} is damaged or was edited: it does not have the checksum it states.")
+    for name, kind in _FIELDS.items():
+        if not isinstance(content.get(name), kind):
+            raise ConfigError(f"{path} is damaged: {name} is {content.get(name)!r}.")
+    check_manifest(path, content["files"])
+    match = FOLDER_NAME.match(folder.name)
+    if match is None or int(match[1]) != content["step"]:
+        raise ConfigError(f"{folder} holds step {content['step']}: it was renamed. Give it its old name back.")
+    return Checkpoint(folder, **{name: content[name] for name in _FIELDS}, storage=storage)
+
+
+def _read_bytes(storage: Storage, path: Path) -> bytes:
+    try:
+        return storage.read(path)
+    except OSError as error:
+        raise ConfigError(f"{path} is missing or cannot be read ({error.strerror}).") from error
+
+
+def _parse_json(path: Path, text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
+
+
+# ---------------------------------------------------------------------------------------------------- conversion
+
+
+def convert_checkpoint(
+    source: Checkpoint,
+    folder: str | os.PathLike[str],
+    form: Literal["full", "sharded"] = "full",
+    processes: int | None = None,
+) -> Checkpoint:
+    """Write a checkpoint again into a new folder, with whole tensors or sharded for `processes`, and compare both.
+
+    Only the files change: any form can be loaded by any number of processes. No model is needed, and one tensor at a
+    time is in memory.
+    """
+    count = _count_processes(source, form, processes)
+    storage, target = resolve_storage(folder)
+    if storage.exists(target):
+        raise ConfigError(f"{folder} exists already. Give a new folder.")
+    source.verify()
+    name = source.folder.name.partition(".")[0]
+    fresh = target.with_name(f"{target.name}.tmp.{secrets.token_hex(4)}")
+    try:
+        storage.make_folder(fresh / name)
+        with source.all_tensors() as tensors:
+            _write_converted(source, tensors, storage, fresh / name, form, count)
+            expected = state_hash(tensors, leave_out=())
+        with read_checkpoint(fresh / name, storage).tensors() as tensors:
+            if state_hash(tensors, leave_out=()) != expected:
+                raise ConfigError(f"{fresh} holds other tensors than {source.folder}. Check the disk.")
+        storage.commit(fresh, target)
+    except OSError as error:
+        raise ConfigError(
+            f"{source.folder} could not be converted to {folder}: {error.strerror or error}. Nothing is left there."
+        ) from error
+    finally:
+        with suppress(OSError):  # committed, or never made
+            storage.remove(fresh)
+    return read_checkpoint(target / name, storage)
+
+
+def _count_processes(source: Checkpoint, form: str, processes: int | None) -> int:
+    if form == "full":
+        if processes not in (None, 1):
+            raise ConfigError(f"A full checkpoint is not cut, but {processes} processes were given.")
+        return 1
+    if form != "sharded":
+        raise ConfigError(f"form = {form!r}; expected full or sharded. A local one can only be saved by a run.")
+    count: int = source.layout["processes"] if processes is None else processes
+    if count < 1:
+        raise ConfigError(f"{count} processes; expected 1 or more.")
+    return count
+
+
+def _write_converted(
+    source: Checkpoint, tensors: TensorReader, storage: Storage, folder: Path, form: str, count: int
+) -> None:
+    written: Manifest = {}
+    for rank in range(count):
+        shards = _split_first_dim(tensors, rank, count)
+        written |= shard_files.write_shards(storage, folder, shard_files.file_prefix(rank, count), shards)
+    written[DATA] = storage.write(folder / DATA, [source.storage.read(source.folder / DATA)])
+    shard_files.check_written(storage, folder, written)
+    description = json.loads(source.storage.read(source.folder / MANIFEST))
+    description["layout"] = {"processes": count, "form": form, "meshes": [], "converted": source.layout}
+    shard_files.write_manifest(storage, folder, written, description)
+    storage.flush(folder)
+    storage.flush(folder.parent)
+
+
+def _split_first_dim(tensors: TensorReader, rank: int, count: int) -> Iterator[TensorShard]:
+    for name in tensors:
+        shape = tuple(tensors.shape(name))
+        if not shape or shape[0] == 0:
+            box = Box.whole(shape) if rank == 0 else None
+        else:
+            begin, end = (shape[0] * number // count for number in (rank, rank + 1))
+            box = Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])) if end > begin else None
+        if box is not None and (box.numel or not tensors.shape(name).numel()):
+            yield TensorShard(name, shape, tensors.dtype(name), box, partial(tensors.read, name, box))

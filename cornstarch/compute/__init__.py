@@ -1,1 +1,0 @@
-"""How one device computes quickly, and how much: what a step multiplies."""

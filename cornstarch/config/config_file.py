@@ -1,0 +1,358 @@
+"""Config files: YAML, `key.path=value` on the command line, and defaults become a `RunConfig`, and back; no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cornstarch.config import yaml_tree as tree
+from cornstarch.config.aliases import PLACES, resolve_aliases, resolve_path
+from cornstarch.config.json_schema import canonical_schema, locate
+from cornstarch.config.run import RunConfig
+from cornstarch.config.yaml_tree import Node
+from cornstarch.errors import ConfigError
+from cornstarch.plan.plan import WHOLE_MODEL, ModulePlan
+from cornstarch.plan.schema_words import leaves, names_at
+from cornstarch.plan.validation import (
+    COMMAND_LINE,
+    OTHER_NAMES,
+    Mistake,
+    Where,
+    as_data,
+    join_path,
+    nearest,
+    raise_mistakes,
+    shorten,
+    validate_data,
+)
+
+PLAN_SECTIONS = ("parallel", "loop")
+"""The sections of a plan file, which `cornstarch plan` writes."""
+UNDECIDED = (
+    "parallel: auto: the plan is chosen when the run is started.\n  To see it: cornstarch plan CONFIG --cluster "
+    "2x8xH100 --output plan.yaml."
+)
+"""The message where a plan is needed that has not been chosen yet."""
+
+
+@dataclass(frozen=True)
+class ConfigReading:
+    """A config that was read, or its mistakes, and where every value was written."""
+
+    config: RunConfig | None
+    mistakes: list[Mistake]
+    values: Node
+    """The values as far as they could be read, with misspelt keys corrected."""
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    plan: str | Path | None = None,
+) -> RunConfig:
+    """Return the config in a YAML file.
+
+    path: The file; None: `base` and `overrides` alone.
+    overrides: `key.path=value`, as on the command line; they win over the file.
+    base: Values under the file's; mappings are merged key by key, everything else is replaced.
+    plan: A plan file, which `cornstarch plan` writes; its plan replaces the file's, and its `loop` wins over the file.
+
+    Raises ConfigError that names every mistake at once, each with its line.
+    """
+    reading = read_config(path, overrides, base, plan)
+    raise_mistakes(reading.mistakes)
+    assert reading.config is not None
+    return reading.config
+
+
+def read_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    plan: str | Path | None = None,
+) -> ConfigReading:
+    """Read as `load_config` does, and return the mistakes instead of raising them."""
+    start = Node({}, COMMAND_LINE) if base is None else tree.tree_of(base, Where("defaults"))
+    # Other names are resolved in each source alone, so that the upper source wins whichever name it uses.
+    mistakes = resolve_aliases(start)
+    values, found = (start, []) if path is None else _read_file(Path(path))
+    mistakes, is_readable = [*mistakes, *found], values is not None
+    if values is not None and values is not start:
+        mistakes += resolve_aliases(values)
+    values = tree.merge(start, values) if values is not None else start
+    if plan is not None:
+        values, found = _apply_plan_file(values, Path(plan))
+        mistakes += found
+    _write_out_short_forms(values)
+    overridden = set()
+    for override in overrides:
+        set_path, found = _apply_override(override, values)
+        mistakes += found
+        overridden.add(set_path)
+        _write_out_short_forms(values)
+    _replace_length(values, overridden)
+    if not is_readable:  # everything else would be "missing"
+        return ConfigReading(None, mistakes, values)
+    config, found = _validate(values)
+    mistakes += found
+    return ConfigReading(config if not mistakes else None, mistakes, values)
+
+
+def _validate(values: Node) -> tuple[RunConfig | None, list[Mistake]]:
+    """Return the config, or every mistake with its line; misspelt keys are corrected in `values`."""
+    config, mistakes, renames = validate_data(
+        # JSON and strict: a list may be a tuple and a text a path, but `true` and "5" are no numbers.
+        lambda data: RunConfig.model_validate_json(json.dumps(data), strict=True),
+        values.plain(),
+        canonical_schema(),
+        "a run's config",
+        tree.find_broken(values),
+        _advise,
+    )
+    unknown = {mistake.path: tree.descend(values, mistake.path) for mistake in mistakes}
+    for path, meant in renames:
+        section = tree.descend(values, path[:-1])
+        assert section is not None and isinstance(section.value, dict)
+        node = section.value.pop(str(path[-1]))
+        if meant is not None:
+            section.value[meant] = node
+    placed = []
+    for one in mistakes:
+        found = unknown[one.path] or tree.descend(values, one.path)
+        around = [tree.descend(values, one.path[:length]) for length in range(len(one.path))]
+        nearest_node = next(node for node in (found, *reversed(around)) if node is not None)
+        if found is None or not found.broken:  # else already reported
+            placed.append(
+                Mistake(one.path, found.format_value() if found is not None else None, one.text, nearest_node.where)
+            )
+    return config, placed
+
+
+def _advise(path: tree.Path) -> str | None:
+    """Return what to write instead of an unknown key that has no similar name in its section."""
+    *parent, last = path
+    name = str(last)
+    steps = tuple(name.split("."))
+    if len(steps) > 1 and locate((*parent, *steps)) is not None:
+        return f"In a file, nest it: one line for each of {', '.join(f'`{step}:`' for step in steps)}"
+    if not parent and name.lower() in PLACES:
+        return f"Here that is {PLACES[name.lower()]}."
+    if nearest(name, names_at(canonical_schema(), tuple(parent))) is not None:
+        return None
+    wanted = {name, OTHER_NAMES.get(name.lower(), name)}
+    paths = sorted((found for found in leaves(canonical_schema()) if found[-1] in wanted), key=len)
+    elsewhere = list(dict.fromkeys(map(join_path, paths)))[:3]
+    return f"Did you mean `{'` or `'.join(elsewhere)}`?" if elsewhere else None
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _read_file(
+    path: Path, made_by: str = "cornstarch init", keys: str = "`model:` and `data:`"
+) -> tuple[Node | None, list[Mistake]]:
+    """Return the values of a YAML file, None if it cannot be read, and what is wrong with it."""
+    source = Where(str(path))
+
+    def unreadable(text: str, line: int | None = None) -> tuple[None, list[Mistake]]:
+        return None, [Mistake((), None, text, Where(str(path), line))]
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(tree.LARGEST_FILE + 1)
+    except IsADirectoryError:
+        return unreadable("It is a folder; expected a YAML file.")
+    except FileNotFoundError:
+        return unreadable(f"There is no such file (seen from {os.getcwd()}).\nTo make one: {made_by}.")
+    except (OSError, ValueError) as error:
+        return unreadable(f"It cannot be read: {getattr(error, 'strerror', None) or error}.")
+    if len(content) > tree.LARGEST_FILE:
+        return unreadable(f"It has more than {tree.LARGEST_FILE} bytes; expected the config of a run.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        return unreadable(f"Byte {content[error.start]:#04x} is not UTF-8.\nSave the file as UTF-8.", line)
+    values, mistakes = tree.read_yaml(text, source)
+    if values is not None and not isinstance(values.value, dict):
+        kind = "a list" if isinstance(values.value, list) else "a single value"
+        return unreadable(f"It holds {kind}; expected keys such as {keys}.", values.where.line)
+    return values, mistakes
+
+
+def _apply_plan_file(values: Node, path: Path) -> tuple[Node, list[Mistake]]:
+    """Return values with a plan file on top, and the mistakes in that file."""
+    found, mistakes = _read_file(path, "cornstarch plan CONFIG --output PLAN", "`parallel:` and `loop:`")
+    if found is None or not isinstance(found.value, dict) or not isinstance(values.value, dict):
+        return values, mistakes
+    mistakes += resolve_aliases(found)
+    for name, node in found.value.items():
+        if name not in PLAN_SECTIONS:
+            text = f"A plan says nothing about it.\nExpected {' and '.join(f'`{one}`' for one in PLAN_SECTIONS)} only."
+            mistakes.append(Mistake((name,), node.format_value(), text, node.where))
+    kept = {name: node for name, node in found.value.items() if name in PLAN_SECTIONS}
+    without = {name: node for name, node in values.value.items() if not (name == "parallel" and name in kept)}
+    return tree.merge(Node(without, values.where), Node(kept, found.where)), mistakes
+
+
+def _write_out_short_forms(values: Node) -> None:
+    """Write short forms out, so that overrides find their way: `parallel: auto`, one source, a path as a source."""
+    parallel = tree.descend(values, ("parallel",))
+    if parallel is not None and parallel.value == "auto":
+        parallel.value = {"auto": Node(True, parallel.where, "true")}
+    data = tree.descend(values, ("data",))
+    if data is None or not isinstance(data.value, dict):
+        return
+    for key in ("train", "evaluation"):
+        node = data.value.get(key)
+        if node is None or node.value is None:
+            continue
+        many = node.value if isinstance(node.value, list) else [node]
+        sources = [Node({"path": one}, one.where) if isinstance(one.value, str) else one for one in many]
+        data.value[key] = Node([*sources], node.where)
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def _replace_length(values: Node, overridden: Set[tree.Path]) -> None:
+    """Let `loop.steps=100` replace the file's `epochs`, and the other way round: only one of them can be meant."""
+    loop = values.value.get("loop") if isinstance(values.value, dict) else None
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        is_meant = ("loop", given) in overridden and ("loop", other) not in overridden
+        if is_meant and loop is not None and isinstance(loop.value, dict) and loop.value[given].value is not None:
+            loop.value.pop(other, None)
+
+
+def _apply_override(override: str, values: Node) -> tuple[tree.Path, list[Mistake]]:
+    """Set the value of one `key.path=value`; return the path that it was set at, and the mistakes in it."""
+    key, equals, text = override.partition("=")
+    steps = tuple(key.strip().split("."))
+    if not equals or not all(steps) or not key.isprintable():  # half characters of a shell are not printable
+        expected = "Expected `key.path=value`, for example `optimizer.learning_rate=1e-4`."
+        return (), [Mistake((override,), None, expected, COMMAND_LINE)]
+    written = tuple(int(step) if step.isascii() and step.isdigit() and len(step) < 9 else step for step in steps)
+    node, mistakes = _parse_value(text.strip(), written)
+    path = resolve_path(written, node)
+    if path is not None and (problem := _set(values, path, node)):
+        mistakes = [*mistakes, Mistake(written, node.format_value(), problem, COMMAND_LINE)]
+    return path or (), mistakes
+
+
+def _parse_value(text: str, path: tree.Path) -> tuple[Node, list[Mistake]]:
+    """Return the value of an override: lists, mappings and quoted texts as in YAML, all else one plain scalar.
+
+    `data.system=Answer: yes or no # really` is a text on a command line, though it would not be one in a file, and so
+    is a Jinja template: no mapping that we read begins with `{{` or `{%`.
+    """
+    if text[:1] in ("[", "{", '"', "'") and text[:2] not in ("{{", "{%", "{#"):
+        node, mistakes = tree.read_yaml(text, COMMAND_LINE, path)
+        return node or Node(None, COMMAND_LINE, text, broken=True), mistakes
+    try:
+        return Node(tree.scalar(text, path), COMMAND_LINE, text), []
+    except ValueError as error:
+        broken = Node(None, COMMAND_LINE, text, broken=True)
+        return broken, [Mistake(path, shorten(text), str(error), COMMAND_LINE)]
+
+
+def _set(values: Node, path: tree.Path, node: Node) -> str:
+    """Put `node` at `path` and create the sections on the way; return the problem, or an empty text."""
+    here = values
+    for depth, step in enumerate(path):
+        last = depth == len(path) - 1
+        if here.broken:  # already reported
+            return ""
+        if here.value is None:
+            here.value = [] if isinstance(step, int) else {}
+        if isinstance(here.value, list):
+            if not isinstance(step, int) or step > len(here.value):
+                name, length = join_path(path[:depth]), len(here.value)
+                position = f"`{name}.0` is the first, `{name}.{length}` a new one"
+                return f"`{name}` is a list of {length}.\nGive a position: {position}."
+            if step == len(here.value):
+                here.value.append(Node(None, COMMAND_LINE))
+            if last:
+                here.value[step] = node
+            here = here.value[step]
+        elif isinstance(here.value, dict):
+            here.value[str(step)] = node if last else here.value.get(str(step), Node(None, COMMAND_LINE))
+            here = here.value[str(step)]
+        else:
+            return f"`{join_path(path[:depth])}` is the value {here.format_value()}, which has no keys."
+    return ""
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts so that `tree.scalar` reads the same texts again, and no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(writer: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        # Beside line feeds, YAML folds U+0085, U+2028 and U+2029; in double quotes all are escaped.
+        plain = tree.scalar(text) == text and text != "<<" and text.isprintable()
+    except ValueError:
+        plain = False
+    return writer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump_config(config: RunConfig) -> str:
+    """Return the config, with all defaults, as YAML that loads to an equal one."""
+    data = as_data(config)
+    if config.parallel.modules == {WHOLE_MODEL: ModulePlan()}:
+        # The default is left open: an override such as parallel.modules.vision.tp=2 names other modules.
+        data["parallel"]["modules"] = {}
+    return write_data(data)
+
+
+def write_data(data: Any, flow: bool = False) -> str:
+    """Return mappings, lists and scalars as YAML; `flow`: on one line."""
+    style, width = (True, float("inf")) if flow else (False, 100)
+    try:
+        text = yaml.dump(
+            data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width, default_flow_style=style
+        )
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the config cannot be written as YAML: {error}") from error
+    return text.removesuffix("...\n")
+
+
+def config_difference(a: RunConfig, b: RunConfig) -> list[str]:
+    """Return the differences between two configs, a line each: `loop.steps: 100 → 200`."""
+    return _difference(as_data(a), as_data(b), ())
+
+
+_ABSENT = object()
+
+
+def _difference(a: Any, b: Any, path: tree.Path) -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        keys: list[Any] = list(dict.fromkeys([*a, *b]))
+        pairs = [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in keys]
+    elif isinstance(a, list) and isinstance(b, list):
+        length = max(len(a), len(b))
+        pairs = [(i, a[i] if i < len(a) else _ABSENT, b[i] if i < len(b) else _ABSENT) for i in range(length)]
+    elif type(a) is type(b) and a == b:
+        return []
+    else:
+        return [f"{join_path(path)}: {_show(a)} → {_show(b)}"]
+    return [line for key, left, right in pairs for line in _difference(left, right, (*path, key))]
+
+
+def _show(value: Any) -> str:
+    return "absent" if value is _ABSENT else shorten(json.dumps(value, ensure_ascii=False, default=str), 200)

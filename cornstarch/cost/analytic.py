@@ -1,0 +1,383 @@
+"""Analytic cost of a call: seconds and bytes from its trace and the data sheet of a device.
+
+A kernel takes as long as the slower of two things, multiplying and moving memory, and a little to start. Programs reach
+a fraction of a device's peak figures; the fractions are measured (docs/costs.md).
+
+In compiled layers, operations without a product between them become one kernel: what passes between them is neither
+written nor read, and what their backward pass needs is recomputed from their inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cornstarch.cost.segments import ModuleCall
+from cornstarch.cost.tracer import Operation, Trace, trace_memory
+from cornstarch.errors import ConfigError
+from cornstarch.kernels.cross_entropy import split_rows
+from cornstarch.plan.cluster import Device, find_device_or_unknown
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Seconds and bytes of a microbatch."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    kept: int = 0
+    """Bytes kept for the backward pass."""
+    recomputed: int = 0
+    """Bytes kept for the backward pass if the call is recomputed there."""
+    working: int = 0
+    """Bytes needed beside, for a moment."""
+    output: int = 0
+    """Bytes of the result."""
+    keys: int = 0
+    """Bytes of keys and values."""
+    flops: float = 0.0
+    """Of the forward and the backward pass."""
+
+    def __add__(self, other: CallCost) -> CallCost:
+        """Return the cost of both, one after the other."""
+        return CallCost(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.kept + other.kept,
+            self.recomputed + other.recomputed,
+            max(self.working, other.working),
+            other.output or self.output,
+            self.keys + other.keys,
+            self.flops + other.flops,
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- the device
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The fractions of a device's peak figures that programs reach."""
+
+    matrices: float
+    attention: float
+    """Of the peak of matrices; the next one, too."""
+    attention_backward: float
+    memory: float
+    start: float
+    """Seconds to launch a kernel, or to call the next operation of a program that is not compiled."""
+    few_tiles: float = 0.0
+    """Results of this many tiles of 128 × 128 are computed at half the speed of large ones."""
+
+
+# An H200's large products reach 747 of 989 TFLOP/s; those of a step 704; attention (cuDNN) 500 forward, 390 backward.
+ON_GPU = Efficiency(matrices=0.70, attention=0.50, attention_backward=0.39, memory=0.86, start=7e-6, few_tiles=8.0)
+ON_MEASURED_GPU = replace(ON_GPU, matrices=0.94, attention=0.66, attention_backward=0.52, memory=0.95)
+ON_CPU = Efficiency(matrices=0.85, attention=0.35, attention_backward=0.35, memory=0.55, start=8e-6)
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """A device and its efficiency."""
+
+    device: Device
+    efficiency: Efficiency
+
+    @classmethod
+    def of(cls, device: Device, is_measured: bool = False) -> DeviceSpeed:
+        """Return the speed of a device, from its maker's figures or measured ones (`cornstarch doctor --measure`)."""
+        if device.bandwidth is None:  # a driver knows the name and the memory only
+            known = find_device_or_unknown(device.name)
+            device = replace(device, flops=known.flops, rates=known.rates, bandwidth=known.bandwidth)
+        if device.bandwidth is None:
+            raise ConfigError(
+                f"The memory bandwidth of {device.name} is not known. Describe the device in a file with "
+                "`device.bandwidth`, or measure it: cornstarch doctor --measure."
+            )
+        if device.is_cpu:
+            return cls(device, ON_CPU)
+        return cls(device, ON_MEASURED_GPU if is_measured else ON_GPU)
+
+    def product(self, one: Operation) -> float:
+        """Return the seconds of a product, or of one of its gradients."""
+        if not one.flops:
+            return 0.0
+        busy = one.tiles / (one.tiles + self.efficiency.few_tiles)
+        computing = one.flops / (self.device.flops_of(one.dtype) * self.efficiency.matrices * busy)
+        moving = self._transfer(sum(access.bytes for access in (*one.reads, *one.writes)))
+        return max(computing, moving) + self.efficiency.start
+
+    def attention(self, one: Operation, is_backward: bool = False) -> float:
+        """Return the seconds of attention; its backward pass has 2.5 times the FLOPs."""
+        fraction = self.efficiency.attention_backward if is_backward else self.efficiency.attention
+        computing = one.flops * (2.5 if is_backward else 1.0) / (self.device.flops_of(one.dtype) * fraction)
+        return computing + self.efficiency.start
+
+    def move(self, size: float) -> float:
+        """Return the seconds of a kernel that reads and writes `size` bytes."""
+        return self._transfer(size) + self.efficiency.start if size else 0.0
+
+    def _transfer(self, size: float) -> float:
+        assert self.device.bandwidth is not None
+        return size / (self.device.bandwidth * self.efficiency.memory)
+
+
+# ---------------------------------------------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True)
+class ComputeSetting:
+    """How a part of a run is computed."""
+
+    dtype: torch.dtype
+    """The precision of autocast; float32: no autocast."""
+    on_gpu: bool
+    compiled: bool
+    is_causal: bool
+    labels: int
+    """Tokens of a microbatch that have a label: the head computes no others."""
+
+
+class AnalyticCost:
+    """Computes the cost of calls, once for each kind."""
+
+    def __init__(self, speed: DeviceSpeed, setting: ComputeSetting) -> None:
+        self.speed, self.setting = speed, setting
+        self._known: dict[str, CallCost] = {}
+
+    def __call__(self, call: ModuleCall) -> CallCost:
+        """Return the cost of a call."""
+        if call.kind not in self._known:
+            self._known[call.kind] = self._compute(call)
+        return self._known[call.kind]
+
+    def _compute(self, call: ModuleCall) -> CallCost:
+        if call.is_head:
+            return _head_cost(call, self.speed, self.setting)
+        if isinstance(call.module, nn.Embedding):
+            return _embedding_cost(call, self.speed)
+        setting = self.setting
+        trace = trace_memory(call.module, call.run, setting.dtype, setting.on_gpu, is_causal=setting.is_causal)
+        is_fused = setting.compiled and call.is_layer
+        kernels = list(list_memory_kernels(trace, is_fused))
+        cost = _add_times(trace, kernels, self.speed)
+        outputs = sum(trace.outputs.values())
+        if not call.has_upstream and not call.is_trained:
+            most = max((one.read + one.written for one in kernels), default=0)
+            return replace(cost, input_gradient=0.0, weight_gradient=0.0, working=most, output=outputs)
+        if not call.has_upstream:  # gradients inside it lead to its own weights
+            cost = replace(cost, input_gradient=0.0, weight_gradient=cost.weight_gradient + cost.input_gradient)
+        kept = count_kept_bytes(trace, is_fused)
+        largest_input = max((one.numel() * one.element_size() for one in call.inputs), default=0)
+        most = max((one.gradients_read + one.gradients_written + one.rewritten for one in kernels), default=0)
+        backward = sum(
+            2 * one.flops if one.is_attention or not one.has_weights
+            else one.flops * (int(call.has_upstream) + int(one.is_trained))
+            for one in trace.operations
+        )  # fmt: skip
+        return replace(
+            cost,
+            kept=kept,
+            recomputed=min(kept, largest_input) if call.is_layer else kept,
+            working=most + (outputs if call.is_layer else 0),  # the residual stream needs the output's gradient
+            output=outputs,
+            flops=cost.flops + backward,
+        )
+
+
+def _add_times(trace: Trace, kernels: Sequence[MemoryKernel], speed: DeviceSpeed) -> CallCost:
+    forward = inputs = weights = 0.0
+    for one in trace.operations:
+        if one.is_attention:
+            forward += speed.attention(one)
+            inputs += speed.attention(one, is_backward=True)
+        elif one.flops:
+            forward += speed.product(one)
+            inputs += speed.product(one) * (1 if one.has_weights else 2)
+            weights += speed.product(one) if one.is_trained else 0.0
+    for kernel in kernels:
+        forward += speed.move(kernel.read + kernel.written)
+        if kernel.is_weights:
+            weights += speed.move(kernel.backward)
+        else:
+            inputs += speed.move(kernel.backward)
+        weights += speed.move(kernel.rewritten) - speed.efficiency.start if kernel.rewritten else 0.0
+    flops = sum(one.flops for one in trace.operations)
+    return CallCost(forward, inputs, max(0.0, weights), keys=trace.kv_bytes, flops=flops)
+
+
+def _head_cost(call: ModuleCall, speed: DeviceSpeed, setting: ComputeSetting) -> CallCost:
+    """Return the cost of the head with the fused loss (`cornstarch.kernels.fused_loss`).
+
+    Its forward pass computes the gradients as well; its backward pass only scales them.
+    """
+    weight: Any = call.module.weight
+    words, width = weight.shape
+    itemsize = setting.dtype.itemsize if setting.dtype is not torch.float32 else weight.element_size()
+    rows = setting.labels
+    upstream, trained = call.has_upstream, weight.requires_grad
+    dtype = _PRECISIONS.get(setting.dtype, "fp32")
+    product = Operation(2.0 * rows * words * width, dtype, tiles=rows * words / 128**2)
+    chunks = split_rows(rows, words, itemsize, torch.device("cuda" if setting.on_gpu else "cpu"))
+    logits, states, table = rows * words * itemsize, rows * width * itemsize, words * width * 4
+    products = 1 + int(upstream) + int(trained)
+    forward = products * speed.product(product) + speed.move(3 * logits) + speed.move(2 * states)
+    if trained:  # accumulated in float32, chunk by chunk
+        forward += speed.move(table * (1 + 2 * len(chunks)))
+    selected = states if rows < call.inputs[0].numel() // width else 0
+    kept = int(upstream) * states + int(trained) * table
+    # The logits of a chunk are freed once those of the next one exist. Torch's own kernels copy them.
+    at_once = 1 if setting.on_gpu and len(chunks) == 1 else 2
+    return CallCost(
+        forward=forward,
+        input_gradient=speed.move(3 * states) if upstream else 0.0,
+        weight_gradient=speed.move(table + words * width * weight.element_size()) if trained else 0.0,
+        kept=kept,
+        recomputed=kept,
+        working=at_once * max(chunks) * words * itemsize + selected,
+        output=4,
+        flops=products * product.flops,
+    )
+
+
+def _embedding_cost(call: ModuleCall, speed: DeviceSpeed) -> CallCost:
+    """Return the cost of a lookup; its gradient has the size of the table, and is added to that of a tied head."""
+    table: Any = call.module.weight
+    rows, size = call.inputs[0].numel(), table.element_size()
+    output = rows * table.shape[1] * size
+    trained = table.requires_grad
+    return CallCost(
+        forward=speed.move(2 * output),
+        weight_gradient=speed.move(4 * table.numel() * size + 2 * output) if trained else 0.0,
+        kept=rows * 8 if trained else 0,
+        recomputed=rows * 8 if trained else 0,
+        working=table.numel() * size if trained else 0,
+        output=output,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True)
+class MemoryKernel:
+    """A kernel that only moves memory, and its backward pass."""
+
+    operations: int
+    """How many operations it fuses."""
+    read: int
+    written: int
+    gradients_read: int = 0
+    gradients_written: int = 0
+    rewritten: int = 0
+    """Bytes that the backward pass writes once more, because products with trained weights read them."""
+    is_weights: bool = False
+    """Whether it only prepares weights: casts them."""
+
+    @property
+    def backward(self) -> int:
+        """Bytes that its backward pass moves, without what is rewritten for weights."""
+        return self.gradients_read + self.gradients_written + (0 if self.is_weights else self.read)
+
+
+def list_memory_kernels(trace: Trace, is_fused: bool) -> Iterator[MemoryKernel]:
+    """Yield the kernels of a call that only move memory; `is_fused`: it is compiled."""
+    groups = _fuse(trace.operations) if is_fused else [[one] for one in trace.operations if not one.flops]
+    readers: dict[StorageWeakRef, set[int]] = {}
+    for number, group in enumerate(groups):
+        for one in group:
+            for access in one.reads:
+                readers.setdefault(access.storage, set()).add(number)
+    by_products = {access.storage: one.is_trained for one in trace.operations if one.flops for access in one.reads}
+    for number, group in enumerate(groups):
+        made = {access.storage: access.bytes for one in group for access in one.writes}
+        read = {access.storage: access.bytes for one in group for access in one.reads if access.storage not in made}
+        out = {
+            storage: size
+            for storage, size in made.items()
+            if storage in by_products or storage in trace.outputs or readers.get(storage, set()) - {number}
+        }
+        activations = {storage: size for storage, size in read.items() if storage not in trace.own}
+        yield MemoryKernel(
+            operations=len(group),
+            read=sum(read.values()),
+            written=sum(out.values()),
+            gradients_read=sum(out.values()),
+            gradients_written=sum(activations.values()) if activations else sum(read.values()),
+            rewritten=sum(size for storage, size in out.items() if by_products.get(storage) and is_fused),
+            is_weights=not activations,
+        )
+
+
+def _fuse(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """Return the operations that become one kernel each: neighbours behind equally many products."""
+    depth: dict[StorageWeakRef, int] = {}
+    group_of: dict[StorageWeakRef, int] = {}
+    groups: dict[int, list[Operation]] = {}
+    for number, one in enumerate(operations):
+        level = max((depth.get(access.storage, 0) for access in one.reads), default=0)
+        if one.flops:
+            depth.update({access.storage: level + 1 for access in one.writes})
+            continue
+        near = {
+            group_of[access.storage]
+            for access in one.reads
+            if access.storage in group_of and depth.get(access.storage, 0) == level
+        }
+        home = min(near, default=number)
+        groups[home] = [*(other for group in sorted(near) for other in groups.pop(group)), one]
+        for other in groups[home]:
+            for access in other.writes:
+                depth[access.storage], group_of[access.storage] = level, home
+    return list(groups.values())
+
+
+def count_kept_bytes(trace: Trace, is_fused: bool) -> int:
+    """Return the bytes kept for the backward pass.
+
+    Compiled layers keep what attention reads and writes. Of what else autograd would save, they recompute what follows
+    from fewer bytes without products.
+    """
+    saved = trace.saved_bytes
+    if not is_fused:
+        return sum(saved.values())
+    kept: dict[StorageWeakRef, int] = {}
+    for one in trace.operations:
+        if one.is_attention:
+            kept.update({access.storage: access.bytes for access in (*one.reads, *one.writes)})
+    makers = {access.storage: (one, access.bytes) for one in trace.operations for access in one.writes}
+    for storage, size in saved.items():
+        kept.update(_find_smallest(storage, size, makers, kept, trace, {}))
+    return sum(kept.values())
+
+
+def _find_smallest(
+    storage: StorageWeakRef,
+    size: int,
+    makers: Mapping[StorageWeakRef, tuple[Operation, int]],
+    kept: Mapping[StorageWeakRef, int],
+    trace: Trace,
+    known: dict[StorageWeakRef, dict[StorageWeakRef, int]],
+) -> dict[StorageWeakRef, int]:
+    """Return the smallest set of storages that must be kept, beside `kept`, to have one in the backward pass."""
+    if storage in kept or storage in trace.own:
+        return {}
+    if storage not in makers:  # an input of the layer
+        return {storage: size}
+    maker, size = makers[storage]
+    if storage not in known:
+        sources: dict[StorageWeakRef, int] = {}
+        for access in maker.reads if not maker.flops else ():
+            sources.update(_find_smallest(access.storage, access.bytes, makers, kept, trace, known))
+        is_recomputed = not maker.flops and sum(sources.values()) <= size
+        known[storage] = sources if is_recomputed else {storage: size}
+    return known[storage]

@@ -1,0 +1,329 @@
+"""Scale the FLOPs of a trace to any batch: by rows, tokens, pairs of tokens, and items (images, sounds)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cornstarch.attention.mask import MaskPattern, MaskSpec
+from cornstarch.cost.pairs import visible_pairs
+from cornstarch.cost.tracer import AttentionCall, Operation, Trace, trace_flops
+from cornstarch.kernels.shape_tracing import convert_to_shapes, copy_as_shapes
+from cornstarch.models.multimodal_language_model import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES, EncoderFeatures
+from cornstarch.models.multimodal_language_model.shape_inference import is_float
+from cornstarch.trees import tensors_in
+
+_TOKENS = 256  # length of the traced row; a second one is twice as long
+_MOST_TRACED = 16  # sizes of items that are traced; the work of other sizes is extrapolated
+_FEW = 8  # a tensor of at most this many integers gives the size of an item
+PROJECTOR, HEAD = "projector", "head"
+"""Sections of a trace that are counted separately."""
+
+
+@dataclass(frozen=True)
+class FlopCounts:
+    """FLOPs of operations in a step."""
+
+    forward: float = 0.0
+    inputs: float = 0.0
+    """Backward pass: gradients of activations."""
+    weights: float = 0.0
+    """Backward pass: gradients of weights."""
+    recomputed: float = 0.0
+    """The forward pass once more, in the backward pass (activation checkpointing)."""
+    idle: float = 0.0
+    """Spent on experts that were not chosen, by models that compute all of them."""
+
+    @classmethod
+    def of(cls, operation: Operation) -> FlopCounts:
+        """Return the work of one operation."""
+        forward, own, idle = operation.flops, 1 - operation.idle, operation.idle
+        if operation.is_recomputed:
+            return cls(recomputed=forward * own, idle=forward * idle)
+        inputs = sum(count for count, is_weight in operation.gradients if not is_weight)
+        weights = sum(count for count, is_weight in operation.gradients if is_weight)
+        return cls(forward * own, inputs * own, weights * own, 0.0, (forward + inputs + weights) * idle)
+
+    def __add__(self, other: FlopCounts) -> FlopCounts:
+        return FlopCounts(*(a + b for a, b in zip(self.numbers, other.numbers, strict=True)))
+
+    def __mul__(self, factor: float) -> FlopCounts:
+        return FlopCounts(*(factor * one for one in self.numbers))
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float, float]:
+        """All fields."""
+        return self.forward, self.inputs, self.weights, self.recomputed, self.idle
+
+
+@dataclass(frozen=True)
+class PartFlops:
+    """FLOPs of one part of a model in a step."""
+
+    forward: float = 0.0
+    backward_inputs: float = 0.0
+    backward_weights: float = 0.0
+    attention: float = 0.0
+    """Attention's part of these three."""
+    recomputed: float = 0.0
+    """Recomputed in the backward pass; not in `total`."""
+    untrained_head: float = 0.0
+    """The head for tokens without a label, which many programs compute; not in `total`."""
+    wasted: float = 0.0
+    """Padding, and experts that were not chosen; not in `total`."""
+
+    @property
+    def total(self) -> float:
+        """The FLOPs that the model needs."""
+        return self.forward + self.backward_inputs + self.backward_weights
+
+    @property
+    def hardware(self) -> float:
+        """The FLOPs of a program that skips nothing."""
+        return self.total + self.recomputed + self.untrained_head + self.wasted
+
+    def __add__(self, other: PartFlops) -> PartFlops:
+        return PartFlops(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _make_part(matrices: FlopCounts, attention: FlopCounts, head: float = 0.0, padding: float = 0.0) -> PartFlops:
+    both = matrices + attention
+    own = attention.forward + attention.inputs + attention.weights
+    return PartFlops(both.forward, both.inputs, both.weights, own, both.recomputed, head, both.idle + padding)
+
+
+# ---------------------------------------------------------------------------------------------------- rows of tokens
+
+
+class RowWork:
+    """The work of a model of tokens per row, per token and per pair of tokens.
+
+    Args:
+        trace: Traces one row of a number of tokens.
+        pattern: What tokens see, where neither a mask nor a layer says it.
+    """
+
+    def __init__(self, trace: Callable[[int], Trace], pattern: MaskPattern) -> None:
+        short, long = trace(_TOKENS), trace(2 * _TOKENS)
+        assert len(short.operations) == len(long.operations), "a row twice as long is computed in another way"
+        self._row, self._token, self._head = FlopCounts(), FlopCounts(), FlopCounts()  # of matrices
+        self._attention_row, self._attention_token = FlopCounts(), FlopCounts()
+        self._pairs: dict[MaskPattern, FlopCounts] = {}
+        patterns = set(short.patterns)
+        own_code = next(iter(patterns)) if len(patterns) == 1 else pattern
+        for one, other in zip(short.operations, long.operations, strict=True):
+            work, twice = FlopCounts.of(one), FlopCounts.of(other)
+            if one.attention is not None and other.attention is not None:
+                if other.attention.pairs > 3 * one.attention.pairs:
+                    self._add_pairs(one.attention.pattern, work * (1 / _TOKENS**2))
+                else:
+                    self._attention_row, self._attention_token = _split(
+                        work, twice, self._attention_row, self._attention_token
+                    )
+            # Attention in a model's own code: a product of queries and keys grows with the square of the length.
+            elif not one.has_weights and sum(twice.numbers) / max(sum(work.numbers), 1.0) > 3:
+                self._add_pairs(own_code, work * (1 / _TOKENS**2))
+            elif one.section == HEAD:
+                self._head = self._head + work * (1 / _TOKENS)
+            else:
+                self._row, self._token = _split(work, twice, self._row, self._token)
+
+    def _add_pairs(self, pattern: MaskPattern, work: FlopCounts) -> None:
+        self._pairs[pattern] = self._pairs.get(pattern, FlopCounts()) + work
+
+    def part(self, spec: MaskSpec, trained: int | None = None) -> PartFlops:
+        """Return the work of rows of tokens; `trained`: how many have a label (None: all)."""
+        rows, tokens = len(spec.documents), int((spec.documents > 0).sum())
+        trained = tokens if trained is None else trained
+        matrices = self._row * rows + self._token * tokens + self._head * trained
+        attention = self._attention_row * rows + self._attention_token * tokens
+        for pattern, work in self._pairs.items():
+            attention = attention + work * visible_pairs(spec, pattern)
+        padding = (self._token + self._head + self._attention_token) * (spec.documents.numel() - tokens)
+        head = self._head * (tokens - trained)
+        return _make_part(matrices, attention, sum(head.numbers), sum(padding.numbers))
+
+
+def _split(short: FlopCounts, long: FlopCounts, row: FlopCounts, token: FlopCounts) -> tuple[FlopCounts, FlopCounts]:
+    """Add the work per row and per token, from the work of a row and of one twice as long."""
+    return row + short * 2 + long * -1, token + (long + short * -1) * (1 / _TOKENS)
+
+
+# ---------------------------------------------------------------------------------------------------- items
+
+
+@dataclass(frozen=True)
+class _ItemFlops:
+    """The work of one item, or of one sample, by section."""
+
+    matrices: Mapping[str, FlopCounts]
+    attention: Mapping[str, FlopCounts]
+    lengths: list[int]
+    """Tokens in the result."""
+    needs_gradient: bool
+
+    def part(self, section: str) -> PartFlops:
+        return _make_part(self.matrices.get(section, FlopCounts()), self.attention.get(section, FlopCounts()))
+
+
+class ItemWork:
+    """The work of items; each size is traced once.
+
+    Args:
+        trace: Traces the inputs of one item.
+        lengths: Returns the numbers of tokens in a result.
+    """
+
+    def __init__(self, trace: Callable[[Mapping[str, Any]], Trace], lengths: Callable[[Any], list[int]] | None = None):
+        self._trace, self._lengths = trace, lengths
+        self._known: dict[Any, _ItemFlops] = {}
+        self._sizes: dict[Any, int] = {}
+
+    def list_items(self, inputs: dict[str, Any]) -> list[_ItemFlops]:
+        """Return the work of each item of a batch."""
+        return [self._count_item(item) for item in _split_items(inputs)]
+
+    def _count_item(self, item: dict[str, Any]) -> _ItemFlops:
+        key = tuple((name, _size_key(name, value)) for name, value in sorted(item.items()))
+        if key not in self._known:
+            if len(self._known) >= _MOST_TRACED:
+                return self._extrapolate(item)
+            self._known[key] = self._read_trace(self._trace(convert_to_shapes(item)))
+            self._sizes[key] = _count_numbers(item)
+        return self._known[key]
+
+    def _read_trace(self, trace: Trace) -> _ItemFlops:
+        matrices: dict[str, FlopCounts] = {}
+        attention: dict[str, FlopCounts] = {}
+        for one in trace.operations:
+            sums, work = matrices, FlopCounts.of(one)
+            if (call := one.attention) is not None:
+                # All pairs have the same whole number of FLOPs, so the division is exact.
+                per_pair = FlopCounts(*(flops / call.pairs for flops in work.numbers))
+                sums, work = attention, per_pair * _visible_pairs(call)
+            sums[one.section] = sums.get(one.section, FlopCounts()) + work
+        result = trace.result
+        lengths = [] if self._lengths is None else self._lengths(result)
+        outputs = result.tensors() if isinstance(result, EncoderFeatures) else result
+        return _ItemFlops(matrices, attention, lengths, any(tensor.requires_grad for tensor in tensors_in(outputs)))
+
+    def _extrapolate(self, item: dict[str, Any]) -> _ItemFlops:
+        """Return the work of an item of a new size, fitted to known sizes: a linear and a quadratic term."""
+        size = _count_numbers(item)
+        known = [(self._sizes[key], one) for key, one in self._known.items()]
+        nearest = min(known, key=lambda one: abs(one[0] - size))[1]
+        lengths = [round(_fit([(n, [one.lengths[0]]) for n, one in known if one.lengths], size)[0])]
+
+        def work(kind: str, section: str) -> FlopCounts:
+            points = [(n, getattr(one, kind).get(section, FlopCounts()).numbers) for n, one in known]
+            return FlopCounts(*_fit(points, size))
+
+        return _ItemFlops(
+            {section: work("matrices", section) for section in nearest.matrices},
+            {section: work("attention", section) for section in nearest.attention},
+            lengths if nearest.lengths else [],
+            nearest.needs_gradient,
+        )
+
+
+class EncoderWork(ItemWork):
+    """The work of an encoder with its projector."""
+
+    def __init__(self, encoder: ModalEncoderModule) -> None:
+        self._select, self._arguments = encoder.select_inputs, encoder.rename_inputs
+        keep, encoder.keep = encoder.keep, None  # a feature cache must not be copied
+        try:
+            copied: Any = copy_as_shapes(encoder)
+        finally:
+            encoder.keep = keep
+        sections = {PROJECTOR: copied.projector} if copied.projector is not None else {}
+        super().__init__(
+            lambda inputs: trace_flops(
+                copied, lambda: copied.features(dict(inputs)), lambda found: found.tensors(), sections
+            ),
+            lambda found: found.lengths if found.lengths is not None else [len(found.tokens)],
+        )
+
+    def select_inputs(self, name: str, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the encoder's inputs in a batch; None if there are none."""
+        nested = batch.get(name)
+        return self._arguments(dict(nested)) if isinstance(nested, Mapping) else self._select(batch)
+
+    def list_items(self, inputs: dict[str, Any]) -> list[_ItemFlops]:
+        """Return the work of each item of a batch; items with cached features need the projector only."""
+        if CACHED_FEATURES not in inputs:
+            return super().list_items(inputs)
+        known = inputs[CACHED_FEATURES]
+        rest = {name: value for name, value in inputs.items() if name != CACHED_FEATURES}
+        fresh = iter(super().list_items(rest) if rest else [])
+        width = 0 if known.get("tokens") is None else known["tokens"].shape[-1]
+        return [
+            self._count_item(
+                {CACHED_FEATURES: {"lengths": [length], "is_known": [True], "tokens": torch.empty(length, width)}}
+            )
+            if is_known
+            else next(fresh)
+            for length, is_known in zip(known["lengths"], known["is_known"], strict=True)
+        ]
+
+
+def _visible_pairs(call: AttentionCall) -> float:
+    if call.queries != call.keys:
+        return call.pairs
+    spec = call.spec
+    if spec is None:
+        spec = MaskSpec.from_documents(torch.ones(1, call.queries, dtype=torch.long))
+    return visible_pairs(spec, call.pattern) * call.rows / len(spec.documents)
+
+
+def _split_items(inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the inputs of each item; all inputs at once if they cannot be assigned to items."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
+    grid = next((value for name, value in tensors.items() if name.endswith("grid_thw")), None)
+    patches = None if grid is None else on_cpu(grid).prod(-1).tolist()
+    count = len(next(iter(tensors.values()), ())) if patches is None else len(patches)
+    pieces: dict[str, Sequence[Tensor]] = {}
+    for name, value in tensors.items():
+        if len(value) == count:
+            pieces[name] = value.split(1)
+        elif patches is not None and len(value) == sum(patches):
+            pieces[name] = value.split(patches)
+    if len(pieces) < len(tensors) or not count:
+        yield inputs
+        return
+    for item in range(count):
+        yield {**inputs, **{name: cut[item] for name, cut in pieces.items()}}
+
+
+def _size_key(name: str, value: Any) -> Any:
+    """Return the properties of an item's input that its FLOPs depend on."""
+    if not isinstance(value, Tensor):
+        return tuple(_size_key(name, one) for one in tensors_in(value))
+    if is_float(value):
+        return tuple(value.shape)
+    if value.numel() <= _FEW and "ids" not in name and name != "labels":
+        return tuple(value.flatten().tolist())
+    return (*value.shape, int((value != 0).sum()) if name.endswith("mask") else None)
+
+
+def _count_numbers(item: Mapping[str, Any]) -> int:
+    tensors = tensors_in(item)
+    return sum(t.numel() for t in tensors if is_float(t)) or sum(t.numel() for t in tensors)
+
+
+def _fit(points: Sequence[tuple[int, Sequence[float]]], size: int) -> list[float]:
+    if not points:
+        return [0.0]
+    sizes = np.array([[n, n**2] for n, _ in points], dtype=np.float64) / size
+    found, *_ = np.linalg.lstsq(sizes, np.array([values for _, values in points], dtype=np.float64), rcond=None)
+    return [max(float(one), 0.0) for one in np.array([1.0, size]) @ found]

@@ -1,0 +1,152 @@
+"""The segments of a module, as pipelines cut it: its layers, the modules beside them, and how each is called.
+
+Everything is on the meta device. A segment is the least that a stage can have (`cornstarch.pipeline.model_analysis`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cornstarch.cost.tracer import trace_memory
+from cornstarch.errors import UnsupportedModelError
+from cornstarch.kernels.fused_loss import has_inline_loss
+from cornstarch.models.multimodal_language_model import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.units import wrapping_units
+from cornstarch.pipeline.model_analysis import ModelAnalysis
+from cornstarch.pipeline.split import analyze_model
+from cornstarch.trees import map_tensors, tensors_in
+
+WHOLE = "(whole)"
+"""The name of the only segment of a module that cannot be cut."""
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """A module and the arguments of a call."""
+
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    is_layer: bool = False
+    """Whether it is one of the layers that are compiled, and recomputed by activation checkpointing."""
+    is_head: bool = False
+    """Whether the fused loss takes its place."""
+
+    def run(self) -> Any:
+        """Call the module."""
+        return self.module(*self.arguments, **self.named)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return tensors_in([self.arguments, self.named])
+
+    @property
+    def has_upstream(self) -> bool:
+        """Whether the gradients of inputs are needed."""
+        return any(tensor.requires_grad for tensor in self.inputs)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether some parameters are trained."""
+        return any(parameter.requires_grad for parameter in self.module.parameters())
+
+    @property
+    def kind(self) -> str:
+        """A key that is equal for calls of equal cost."""
+        forms = [(tuple(one.shape), one.dtype, one.requires_grad) for one in self.inputs]
+        weights = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in self.module.named_parameters()]
+        options = {name: value for name, value in self.named.items() if isinstance(value, bool | int | str)}
+        return repr((type(self.module).__name__, forms, weights, options, self.is_layer, self.is_head))
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSegment:
+    """The least that a stage can have."""
+
+    name: str
+    calls: tuple[ModuleCall, ...]
+    modules: tuple[nn.Module, ...]
+    """The modules whose parameters belong to it."""
+
+
+def find_segments(
+    part: nn.Module, call: Callable[[], Any], compute_dtype: torch.dtype, on_gpu: bool
+) -> list[ModelSegment]:
+    """Return the segments of an encoder with its projector, a language model, or a whole model, in order.
+
+    `call` runs the part, which is on the meta device; the other arguments are those of `trace_memory`.
+    """
+    try:
+        found = analyze_model(part)
+    except UnsupportedModelError:  # it cannot be cut
+        return [ModelSegment(WHOLE, tuple(_record_calls(part, [part], call, compute_dtype, on_gpu)), (part,))]
+    modules = {name: part.get_submodule(name) for name in found.modules}
+    calls = _record_calls(part, list(modules.values()), call, compute_dtype, on_gpu)
+    return list(_split_calls(found, modules, [*_find_lookup(part, modules, calls), *calls]))
+
+
+def _find_lookup(part: nn.Module, modules: dict[str, nn.Module], calls: Sequence[ModuleCall]) -> Iterator[ModuleCall]:
+    """Yield the embedding of a language model that was called with embedded tokens."""
+    inner: Any = unwrap(part)
+    is_encoder = isinstance(part, ModalEncoderModule)
+    table: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) and not is_encoder else None
+    if table is None or table not in modules.values() or any(one.module is table for one in calls):
+        return
+    width = table.weight.shape[-1]
+    states = next((one.inputs[0] for one in calls if one.is_layer and one.inputs[0].shape[-1] == width), None)
+    if states is not None:
+        yield ModuleCall(table, (torch.zeros(states.shape[:-1], dtype=torch.long, device="meta"),), {})
+
+
+def _split_calls(
+    found: ModelAnalysis, modules: dict[str, nn.Module], calls: Sequence[ModuleCall]
+) -> Iterator[ModelSegment]:
+    """Yield the segments between the boundaries of a survey."""
+    starts = [0, *found.boundaries]
+    for start, end in zip(starts, [*starts[1:], len(found.layers) + 1], strict=True):
+        names = [name for name in modules if start <= found.segment_of(name) < end]
+        own = [modules[name] for name in names]
+        layer = next((name for name in found.layers[start:end] if name in modules), names[-1] if names else "")
+        inside = {id(module) for module in own}
+        yield ModelSegment(layer, tuple(one for one in calls if id(one.module) in inside), tuple(own))
+
+
+def _record_calls(
+    part: nn.Module, modules: Sequence[nn.Module], call: Callable[[], Any], compute_dtype: torch.dtype, on_gpu: bool
+) -> list[ModuleCall]:
+    """Run a module and return the first call of each of the modules inside it."""
+    found: dict[int, ModuleCall] = {}
+    with_layers = part.module if isinstance(part, ModalEncoderModule) else part
+    layers = {id(layer) for layer in wrapping_units(unwrap(with_layers))}
+    head = _find_fused_head(part)
+
+    def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if id(module) not in found:
+            given = map_tensors(
+                lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), (list(arguments), dict(named))
+            )
+            found[id(module)] = ModuleCall(module, tuple(given[0]), given[1], id(module) in layers, module is head)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
+        trace_memory(part, call, compute_dtype, on_gpu)
+    return list(found.values())
+
+
+def _find_fused_head(part: nn.Module) -> nn.Module | None:
+    """Return the head of a language model whose loss is fused, by the rule of `fuse_head_with_loss`."""
+    inner: Any = unwrap(part)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    if type(head) is not nn.Linear or not hasattr(inner, "loss_function") or has_inline_loss(type(inner)):
+        return None
+    return head

@@ -1,0 +1,245 @@
+"""`cornstarch data check`: statistics of all sources, broken samples, and the text that the model learns to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from cornstarch.config import DataConfig, SourceConfig
+from cornstarch.data.formats import open_source
+from cornstarch.data.media import load_audio, load_image
+from cornstarch.data.sample import BrokenSample, Sample, SampleError
+from cornstarch.errors import ConfigError
+
+PERCENTILES = (0, 50, 90, 99, 100)
+_EXCERPTS = 5
+_LISTED = 20
+
+Pieces = tuple[tuple[str, bool], ...]
+"""Pieces of text, and whether each is trained on."""
+
+
+@dataclass(frozen=True)
+class SampleStats:
+    """The statistics of one valid sample."""
+
+    length: int
+    trained: int | None
+    """The part of the length that is trained on; None if the target is something else, such as a label."""
+    items: Mapping[str, int]
+    """The number of images and sounds, by modality."""
+    pieces: Pieces
+
+
+class SampleInspector(Protocol):
+    """Reads a whole sample as a run would."""
+
+    @property
+    def unit(self) -> str:
+        """The unit of lengths."""
+        ...
+
+    def __call__(self, sample: Sample) -> SampleStats:
+        """Return its summary; SampleError if a run would skip it, ConfigError if a run would stop at it."""
+        ...
+
+
+@dataclass
+class SourceReport:
+    """The statistics of one source."""
+
+    name: str
+    """`data.train.0`."""
+    description: str = ""
+    problem: str = ""
+    """Why the source cannot be opened; the rest is empty then."""
+    samples: int = 0
+    checked: int = 0
+    lengths: list[int] = field(default_factory=list)
+    """Of the valid samples: tokens, or characters without a tokenizer."""
+    trained: list[int] = field(default_factory=list)
+    """The trained part of each length."""
+    items: dict[str, int] = field(default_factory=dict)
+    """The number of images and sounds in the valid samples."""
+    skipped: list[BrokenSample] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[BrokenSample]:
+        """Samples with something wrong."""
+        return [sample for sample in self.skipped if not sample.too_long]
+
+    @property
+    def too_long(self) -> list[BrokenSample]:
+        """Samples above the limit."""
+        return [sample for sample in self.skipped if sample.too_long]
+
+    def percentiles(self) -> list[int]:
+        """Return the lengths at PERCENTILES."""
+        if not self.lengths:
+            return []
+        return [int(value) for value in np.percentile(self.lengths, PERCENTILES, method="nearest")]
+
+
+@dataclass
+class DataReport:
+    """The statistics of all sources."""
+
+    unit: str
+    """The unit of lengths: tokens or characters."""
+    skip_limit: float
+    stops_at_long: bool = False
+    """Whether a run stops at a sample that is too long."""
+    sources: list[SourceReport] = field(default_factory=list)
+    excerpts: list[tuple[str, Pieces]] = field(default_factory=list)
+    """Ids and texts of the first valid samples, as the model sees them."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Why a run would stop; empty if it would not."""
+        found = [source.problem for source in self.sources if source.problem]
+        for source in self.sources:
+            if self.stops_at_long and source.too_long:
+                found.append(
+                    f"{source.name}: {source.too_long[0]}. `data.too_long` = error stops the run there; raise the "
+                    "limit, or set it to skip or cut."
+                )
+            if source.checked and not source.lengths:
+                found.append(f"{source.name}: none of {source.checked} samples can be used.")
+            elif len(source.broken) > self.skip_limit * (source.checked - len(source.too_long)):
+                found.append(
+                    f"{source.name}: {len(source.broken)} of {source.checked} samples are broken, more than "
+                    f"`data.skip_limit` = {self.skip_limit:g} allows."
+                )
+        return found
+
+
+def check_data(data: DataConfig, look: SampleInspector | None = None, most: int | None = None) -> DataReport:
+    """Read and decode all samples, tokenize them if `look` does, and report.
+
+    Args:
+        data: The sources and limits.
+        look: `build_preview` of a config: lengths are tokens, label masks are shown, and each item's number of features
+            is checked against its placeholders. Without it only rows and media are checked, and torch is not needed.
+        most: Check this many evenly spaced samples of each source instead of all.
+    """
+    look = look or _RowInspector(data)
+    report = DataReport(look.unit, data.skip_limit, data.too_long == "error")
+    for name, configs in (("train", data.train), ("evaluation", data.evaluation)):
+        for number, config in enumerate(configs):
+            report.sources.append(_check_source(f"data.{name}.{number}", config, look, most, report.excerpts))
+    return report
+
+
+def _check_source(
+    name: str, config: SourceConfig, look: SampleInspector, most: int | None, excerpts: list[tuple[str, Pieces]]
+) -> SourceReport:
+    report = SourceReport(name)
+    try:
+        source = open_source(config)
+    except ConfigError as error:
+        report.problem = f"{name}: {error}"
+        return report
+    report.description, report.samples = source.description, len(source)
+    for index in select_evenly(len(source), most):
+        report.checked += 1
+        try:
+            summary = look(source[index])
+        except SampleError as error:
+            report.skipped.append(BrokenSample.of(source.name(index), error))
+            continue
+        except ConfigError as error:
+            report.problem = report.problem or f"{name}: {error}"
+            report.skipped.append(BrokenSample(source.name(index), str(error)))
+            continue
+        report.lengths.append(summary.length)
+        report.trained += [] if summary.trained is None else [summary.trained]
+        for kind, count in summary.items.items():
+            report.items[kind] = report.items.get(kind, 0) + count
+        if len(excerpts) < _EXCERPTS:
+            excerpts.append((source.name(index), summary.pieces))
+    return report
+
+
+def select_evenly(length: int, most: int | None) -> Sequence[int]:
+    """Return `most` evenly spaced indices below a length; all of them if `most` is None."""
+    if most is None or most >= length:
+        return range(length)
+    return np.linspace(0, length - 1, most).astype(int).tolist()
+
+
+@dataclass(frozen=True)
+class _RowInspector:
+    """Checks rows and media alone: decodes media and counts characters."""
+
+    data: DataConfig
+    unit: str = "characters"
+
+    def __call__(self, sample: Sample) -> SampleStats:
+        """Decode a sample's media and count characters."""
+        items: dict[str, int] = {}
+        for media in sample.media:
+            if media.kind == "image":
+                load_image(media, self.data.max_pixels)
+            else:
+                load_audio(media, None)
+            items[media.kind] = items.get(media.kind, 0) + 1
+        pieces = tuple(_split_pieces(sample, self.data))
+        lengths = [(len(text), trained) for text, trained in pieces]
+        return SampleStats(sum(n for n, _ in lengths), sum(n for n, trained in lengths if trained), items, pieces)
+
+
+def _split_pieces(sample: Sample, data: DataConfig) -> Iterator[tuple[str, bool]]:
+    everything = data.train_on == "everything"
+    for message in sample.messages:
+        yield f"{message.role}: ", everything
+        for part in message.content:
+            if isinstance(part, str):
+                yield part, everything or message.role == "assistant"
+            else:
+                yield f"<{part.kind}>", False
+        yield "\n", everything
+    for part in sample.document:
+        yield part if isinstance(part, str) else f"<{part.kind}>", isinstance(part, str)
+
+
+# ------------------------------------------------------------------------------------------------ rendering
+
+
+def render(report: DataReport) -> Group:
+    """Return the report for rich to print."""
+    parts: list[Any] = [Text(f"{source.name}  {source.description}") for source in report.sources if source.description]
+    parts.append(_table(report))
+    for source in report.sources:
+        lines = [str(sample) for sample in source.skipped[:_LISTED]]
+        if more := len(source.skipped) - len(lines):
+            lines.append(f"… and {more:,} more of {source.name}")
+        parts += [Text(line, style="red") for line in lines]
+    if report.excerpts:
+        parts.append(Text("\nSamples as the model sees them; text that it learns to write is ⟦marked⟧.", style="bold"))
+    for id, pieces in report.excerpts:
+        text = Text(f"{id}\n", style="dim")
+        for piece, trained in pieces:
+            text.append(f"⟦{piece}⟧" if trained else piece, style="not dim bold green" if trained else "not dim")
+        parts.append(text)
+    parts += [Text(problem, style="bold red") for problem in report.problems]
+    return Group(*parts)
+
+
+def _table(report: DataReport) -> Table:
+    heads = ["samples", "broken", "too long", "media", "trained", *(f"p{place}" for place in PERCENTILES)]
+    title = f"Lengths in {report.unit}; percentiles"
+    table = Table("source", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for source in report.sources:
+        some = "" if source.checked == source.samples else f"{source.checked:,} of "
+        media = "\n".join(f"{count:,} {kind}" for kind, count in source.items.items())
+        fraction = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.trained and any(source.lengths) else "–"
+        counts = [f"{some}{source.samples:,}", str(len(source.broken)), str(len(source.too_long)), media, fraction]
+        table.add_row(source.name.removeprefix("data."), *counts, *map(str, source.percentiles()))
+    return table

@@ -1,0 +1,354 @@
+"""Data sources: files, tars, Hugging Face datasets, Python functions. The row format is detected. No torch.
+
+`register_data_source` adds a format; the built-in ones are registered at the end of this file.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from cornstarch.config import SourceConfig
+from cornstarch.data.file_formats import Rows, TarRows, expand_braces, open_json
+from cornstarch.data.hf_datasets import ARGUMENTS, is_table, open_table, wrap_dataset
+from cornstarch.data.row_formats import describe_formats, detect_format, parse_row
+from cornstarch.data.sample import Sample, SampleError
+from cornstarch.errors import ConfigError
+
+_INSPECTED_ROWS = 20  # for detecting the row format
+_FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+
+
+class DataSource(Protocol):
+    """Samples by index. Reading one may raise SampleError."""
+
+    @property
+    def description(self) -> str:
+        """Path, format and number of samples."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+    def name(self, index: int) -> str:
+        """Return file and row of a sample, even if it cannot be read."""
+        ...
+
+
+class RowSource:
+    """Rows of one row format."""
+
+    def __init__(self, rows: Rows, format: str, media: Path, origin: str, columns: Mapping[str, str]) -> None:
+        self.format, self.media = format, media
+        self._rows, self._columns = rows, dict(columns)
+        self._origin = origin
+
+    @property
+    def description(self) -> str:
+        """Path, format and number of samples."""
+        return f"{self._origin}, {self.format}, {len(self):,} samples"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def name(self, index: int) -> str:
+        """Return file and row."""
+        return self._rows.name(index)
+
+    def __getitem__(self, index: int) -> Sample:
+        row = self._rows[index]
+        if isinstance(row, Sample):  # from a Python function
+            return row
+        return parse_row(_rename_columns(row, self._columns), self.format, self.name(index), self.media)
+
+
+class LimitedSource:
+    """The first samples of a source."""
+
+    def __init__(self, source: DataSource, limit: int) -> None:
+        self._source, self._length = source, min(limit, len(source))
+        self.name = source.name
+
+    @property
+    def description(self) -> str:
+        """The description of the source, and how many samples are used."""
+        return f"{self._source.description}, first {self._length:,} used"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._source[index]
+
+
+class JoinedSources:
+    """Several sources, one after the other, with one index over all."""
+
+    def __init__(self, sources: Sequence[DataSource]) -> None:
+        self.sources = list(sources)
+        self._starts = list(accumulate(self.lengths, initial=0))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of samples of each source."""
+        return [len(source) for source in self.sources]
+
+    @property
+    def description(self) -> str:
+        """One line for each source."""
+        return "\n".join(source.description for source in self.sources)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _locate(self, index: int) -> tuple[DataSource, int]:
+        number = bisect_right(self._starts, index) - 1
+        return self.sources[number], index - self._starts[number]
+
+    def name(self, index: int) -> str:
+        """Return file and row of a sample."""
+        source, place = self._locate(index)
+        return source.name(place)
+
+    def __getitem__(self, index: int) -> Sample:
+        source, place = self._locate(index)
+        return source[place]
+
+
+# ------------------------------------------------------------------------------------------------ registry
+
+OpenSource = Callable[[SourceConfig, Sequence[Any] | None], DataSource]
+"""(config of the source, rows given in Python or None) -> source."""
+
+
+Matches = Callable[[SourceConfig], bool]
+
+_SOURCE_FORMATS: dict[str, tuple[OpenSource, Matches]] = {}
+_FALLBACK = "json"
+
+
+def register_data_source(format_name: str, open: OpenSource, matches: Matches = lambda config: False) -> None:
+    """Add a format of data sources.
+
+    Args:
+        format_name: The value of `format` that selects it.
+        open: Opens a source; `open_rows` builds one from rows of a known row format.
+        matches: Recognizes sources of this format, mostly by `path`, where `format` does not name one. Formats are
+            tried in the order of registration; JSON comes last.
+    """
+    if format_name in _SOURCE_FORMATS:
+        raise ConfigError(f"A data source of the format {format_name!r} is registered already; use another name.")
+    _SOURCE_FORMATS[format_name] = (open, matches)
+
+
+def open_sources(configs: Sequence[SourceConfig], given: Sequence[Any] | None = None) -> JoinedSources:
+    """Open all sources; report every source that cannot be opened, not only the first.
+
+    `given` are the rows or samples of a source of the format `given`.
+    """
+    opened: list[DataSource] = []
+    problems: list[str] = []
+    for config in configs:
+        try:
+            opened.append(open_source(config, given))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return JoinedSources(opened)
+
+
+def open_source(config: SourceConfig, given: Sequence[Any] | None = None) -> DataSource:
+    """Open one source; its row format is detected from the first rows unless `format` names one."""
+    name: str = config.format
+    if name not in _SOURCE_FORMATS:
+        name = next((name for name, (_, matches) in _SOURCE_FORMATS.items() if matches(config)), _FALLBACK)
+    open, _ = _SOURCE_FORMATS[name]
+    source = open(config, given)
+    return source if config.limit is None else LimitedSource(source, config.limit)
+
+
+def open_rows(
+    config: SourceConfig, rows: Rows, found: str, folder: Path | None = None, arguments: Sequence[str] = ()
+) -> RowSource:
+    """Return a source of rows that are in one of the row formats.
+
+    Args:
+        config: The config of the source.
+        rows: Read by index.
+        found: What the source is, for its description.
+        folder: The folder that media paths are relative to. Default: the folder of `path`.
+        arguments: The names that `arguments` may have beside `columns`.
+    """
+    columns = _check_columns(config, arguments)
+    is_named = config.format != "auto" and config.format not in _SOURCE_FORMATS
+    format = config.format if is_named else _detect_rows(rows, columns, config.path)
+    media = Path(config.media) if config.media is not None else folder or Path(config.path).parent
+    return RowSource(rows, format, media, f"{config.path}: {found}", columns)
+
+
+def _check_columns(config: SourceConfig, arguments: Sequence[str]) -> Mapping[str, str]:
+    columns = config.arguments.get("columns", {})
+    unknown = sorted(set(config.arguments) - {"columns", *arguments})
+    if unknown or not isinstance(columns, Mapping):
+        named = [name for name in arguments if name != "streaming"]  # refused by `open_table`, with the reason
+        beside = f" and {', '.join(named)}" if named else ""
+        raise ConfigError(
+            f"{config.path}: arguments has {unknown or columns!r}; for a {'dataset' if beside else 'file'} expected "
+            f"only `columns: {{name of ours: name in the file}}`{beside}."
+        )
+    return columns
+
+
+def _rename_columns(row: Any, columns: Mapping[str, str]) -> Any:
+    if isinstance(row, tuple) and len(row) == 2:  # torch's datasets return pairs
+        row = {"inputs": row[0], "labels": row[1]}
+    if not columns or not isinstance(row, Mapping):
+        return row
+    missing = [column for column in columns.values() if column not in row]
+    if missing:
+        raise SampleError(f"has the fields {sorted(map(str, row))}, but `columns` names {missing}")
+    others = {name: value for name, value in row.items() if name not in columns.values()}
+    return {**others, **{name: row[column] for name, column in columns.items()}}
+
+
+def _detect_rows(rows: Rows, columns: Mapping[str, str], origin: str) -> str:
+    """Return the format of the first readable row."""
+    problems: list[str] = []
+    for index in range(min(len(rows), _INSPECTED_ROWS)):
+        try:
+            row = _rename_columns(rows[index], columns)
+        except SampleError as error:
+            problems.append(f"{rows.name(index)} {error}")
+            continue
+        format = detect_format(row)
+        if format is not None:
+            return format
+        found = sorted(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        problems.append(f"{rows.name(index)} has {found}")
+    raise ConfigError(
+        f"{origin}: none of the first {len(problems)} rows fits a format: {'; '.join(problems[:3])}. Expected one of: "
+        f"{describe_formats()}. Other names can be given with `arguments: {{columns: {{…}}}}`."
+    )
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def _check_file(path: str) -> Path:
+    found = Path(path)
+    if not found.exists():
+        raise ConfigError(f"{path} does not exist (looked in {Path.cwd()}).")
+    if not found.is_file():
+        raise ConfigError(
+            f"{path} is no file; expected a JSON list, JSONL, tars, `package.module:function`, or a folder "
+            "of parquet files or written by `save_to_disk`."
+        )
+    return found
+
+
+def _find_tars(pattern: str) -> list[Path]:
+    found: list[Path] = []
+    for name in map(str, expand_braces(pattern)):
+        matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        if not matches:
+            raise ConfigError(f"{name} matches no file (looked in {Path.cwd()}).")
+        found += map(_check_file, matches)
+    return found
+
+
+def _open_table(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
+    arguments = (*ARGUMENTS, "streaming")
+    _check_columns(config, arguments)  # before a download that may take long
+    table = open_table(config.path, config.arguments)
+    return open_rows(config, table, table.found, table.folder, arguments)
+
+
+# ------------------------------------------------------------------------------------------------ Python
+
+
+class _PythonRows:
+    """Rows, or samples, from a Python sequence."""
+
+    def __init__(self, rows: Sequence[Any], origin: str) -> None:
+        self._rows, self._origin = rows, origin
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def name(self, index: int) -> str:
+        """Return origin and number."""
+        return f"{self._origin}:{index + 1}"
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._rows[index]
+        except Exception as error:  # the user's code may raise anything; only this sample is lost
+            raise SampleError(f"{type(error).__name__}: {error}") from error
+
+
+def _wrap_rows(config: SourceConfig, given: Sequence[Any], origin: str) -> DataSource:
+    rows: Rows = wrap_dataset(given, config.path) or _PythonRows(given, config.path)
+    if not len(rows):
+        raise ConfigError(f"{config.path} returned nothing; expected samples or rows.")
+    try:
+        first = rows[0]
+    except SampleError:
+        first = None
+    # Rows of any fields are for the user's own model, which alone knows what they mean.
+    format = "samples" if isinstance(first, Sample) else detect_format(_rename_columns(first, {})) or "rows"
+    media = Path(config.media) if config.media is not None else Path()
+    return RowSource(rows, format, media, f"{config.path}: {origin}", {})
+
+
+def _open_given(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
+    if given is None:
+        raise ConfigError(f"{config.path}: its format is `given`, but no data was handed to the Trainer.")
+    return _wrap_rows(config, given, "given in Python")
+
+
+def _open_callable(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
+    module, _, name = config.path.partition(":")
+    if not _FUNCTION.match(config.path):
+        raise ConfigError(f"{config.path!r} is no function; expected `package.module:function`.")
+    try:
+        function = import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{config.path} cannot be imported: {error}.") from error
+    if not callable(function):
+        raise ConfigError(f"{config.path} is a {type(function).__name__}, expected a function.")
+    try:
+        found = partial(function, **config.arguments)()
+    except Exception as error:
+        raise ConfigError(f"{config.path} failed: {type(error).__name__}: {error}.") from error
+    wrap_dataset(found, config.path)  # refuses a streaming dataset, which `list` below would read to its end
+    if not (hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, Mapping)):
+        if not isinstance(found, Iterable) or isinstance(found, Mapping | str):
+            raise ConfigError(f"{config.path} returned a {type(found).__name__}, expected samples or rows.")
+        found = list(found)
+    return _wrap_rows(config, found, "function")
+
+
+def _is_function(config: SourceConfig) -> bool:
+    return config.format == "auto" and _FUNCTION.match(config.path) is not None and not Path(config.path).exists()
+
+
+register_data_source(
+    "webdataset",
+    lambda config, given: open_rows(config, TarRows(_find_tars(config.path)), "WebDataset tars"),
+    matches=lambda config: config.format == "auto" and config.path.endswith(".tar"),
+)
+register_data_source("datasets", _open_table, matches=lambda config: is_table(config.path))
+register_data_source("callable", _open_callable, matches=_is_function)
+register_data_source("given", _open_given)
+register_data_source(_FALLBACK, lambda config, given: open_rows(config, open_json(_check_file(config.path)), "JSON"))

@@ -1,0 +1,287 @@
+"""Collate samples of a whole multimodal model: the outputs of the model's own processor, with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cornstarch.config import DataConfig
+from cornstarch.data.chat import MARKS, Conversation, RenderedText, WholeChatWriter
+from cornstarch.data.collate import (
+    ChatCollator,
+    PreparedSample,
+    concatenate_inputs,
+    mask_trained_tokens,
+    report_processor_errors,
+)
+from cornstarch.data.sample import MediaKind, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import (
+    EncodedConversation,
+    WholeModelProcessor,
+    build_message,
+    collect_items,
+)
+from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import build_noise_item
+from cornstarch.trees import tensors_in
+
+_KINDS: dict[str, MediaKind] = {"vision": "image", "audio": "audio"}
+
+
+class WholeChatCollator(ChatCollator):
+    """Builds batches that equal, tensor for tensor, the outputs of the model's own processor for the conversations."""
+
+    def __init__(self, processor: WholeModelProcessor, data: DataConfig) -> None:
+        super().__init__(processor, data)
+        self._own = processor
+        self._class_name = type(processor.original).__name__
+        self._whole_writer = WholeChatWriter(processor, data.system, data.train_on == "answers")
+        # By the keys of the samples: whether their concatenated inputs are what the processor returns for all together.
+        self._joins: dict[frozenset[frozenset[str]], bool] = {}
+        self._counts_together: dict[str, bool] = {}
+        self._takes_any_sound: bool | None = None
+
+    @property
+    def _reads_offsets(self) -> bool:
+        assert isinstance(self.processor, WholeModelProcessor)
+        return self.processor.style != "tokens"
+
+    # ------------------------------------------------------------------ one sample
+
+    def _prepare(self, sample: Sample) -> PreparedSample:
+        items = self._load_items(sample)
+        by_name: dict[str, list[Any]] = {}
+        for media, item in zip(sample.media, items, strict=True):
+            by_name.setdefault(self.modality(media), []).append(item)
+        if sample.document:
+            return self._prepare_document(sample, by_name)
+        conversation = self._whole_writer.conversation(sample, items)
+        encoded = self._encode(self._whole_writer.mark_answers(conversation))
+        tokens, encoder_inputs = _split_inputs(self._own, encoded.inputs)
+        input_ids, own_labels = tokens.pop("input_ids"), tokens.pop("labels", None)
+        if items and not encoder_inputs:
+            raise SampleError(f"{self._class_name} leaves its items out")
+        text = ""
+        if self._own.style == "suffix":
+            text = encoded.text or ""
+            labels = input_ids.masked_fill(torch.isin(input_ids, self._placeholder_ids), IGNORE_INDEX)
+            if own_labels is not None and self.data.train_on == "answers":
+                labels = own_labels
+        elif self._own.style == "tokens":
+            labels = self._label(input_ids, self._mask_answers(conversation, input_ids))
+        else:
+            if encoded.text is None or encoded.offsets is None:
+                raise SampleError(f"{self._class_name} does not give its tokenizer a text, so answers cannot be found")
+            rendered = self._whole_writer.find_trained(encoded.text)
+            labels = self._label_text(input_ids, encoded, rendered)
+            text = rendered.text
+        return PreparedSample(sample.id, text, input_ids, labels, by_name, encoder_inputs, tokens, conversation)
+
+    def _load_items(self, sample: Sample) -> list[Any]:
+        return [self._load_item(media, self.modality(media)) for media in sample.media]
+
+    def _encode(self, conversation: Conversation, prompt: bool = False) -> EncodedConversation:
+        with report_processor_errors():
+            return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
+
+    def _label(self, input_ids: Tensor, trained: Tensor) -> Tensor:
+        """Return the ids where they are learned, which is never at a placeholder."""
+        return torch.where(trained & ~torch.isin(input_ids, self._placeholder_ids), input_ids, IGNORE_INDEX)
+
+    def _label_text(self, input_ids: Tensor, encoded: EncodedConversation, rendered: RenderedText) -> Tensor:
+        assert encoded.offsets is not None
+        trained = torch.from_numpy(mask_trained_tokens(encoded.offsets, rendered))
+        if len(trained) != len(input_ids):
+            raise SampleError(
+                f"its processor makes {len(input_ids)} tokens of a text of {len(trained)}, so answers cannot be found"
+            )
+        return self._label(input_ids, trained)
+
+    def _mask_answers(self, conversation: Conversation, input_ids: Tensor) -> Tensor:
+        """Return a mask of the answers' tokens, for a chat template that returns tokens instead of text."""
+        assert self._own.token_template is not None
+        if self.data.train_on != "answers":
+            return torch.ones_like(input_ids, dtype=torch.bool)
+        trained = torch.zeros_like(input_ids, dtype=torch.bool)
+        with report_processor_errors():
+            for first, last in self._own.token_template.answers(conversation, input_ids.tolist()):
+                trained[first:last] = True
+        return trained
+
+    def _max_samples(self, processor: Any) -> int | None:
+        limit = super()._max_samples(processor)
+        template = self._own.token_template
+        if limit is None or template is None:
+            return limit
+        if self._takes_any_sound is None:  # a template that returns tokens may count those of longer sounds, too
+            sounds = (np.zeros(length, dtype=np.float32) for length in (limit, limit + 1))
+            taken, longer = (len(template.tokens(build_message("audio", [sound]), prompt=True)) for sound in sounds)
+            self._takes_any_sound = longer > taken
+        return None if self._takes_any_sound else limit
+
+    def media_kinds(self) -> dict[str, MediaKind]:
+        """Return the kind of media of each modality."""
+        return {name: _KINDS[name] for name in self._own.encoder_processors}
+
+    # ------------------------------------------------------------------ documents
+
+    def _render_document(self, sample: Sample) -> RenderedText:
+        if self._own.style == "tokens":
+            raise SampleError(f"{self._class_name} cannot process a text without roles")
+        return self._writer.write(sample, lambda media: self._own.placeholder(media.kind))
+
+    def _prepare_document(self, sample: Sample, items: dict[str, list[Any]]) -> PreparedSample:
+        rendered = self._render_document(sample)
+        if not items:
+            ids, trained = self._tokenize_text(rendered)
+            return PreparedSample(sample.id, rendered.text, ids, torch.where(trained, ids, IGNORE_INDEX), {}, {})
+        encoded = self._own.encode_text(rendered.text, {_KINDS[name]: values for name, values in items.items()})
+        if encoded.text is None:
+            raise SampleError(f"{self._class_name} cannot process a text without roles")
+        whole = replace(rendered, text=encoded.text, trained=((0, len(encoded.text)),))
+        tokens, encoder_inputs = _split_inputs(self._own, encoded.inputs)
+        input_ids = tokens.pop("input_ids")
+        tokens.pop("labels", None)
+        labels = self._label_text(input_ids, encoded, whole)
+        return PreparedSample(sample.id, encoded.text, input_ids, labels, items, encoder_inputs, tokens, None)
+
+    # ------------------------------------------------------------------ sizes, prompts
+
+    def tokenize(self, sample: Sample) -> tuple[Tensor, Tensor]:
+        """Return the ids of a sample's text, with one placeholder per item, and a mask of the trained ones."""
+        if sample.document:
+            return self._tokenize_text(self._render_document(sample))
+        if self._own.token_template is not None:
+            processors = self._own.encoder_processors
+            stand_ins = [build_noise_item(processors[self.modality(media)]) for media in sample.media]
+            return self._apply_token_template(self._whole_writer.conversation(sample, stand_ins))
+        conversation = self._whole_writer.mark_answers(self._whole_writer.conversation(sample))
+        return self._tokenize_unexpanded(self._whole_writer.find_trained(self._whole_writer.write(conversation)))
+
+    def _tokenize_unexpanded(self, rendered: RenderedText) -> tuple[Tensor, Tensor]:
+        """Tokenize a text with one placeholder per item, with the special tokens that the processor adds around it."""
+        bos = self._own.llm_tokenizer.bos_token
+        return self._tokenize_text(rendered, add_special_tokens=bos is None or not rendered.text.startswith(bos))
+
+    def _apply_token_template(self, conversation: Conversation, prompt: bool = False) -> tuple[Tensor, Tensor]:
+        """Return ids with one placeholder per item, and a mask of the trained ones; all items are stand-ins."""
+        assert self._own.token_template is not None
+        with report_processor_errors():
+            ids = torch.tensor(self._own.token_template.tokens(conversation, prompt=prompt))
+        trained = torch.zeros_like(ids, dtype=torch.bool) if prompt else self._mask_answers(conversation, ids)
+        kept = ~torch.isin(ids, self._placeholder_ids)
+        counts = {kind: len(values) for kind, values in collect_items(conversation).items()}
+        for name, token in self._own.modality_token_ids.items():
+            places, count = (ids == token).nonzero().flatten(), counts.get(_KINDS[name], 0)
+            if count:
+                kept[places[:: len(places) // count]] = True  # stand-ins have equally many tokens each
+        return ids[kept], trained[kept]
+
+    def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
+        """Return an encoder's inputs for the decoded items of a sample, and the number of tokens of each in a text.
+
+        The special tokens around an item count as its own. The split over several items is unknown: only the sum is
+        exact.
+        """
+        conversation = build_message(_KINDS[name], items)
+        taken = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
+        if self._own.token_template is not None:
+            stand_ins = build_message(_KINDS[name], [build_noise_item(self._own.encoder_processors[name])] * len(items))
+            unexpanded, _ = self._apply_token_template(stand_ins, prompt=True)
+        else:
+            unexpanded, _ = self._tokenize_unexpanded(RenderedText(self._own.write(conversation, prompt=True), ()))
+        each, more = divmod(taken - len(unexpanded) + len(items), len(items))
+        return self._own.encoder_inputs(name, items), [each + (number < more) for number in range(len(items))]
+
+    def counts_together(self, name: str) -> bool:
+        """Whether items take other numbers of tokens beside each other than alone: some processors tile lone images."""
+        if name not in self._counts_together:
+            item = build_noise_item(self._own.encoder_processors[name])
+            try:
+                alone, both = (sum(self.item_inputs(name, items)[1]) for items in ([item], [item, item]))
+                self._counts_together[name] = both != 2 * alone
+            except Exception:  # a processor that takes a single item: then no sample has two
+                self._counts_together[name] = False
+        return self._counts_together[name]
+
+    def build_prompt(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """Return a batch of one conversation, for the model to continue."""
+        sample = Sample("the question", tuple(messages))
+        conversation = self._whole_writer.conversation(sample, self._load_items(sample))
+        inputs = dict(self._encode(conversation, prompt=True).inputs)
+        inputs.pop("labels", None)
+        return inputs
+
+    def _truncate(self, sample: PreparedSample) -> PreparedSample:
+        """Cut off the end of a sample, if it contains no item."""
+        limit, length = self.data.max_length, len(sample.input_ids)
+        if self.data.too_long != "cut":
+            raise SampleTooLongError(f"has {length} tokens, max_length is {limit}")
+        if bool(torch.isin(sample.input_ids[limit:], self._placeholder_ids).any()):
+            raise SampleTooLongError(
+                f"has {length} tokens, max_length is {limit}, and an item stands beyond it, which cannot be cut off"
+            )
+        tokens = {key: value[:limit] for key, value in sample.token_inputs.items()}
+        return replace(sample, input_ids=sample.input_ids[:limit], labels=sample.labels[:limit], token_inputs=tokens)
+
+    # ------------------------------------------------------------------ several samples
+
+    def _join_encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
+        """Return the encoders' inputs of all samples, as the processor returns them for all together."""
+        given = [sample.encoder_inputs for sample in samples]
+        if not any(given):
+            return {}
+        joined = concatenate_inputs([inputs for inputs in given if inputs])
+        if len(samples) == 1:
+            assert joined is not None
+            return joined
+        keys = frozenset(frozenset(inputs) for inputs in given)
+        if joined is not None and self._joins.get(keys):
+            return joined
+        try:
+            together = self._encode_together(samples)  # pads items of several sizes, and rows without items
+        except ConfigError:
+            raise
+        except Exception as error:
+            if joined is None:
+                raise ConfigError(
+                    f"{self._class_name} cannot process {samples[0].id} and its neighbours together: "
+                    f"{type(error).__name__}: {error}. Use microbatches of one sample."
+                ) from error
+            together = joined  # a processor that takes one item per text, for example
+        if joined is not None and keys not in self._joins:
+            self._joins[keys] = joined.keys() == together.keys() and all(
+                _are_equal(joined[key], together[key]) for key in joined
+            )
+        return together
+
+    def _encode_together(self, samples: Sequence[PreparedSample]) -> dict[str, Any]:
+        if any(sample.source is None and sample.items for sample in samples):
+            raise ConfigError(
+                f"{samples[0].id} and its neighbours are texts without roles with items of several sizes, which "
+                f"{self._class_name} cannot lay out together. Give conversations, or microbatches of one sample."
+            )
+        made = self._own.encode_batch([sample.source for sample in samples if sample.source is not None])
+        keys = {key for sample in samples for key in sample.encoder_inputs}
+        return {key: value for key, value in made.items() if key in keys}
+
+
+def _split_inputs(own: WholeModelProcessor, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split a batch of one into values per token, [S], and the encoders' inputs."""
+    rows, encoder_inputs = own.split_inputs(inputs)
+    tokens = {key: value[0] for key, value in rows.items()}
+    mask = tokens.pop("attention_mask", None)
+    if mask is not None and not bool(mask.all()):  # a processor that pads to a length of its own
+        tokens = {key: value[mask.bool()] for key, value in tokens.items()}
+    return tokens, encoder_inputs
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    ours, theirs = tensors_in(one), tensors_in(other)
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))

@@ -1,0 +1,1 @@
+"""The one way to train: shared by Trainer, Booster, PipelineEngine and custom loops."""

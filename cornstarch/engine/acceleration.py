@@ -1,0 +1,143 @@
+"""What a run does to compute quickly on its device: compiled layers, a loss without all logits, products in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from cornstarch.compat import has_triton, set_activation_budget
+from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile import compile_layers
+from cornstarch.kernels.fp8 import MIN_DIM, Scaling, explain_no_fp8, multiply_in_fp8
+from cornstarch.kernels.fused_loss import fuse_head_with_loss
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.units import wrapping_units
+from cornstarch.plan.plan import Plan
+
+CompileMode = Literal["auto", "layers", "off"]
+Fp8Mode = Scaling | Literal["off"]
+
+
+@dataclass
+class Acceleration:
+    """What is done for speed, and what is not, with the reason."""
+
+    compiled: dict[str, int] = field(default_factory=dict)
+    """By part: layers that are compiled."""
+    fused_loss: bool = False
+    """Whether the loss is computed without all logits."""
+    fp8: dict[str, int] = field(default_factory=dict)
+    """By part: linear layers that multiply in 8 bits."""
+    notes: list[str] = field(default_factory=list)
+    """Why something is not done."""
+    tell: Callable[[str], None] = field(default=lambda words: None, repr=False)
+    """Hears of each of them once, when it is found out."""
+
+    def note(self, words: str) -> None:
+        """Write down why something is not done; the same only once."""
+        if words not in self.notes:
+            self.notes.append(words)
+            self.tell(words)
+
+
+def _parts_with_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what has layers of its own, by name."""
+    if isinstance(model, MultimodalModel):
+        encoders = {name: encoder.module for name, encoder in model.encoders.items()}
+        return {**encoders, "language_model": model.language_model}
+    return {"model": model}
+
+
+def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
+    """Return the modules of a plan whose layers cannot be compiled, with the reason."""
+    if ranks == 1:
+        return {}
+    found: dict[str, str] = {}
+    for name, module in plan.modules.items():
+        if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
+            found[name] = "the schedule takes the backward pass of its layers apart"
+        elif module.tp > 1 or module.cp > 1:
+            found[name] = "its layers talk to other ranks (tp, cp)"
+    return found
+
+
+def compiles(compile: CompileMode, device: torch.device) -> bool:
+    """Say whether layers are compiled on a device."""
+    return compile == "layers" or (compile == "auto" and device.type == "cuda" and has_triton())
+
+
+def check_fp8(fp8: Fp8Mode, device: torch.device) -> None:
+    """Refuse products in 8 bits on a device that has none."""
+    if fp8 != "off" and (reason := explain_no_fp8(device)) is not None:
+        raise ConfigError(
+            f"fp8 = {fp8}\n  fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
+            f"{reason}.\n  Use fp8: off; on a GPU with precision: bf16."
+        )
+
+
+def accelerate_model(
+    model: nn.Module,
+    device: torch.device,
+    compile: CompileMode = "auto",
+    activation_budget: float = 1.0,
+    whole: Mapping[str, str] | None = None,
+    tell: Callable[[str], None] = lambda words: None,
+    fp8: Fp8Mode = "off",
+) -> Acceleration:
+    """Make a model compute quickly, in place; names and values of parameters stay.
+
+    Args:
+        model: What is trained, after it was spread over processes.
+        device: Where it computes.
+        compile: `layers`: every layer is compiled, and one that cannot be is an error. `auto`: on a GPU, where it can.
+        activation_budget: The share of the activations of compiled layers that is kept for the backward pass; the rest
+            is computed again, what is cheapest first.
+        whole: Parts whose layers are not to be compiled, with the reason.
+        tell: Told why something is not done, now or when it is tried.
+        fp8: Large linear layers where something is trained multiply in 8 bits, scaled by rows or by matrices.
+    """
+    check_fp8(fp8, device)
+    speed = Acceleration(tell=tell)
+    whole = whole or {}
+    can = has_triton() if device.type == "cuda" else True
+    if compile == "layers" and not can:
+        raise ConfigError("compile = layers\n  Triton, which makes kernels for GPUs, is not there. Use compile: off.")
+    parts = _parts_with_layers(model)
+    for part in parts.values():
+        why = fuse_head_with_loss(unwrap(part))
+        speed.fused_loss = speed.fused_loss or why is None
+    if fp8 != "off":  # before layers are compiled: what is scaled becomes part of their kernels
+        _multiply_in_fp8(parts, fp8, speed, [name for name in parts if name in whole or not compiles(compile, device)])
+    if not compiles(compile, device):
+        return speed
+    set_activation_budget(activation_budget)
+    for name, part in parts.items():
+        if name in whole:
+            if compile == "layers":
+                raise ConfigError(f"compile = layers\n  {name} cannot be compiled: {whole[name]}. Use compile: auto.")
+            speed.note(f"{name} is not compiled: {whole[name]}")
+            continue
+        layers = wrapping_units(unwrap(part))
+        if layers:
+            speed.compiled[name] = compile_layers(layers, speed.note if compile == "auto" else None)
+    return speed
+
+
+def _multiply_in_fp8(parts: Mapping[str, nn.Module], fp8: Scaling, speed: Acceleration, plain: Collection[str]) -> None:
+    """Let parts multiply in 8 bits, and tell what comes of it; `plain`: those that will not be compiled."""
+    found = {name: multiply_in_fp8(wrapping_units(unwrap(part)), fp8) for name, part in parts.items()}
+    speed.fp8 = {name: count for name, count in found.items() if count}
+    if not speed.fp8:
+        speed.note(
+            f"nothing is computed in fp8: no linear layer inside trained layers has {MIN_DIM} or more inputs and "
+            "outputs, both multiples of 16"
+        )
+    for name, count in speed.fp8.items():
+        speed.tell(f"{name}: {count} linear layers multiply in fp8 ({fp8})")
+        if name in plain:
+            speed.note(f"{name} is not compiled: in fp8 it is likely to be slower than in bf16")

@@ -1,0 +1,116 @@
+"""`DistributedContext`: this process's rank, its place in the plan, and where it computes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from cornstarch.errors import ConfigError
+from cornstarch.launch import current_world
+from cornstarch.parallel import distributed
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.parallel.mesh import DeviceMeshes, Replica
+from cornstarch.pipeline.stages import StageGroups
+from cornstarch.plan.kinds import UNSYNCHRONIZED
+from cornstarch.plan.layout import Layout, check_executable
+from cornstarch.plan.plan import Plan
+
+
+def build_layout(plan: Plan) -> Layout:
+    """Return which rank holds what; refuses a plan that the runtime cannot execute, also in one process."""
+    check_executable(plan)
+    world_size = distributed.world_size()
+    return Layout.of(plan, world_size, ranks_per_node())
+
+
+def ranks_per_node() -> int:
+    """Return the number of processes of this run on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+
+
+def check_process_group() -> None:
+    """Refuse several processes without a process group: each would train the same model by itself."""
+    if distributed.world_size() == 1 and (world := current_world()).size > 1:
+        raise ConfigError(
+            f"This is process {world.rank} of {world.size}, but they do not know one another. Make the trainer "
+            "inside `with cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
+            "use `cornstarch train`."
+        )
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """This process's place in a plan.
+
+    Device meshes and process groups are made when they are first asked for, and once: parameters that were sharded
+    while they were read must be on the same mesh as those that are sharded later. All ranks must ask at the same point.
+    """
+
+    layout: Layout
+    """Which rank holds what."""
+    placement: DevicePlacement
+    """The device, the precision and the attention kernels of this process."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the layout was made from."""
+        return self.layout.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.placement.device
+
+    @cached_property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return distributed.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.layout.world
+
+    @cached_property
+    def replica(self) -> Replica:
+        """The processes that train on the same samples as this one."""
+        return Replica.of(self.layout, self.rank)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is split into stages on different ranks."""
+        return self.plan.is_pipeline and self.world_size > 1
+
+    @property
+    def is_unsynchronized(self) -> bool:
+        """Whether every process trains on batches of its own, as in local SGD and gossip."""
+        return self.world_size > 1 and self.plan.data.kind in UNSYNCHRONIZED
+
+    @property
+    def loss_shards(self) -> int:
+        """The number of ranks that each compute a part of a step's loss."""
+        # A process that trains by itself knows only the loss of its own batch.
+        return 1 if self.is_unsynchronized else self.replica.token_shards
+
+    @property
+    def random_source(self) -> int:
+        """The first rank that draws the same random numbers as this one."""
+        same = (
+            rank
+            for rank in range(self.world_size)
+            if Replica.of(self.layout, rank).token_shard == self.replica.token_shard
+        )
+        return next(same)
+
+    @cached_property
+    def meshes(self) -> DeviceMeshes:
+        """The device meshes, where all modules share their ranks."""
+        return DeviceMeshes(self.layout, self.device.type)
+
+    @cached_property
+    def stage_groups(self) -> StageGroups:
+        """The process groups and meshes of this rank's stage."""
+        return StageGroups(self.layout, self.device)

@@ -1,0 +1,246 @@
+"""Failures: losses that are NaN, memory that runs out, and one rank's error raised on all ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.compat import process_groups
+from cornstarch.config import RunConfig
+from cornstarch.data.loader import StepBatch
+from cornstarch.engine.model_parts import ModelPart
+from cornstarch.errors import ConfigError
+from cornstarch.launch.failure_report import record_failure
+from cornstarch.parallel import distributed
+from cornstarch.parallel.device import DevicePlacement, Reading
+from cornstarch.pipeline.failure_propagation import FailureSignal, abort_group
+
+_SHOWN = 8
+
+
+class TrainingError(ConfigError):
+    """Training cannot go on; the message says why, where, and what to try."""
+
+
+# ---------------------------------------------------------------------------------------------------- losses
+
+
+@dataclass(frozen=True)
+class _Watched:
+    step: int
+    sample_ids: Sequence[str]
+    values: Reading
+    """Loss and norm of the gradient."""
+
+
+class LossWatch:
+    """Stops the run when a loss, or the norm of a gradient, is NaN or infinite.
+
+    Reading a number from a GPU waits until it has computed it. So there each step's numbers are read while the next one
+    runs, and those of the last step before anything is saved; on a CPU, before the weights change.
+
+    Args:
+        config: The run.
+        placement: Where it computes.
+        late: Whether a step is judged in the next one. Default: on a GPU.
+    """
+
+    def __init__(self, config: RunConfig, placement: DevicePlacement, late: bool | None = None) -> None:
+        self._config = config
+        self._late = placement.device.type == "cuda" if late is None else late
+        self._pending: list[_Watched] = []
+        self.last = math.nan
+        """The newest loss that has been read."""
+
+    def add(self, step: int, batch: StepBatch, loss: Tensor, norm: Tensor | None) -> None:
+        """Watch a step's numbers."""
+        ids = [name for microbatch in batch.microbatches for name in microbatch.sample_ids]
+        both = torch.stack([loss.float(), loss.new_zeros(()).float() if norm is None else norm.float()])
+        self._pending.append(_Watched(step, ids, Reading(both)))
+        self.check(all_steps=not self._late)
+
+    def check(self, *, all_steps: bool = True) -> None:
+        """Read what is waiting, the newest step's numbers only if all are asked for."""
+        while len(self._pending) > (0 if all_steps else 1):
+            self._judge(self._pending.pop(0))
+
+    def _judge(self, watched: _Watched) -> None:
+        loss, norm = watched.values.numbers()
+        self.last = loss
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        what = f"The loss is {loss}" if not math.isfinite(loss) else f"The norm of the gradient is {norm}"
+        shown = ", ".join(watched.sample_ids[:_SHOWN])
+        more = len(watched.sample_ids) - _SHOWN
+        raise TrainingError(
+            f"{what} in step {watched.step}. Nothing was saved after it.\n"
+            f"  Samples of this step: {shown}{f' and {more} more' if more > 0 else ''}.\n"
+            f"  Try: {'; '.join(self._remedies())}. Look at these samples with `cornstarch data check`."
+        )
+
+    def _remedies(self) -> list[str]:
+        config = self._config
+        remedies = [f"a smaller optimizer.learning_rate (now {config.optimizer.learning_rate:g})"]
+        if config.schedule.warmup == 0:
+            remedies.append("a warm-up, schedule.warmup=0.03")
+        if config.optimizer.max_grad_norm is None:
+            remedies.append("optimizer.max_grad_norm=1.0")
+        if config.precision == "fp16":
+            remedies.append("precision=bf16 or fp32")
+        return remedies
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+def out_of_memory(
+    error: BaseException, model: nn.Module, parts: Sequence[ModelPart], config: RunConfig, placement: DevicePlacement
+) -> TrainingError:
+    """Return what to tell the user: where memory ran out, what holds how much, what would fit."""
+    where = _place(error.__traceback__, model, parts)
+    gradients = sum(p.nbytes for part in parts for p in part.trained.values())
+    states = gradients * (2 if "adam" in config.optimizer.name.lower() else 1)
+    held = {f"weights of the {part.name}": part.bytes for part in parts}
+    held |= {"gradients": gradients, "states of the optimizer (about)": states}
+    lines = [f"  {name}: {_gigabytes(size)}" for name, size in held.items() if size]
+    total = _capacity(placement)
+    fixed = sum(held.values())
+    if total is not None:
+        lines.append(f"  together {_gigabytes(fixed)} of {_gigabytes(total)}; the rest is for activations")
+    return TrainingError(
+        f"Memory ran out {where}.\n" + "\n".join(lines) + "\n  Try: " + "; ".join(_remedies(config, fixed, total)) + "."
+    )
+
+
+def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[ModelPart]) -> str:
+    """Say in which part the innermost module of a traceback is."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, kind = None, "in the forward pass"
+    for frame, _ in traceback.walk_tb(trace):
+        function, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if function == "backward":
+            kind = "in the backward pass"
+        elif isinstance(owner, torch.optim.Optimizer):
+            return "in the optimizer's step, when it made its states"
+        elif function == "_apply" and isinstance(owner, nn.Module):
+            return "when the model was moved to the device"
+        if id(owner) in names:
+            found = names[id(owner)]
+    if found is None:
+        return kind
+    fitting = [(len(place), part.name) for part in parts for place in part.module_names if found.startswith(place)]
+    inside = f", in {found}" if found else ""
+    return f"{kind} of the {max(fitting)[1]}{inside}" if fitting else f"{kind}{inside}"
+
+
+def _capacity(placement: DevicePlacement) -> int | None:
+    if placement.device.type == "cuda":
+        return int(torch.cuda.get_device_properties(placement.device).total_memory)
+    with suppress(ImportError):
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    return None
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _remedies(config: RunConfig, fixed: int, total: int | None) -> list[str]:
+    loop = config.loop
+    microbatch = loop.batch_size // loop.gradient_accumulation_steps
+    if total is not None and fixed > total:
+        return [
+            "train fewer weights (`train: lora` or `projector`), because weights, gradients and optimizer states "
+            "alone do not fit",
+            *(["optimizer.name=sgd"] if "adam" in config.optimizer.name.lower() else []),
+        ]
+    remedies = []
+    if microbatch > 1:
+        more = loop.gradient_accumulation_steps + 1
+        smaller = next(n for n in range(more, loop.batch_size + 1) if loop.batch_size % n == 0)
+        while loop.batch_size // smaller > microbatch // 2 and smaller < loop.batch_size:
+            smaller = next(n for n in range(smaller + 1, loop.batch_size + 1) if loop.batch_size % n == 0)
+        remedies.append(
+            f"loop.gradient_accumulation_steps={smaller}, microbatches of {loop.batch_size // smaller} samples "
+            f"instead of {microbatch} (the same gradient)"
+        )
+    if not config.recomputes:
+        remedies.append("loop.activation_checkpointing=true")
+    if config.precision == "fp32":
+        remedies.append("precision=bf16")
+    remedies.append(f"a smaller data.max_length (now {config.data.max_length})")
+    return remedies
+
+
+# ---------------------------------------------------------------------------------------------------- shared failures
+
+
+_CUT = ("connection closed", "connection reset", "connection refused", "socket closed", "timeout", "timed out", "abort")
+
+
+class SharedFailure:
+    """Lets all ranks of a run fail with the same words.
+
+    A rank that raises says why in the store that all ranks share, and cuts its lines to the others. Whoever waits for
+    it is woken by that, or by a thread that looks into the store, and raises the same. All ranks must make theirs at
+    the same point of the run.
+    """
+
+    def __init__(self) -> None:
+        self._alarm = None if distributed.is_single_process() else FailureSignal(self._wake)
+        self._is_inside = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Run a block that all ranks run; one inside another is the same block."""
+        if self._alarm is None or self._is_inside:
+            yield
+            return
+        self._is_inside = True
+        try:
+            with self._alarm.watch():
+                yield
+            said = self._alarm.get_report()
+        except Exception as error:
+            own, is_echo = _encode(error), _is_line_cut(error)
+            if not is_echo:
+                record_failure(error)  # before others fail because of it: the launcher shows the first
+            said = self._alarm.report(own, is_echo)
+            self._wake(said)
+            if said == own:
+                raise
+            raise _decode(said) from None
+        finally:
+            self._is_inside = False
+        if said is not None:  # there was nothing left to wait for
+            raise _decode(said)
+
+    def _wake(self, words: str) -> None:
+        """End all waiting: here, and in ranks that wait for this one."""
+        for group in process_groups():
+            abort_group(group)
+
+
+def _encode(error: BaseException) -> str:
+    what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    return json.dumps([isinstance(error, ConfigError), what, distributed.rank()])
+
+
+def _decode(said: str) -> Exception:
+    is_refusal, what, rank = json.loads(said)
+    return ConfigError(what) if is_refusal else RuntimeError(f"Rank {rank} has failed. {what}")
+
+
+def _is_line_cut(error: BaseException) -> bool:
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and not isinstance(error, ConfigError) and any(one in words for one in _CUT)

@@ -1,0 +1,315 @@
+"""The feature cache: store the outputs of frozen encoders while a run trains; refuse encoders that cannot be cached."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from cornstarch.config import RunConfig
+from cornstarch.data.feature_store import (
+    CachedItem,
+    CacheFolder,
+    FeatureLookup,
+    FeatureStore,
+    encoder_key,
+    key_digest,
+)
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.encoder_features import (
+    CACHED_FEATURES,
+    fresh_lengths,
+    get_token_states,
+    split_items,
+)
+from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import (
+    build_noise_item,
+    get_item_argument,
+    get_item_dimensions,
+    get_item_kind,
+)
+from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.tasks.conversation import ConversationTask
+from cornstarch.tasks.task import Task
+
+FOLDER = "feature_cache"
+"""The default folder of features, beside the run's folder."""
+_MAX_PENDING = 1 << 30  # bytes that wait to be written before training waits, too
+
+
+@contextmanager
+def use_feature_cache(task: Task, config: RunConfig, placement: DevicePlacement) -> Iterator[FeatureCache | None]:
+    """Cache the outputs of a task's encoders, if the run asks for it; all are written at the end of the block."""
+    if not config.features.cache:
+        yield None
+        return
+    cache = FeatureCache(check_task(task), config, placement)
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+class FeatureCache:
+    """The cached features of a run's encoders: lookups by the collator, and a thread that writes new ones.
+
+    Build it when the model is on its device, in its precision, and not sharded yet.
+    """
+
+    def __init__(self, task: ConversationTask, config: RunConfig, placement: DevicePlacement) -> None:
+        self.folder = config.features.folder or config.folder.absolute().parent / FOLDER
+        self._space = CacheFolder(self.folder, config.features.limit_bytes)
+        self._task = task
+        self._writer = _BackgroundWriter()
+        self.stores: dict[str, FeatureStore] = {}
+        """By modality."""
+        # An item that is refused when it is read must be refused when it is cached, too.
+        reading = {"max_pixels": config.data.max_pixels, "too_long": config.data.too_long}
+        for name, encoder in task.model.encoders.items():
+            check_encoder(task, name, placement)
+            processor = task.collator.processor.encoder_processors[name]
+            key = encoder_key(encoder.module, processor, reading, placement)
+            self.stores[name] = FeatureStore(self._space, key_digest(key))
+        self._recorders = {name: _Recorder(store, self._writer, placement) for name, store in self.stores.items()}
+        for name, encoder in task.model.encoders.items():
+            encoder.keep = self._recorders[name]
+        task.collator.features = FeatureLookup(self.stores)
+
+    @property
+    def hits(self) -> int:
+        """Items whose features were cached."""
+        return sum(recorder.hits for recorder in self._recorders.values())
+
+    @property
+    def misses(self) -> int:
+        """Items that were encoded."""
+        return sum(recorder.misses for recorder in self._recorders.values())
+
+    @property
+    def used(self) -> int:
+        """Bytes of all files in the folder."""
+        return self._space.used
+
+    @property
+    def problem(self) -> str | None:
+        """Why features are no longer written: a full disk, for example. Training goes on without them."""
+        return self._writer.problem
+
+    def describe(self) -> dict[str, Any]:
+        """Return the statistics for the run's summary: items since the start, and the folder as it is now."""
+        return {
+            "folder": str(self.folder),
+            "hits": self.hits,
+            "misses": self.misses,
+            "bytes": self.used,
+            "limit": self._space.limit,
+            "problem": self.problem,
+        }
+
+    def wait(self) -> None:
+        """Wait until all features so far are written."""
+        self._writer.wait()
+
+    def stop_lookups(self) -> None:
+        """Look nothing up from now on: all items are encoded."""
+        self._task.collator.features = None
+
+    def close(self) -> None:
+        """Write the pending features, and detach the cache from the model and the collator."""
+        self.stop_lookups()
+        for encoder in self._task.model.encoders.values():
+            encoder.keep = None
+        self._writer.close()
+
+
+class _Recorder:
+    """Takes an encoder's outputs."""
+
+    def __init__(self, store: FeatureStore, writer: _BackgroundWriter, placement: DevicePlacement) -> None:
+        self._store, self._writer = store, writer
+        # Autocast rounds tokens for the projector's first matrix product: rounding them before gives the same result.
+        self._dtype = None if placement.precision == "fp32" else placement.dtype
+        self.hits = self.misses = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        return self  # files and a thread are not copied with a model
+
+    def __call__(self, known: Mapping[str, Any], fresh: Tensor | None) -> None:
+        """Count the items, and write those that were encoded."""
+        hits = sum(known["is_known"])
+        self.hits += hits
+        self.misses += len(known["is_known"]) - hits
+        if fresh is None:
+            return
+        digests = [d for d, is_known in zip(known["digests"], known["is_known"], strict=True) if not is_known]
+        tokens = fresh.detach() if self._dtype is None else fresh.detach().to(self._dtype)
+        wait_for_copy = _copy_to_cpu(tokens)
+        lengths = fresh_lengths(known)
+
+        def write() -> None:
+            for digest, item in zip(digests, wait_for_copy().split(lengths), strict=True):
+                self._store.save(digest, item)
+
+        self._writer.add(write, tokens.nbytes)
+
+
+def _copy_to_cpu(tokens: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a tensor to the CPU; return a function that waits for it."""
+    if tokens.device.type != "cuda":
+        copy = tokens.cpu().clone()  # the encoder's own output: something may change it in place later
+        return lambda: copy
+    copy = tokens.to("cpu", non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return copy
+
+    return wait
+
+
+class _BackgroundWriter:
+    """Writes in one thread; after a failure it drops everything and keeps the reason."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="features")  # joined at exit by the interpreter
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self.problem: str | None = None
+
+    def add(self, write: Callable[[], None], size: int) -> None:
+        """Queue a write; wait first if too many bytes are pending."""
+        if self.problem is not None:
+            return
+        while self._pending and (self._pending[0][0].done() or self._pending_bytes() + size > _MAX_PENDING):
+            self._pending.popleft()[0].result()
+        self._pending.append((self._executor.submit(self._try, write), size))
+
+    def _pending_bytes(self) -> int:
+        return sum(size for _, size in self._pending)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            if self.problem is None:
+                write()
+        except Exception as error:  # a full disk, for example: training goes on without the cache
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def wait(self) -> None:
+        """Wait until nothing is pending."""
+        while self._pending:
+            self._pending.popleft()[0].result()
+
+    def close(self) -> None:
+        """Write everything that is pending, and end the thread."""
+        self._executor.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ refusal
+
+_CALLBACKS = ("preprocess_callback", "postprocess_module_callback", "postprocess_projector_callback")
+_TOKENWISE = ("linear", "mlp")  # projectors that treat each token alone
+# The largest difference between an item alone and in a batch, relative to the largest number: kernels round differently
+# for other sizes, and a larger difference is not rounding.
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float64: 1e-8}
+
+
+def check_task(task: Task) -> ConversationTask:
+    """Return a task whose encoders may be cached; ConfigError for others."""
+    if not isinstance(task, ConversationTask) or not task.model.encoders:
+        raise ConfigError(f"features.cache stores the outputs of a multimodal model's encoders; {task.name} has none.")
+    if task.model.preprocess_llm_callback is not None:
+        raise ConfigError(
+            "features.cache: the language model's preprocess_llm_callback may ask for encoders' inputs, which do not "
+            "exist for cached items. Leave the cache out."
+        )
+    for name in task.model.encoders:
+        reason = _find_obstacle(task.model, name)
+        if reason is not None:
+            raise ConfigError(f"features.cache: the outputs of the {name} encoder cannot be cached: {reason}.")
+    return task
+
+
+def _find_obstacle(model: MultimodalModel, name: str) -> str | None:
+    encoder = model.encoders[name]
+    if type(encoder) is not ModalEncoderModule:
+        return "it belongs to a whole model, whose own method runs encoder and projector as one"
+    if any(parameter.requires_grad for parameter in encoder.module.parameters()):
+        return "it is trained. Set its `train` to projector or frozen"
+    if encoder.module.training:
+        return "it is in train mode, where dropout changes every pass. Freeze it by model.train(encoders_mode=…)"
+    for callback in _CALLBACKS:
+        if getattr(encoder, callback) is not None:
+            return f"it has a {callback}, and changes of a Python function cannot be detected"
+    projector = encoder.projector
+    if not isinstance(projector, MultimodalProjector) or projector.config.projection_type not in _TOKENWISE:
+        return "its projector is a module of your own, which may look at several tokens at once; use linear or mlp"
+    return None
+
+
+def check_encoder(task: ConversationTask, name: str, placement: DevicePlacement) -> None:
+    """Encode two items together and alone; ConfigError unless each gives the same features."""
+    items = build_noise_items(task.collator.processor.encoder_processors[name])
+    where = f"features.cache: the outputs of the {name} encoder cannot be cached:"
+    try:
+        first, second = _process(task, name, items), _process(task, name, items)
+        together = _encode(task, name, items, placement)
+        alone = [_encode(task, name, [item], placement)[0] for item in items]
+    except ConfigError:
+        raise
+    except Exception as error:  # processors and encoders may raise anything
+        raise ConfigError(f"{where} it was tried on noise, and {type(error).__name__}: {error}") from error
+    if not _are_equal(first, second):
+        raise ConfigError(f"{where} its processor is random: it returns other inputs for the same item every time.")
+    for one, other in zip(alone, together, strict=True):
+        if one.shape != other.shape or _relative_difference(one, other) > _ROUNDING.get(placement.dtype, 0.0):
+            raise ConfigError(
+                f"{where} an item gives other features beside another item (by padding, or by a norm over all items), "
+                "so the features of one batch are wrong in the next."
+            )
+
+
+def build_noise_items(processor: Any) -> list[Any]:
+    """Return two items of noise of different sizes for a processor."""
+    first = build_noise_item(processor)
+    random = np.random.default_rng(1)
+    if get_item_kind(get_item_argument(processor)) == "images":
+        return [first, Image.fromarray(random.integers(0, 256, (96, 72, 3), dtype=np.uint8))]
+    if get_item_dimensions(processor) == 2:
+        return [first, first[:1] + 1]
+    return [first, random.standard_normal(len(first) * 5 // 8).astype(np.float32)]
+
+
+def _process(task: ConversationTask, name: str, items: list[Any]) -> dict[str, Any]:
+    return task.collator.encoder_inputs({name: [CachedItem("", item, None) for item in items]})[name]
+
+
+def _encode(task: ConversationTask, name: str, items: list[Any], placement: DevicePlacement) -> list[Tensor]:
+    encoder = task.model.encoders[name]
+    inputs = placement.move_batch(_process(task, name, items))
+    known = inputs.pop(CACHED_FEATURES)
+    with torch.no_grad(), placement.forward_context():
+        arguments = encoder.rename_inputs(inputs)
+        tokens = split_items(encoder.module, arguments, get_token_states(encoder.encode(arguments))).tokens
+    return list(tokens.float().split(known["lengths"]))
+
+
+def _relative_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    return bool(np.array_equal(one, other))

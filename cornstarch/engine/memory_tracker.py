@@ -1,0 +1,175 @@
+"""The memory of a run's model and optimizer: measured in this process, and estimated by `cornstarch.plan.memory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cornstarch.config import OptimizerConfig, RunConfig
+from cornstarch.engine.model_parts import ModelPart
+from cornstarch.engine.optimizer import AveragedWeights, make_optimizer
+from cornstarch.errors import ConfigError
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.units import find_frozen_modules, find_fsdp_units
+from cornstarch.plan import DataPlan
+from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
+from cornstarch.report.number_format import format_bytes as show_size
+from cornstarch.trees import tensors_in
+
+_MATRIX, _VECTOR = (6, 10), (7,)  # a state of one of these sizes has it from the parameter
+
+
+# ---------------------------------------------------------------------------------------------------- sizes
+
+
+def model_size(model: nn.Module, data: DataPlan, optimizer: OptimizerConfig, averaged: bool = False) -> ModelSize:
+    """Return the sizes of a model's parameters and optimizer states. The model must not be sharded yet.
+
+    Args:
+        model: On any device, its parameters in the precisions of the run.
+        data: Determines which parameters are gathered together.
+        optimizer: Has states for trained parameters.
+        averaged: Whether an average of the weights is kept.
+    """
+    units = _number_units(model, data)
+    parameters = tuple(
+        ParameterSize(tuple(p.shape), p.element_size(), p.requires_grad, units.get(id(p))) for p in model.parameters()
+    )
+    kinds = {(p.dtype, p.dim() > 1) for p in model.parameters() if p.requires_grad}
+    if data.kind == "fsdp1":
+        kinds |= {(dtype, False) for dtype, _ in kinds}  # it flattens all parameters
+    states = {(dtype.itemsize, is_matrix): state_size(optimizer, dtype, is_matrix) for dtype, is_matrix in kinds}
+    return ModelSize(parameters, _count_bytes(model.buffers()), states, averaged)
+
+
+def _number_units(model: nn.Module, data: DataPlan) -> dict[int, int]:
+    """Return the number of the innermost unit of each parameter that is in one."""
+    if data.kind in ("ddp", "zero1"):
+        return {}
+    units = [*find_fsdp_units(model, data), *(find_frozen_modules(model) if data.kind == "fsdp1" else ())]
+    numbered = sorted(enumerate(units), key=lambda pair: -sum(1 for _ in pair[1].parameters()))
+    return {id(parameter): number for number, unit in numbered for parameter in unit.parameters()}
+
+
+def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> StateSize:
+    """Return the state of an optimizer for a parameter, found by stepping a small one."""
+    parameter = nn.Parameter(torch.ones(_MATRIX if is_matrix else _VECTOR, dtype=dtype))
+    # The rate and the decay do not change sizes; every optimizer accepts a decay of 0.
+    optimizer = make_optimizer(config, [ModelPart("", "", ("",), "full", 1e-3, 0.0, None, {"parameter": parameter})])
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:  # an optimizer of the user's, which may need a GPU
+        raise ConfigError(
+            f"optimizer.name = {config.name}\n  The size of its state cannot be determined: {type(error).__name__}: "
+            f"{error}."
+        ) from error
+    sizes = {"per_element": 0, "per_row": 0, "per_column": 0, "constant": 0}
+    for tensor in tensors_in(optimizer.state.get(parameter, {})):
+        if tensor.shape == parameter.shape:
+            sizes["per_element"] += tensor.element_size()
+        elif is_matrix and tensor.numel() == _MATRIX[0]:
+            sizes["per_row"] += tensor.element_size()
+        elif is_matrix and tensor.numel() == _MATRIX[1]:
+            sizes["per_column"] += tensor.element_size()
+        else:
+            sizes["constant"] += tensor.nbytes
+    return StateSize(**sizes)
+
+
+# ---------------------------------------------------------------------------------------------------- measured
+
+
+def measure_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: AveragedWeights | None = None
+) -> dict[str, int]:
+    """Return the bytes in this process: `parameters`, `gradients`, `optimizer`, `averages`, `buffers`.
+
+    Whole storages count, each once. Gradients exist between a backward pass and the step of the optimizer.
+    """
+    parameters = list(model.parameters())
+    return {
+        "parameters": _count_bytes(parameters),
+        "gradients": _count_bytes(parameter.grad for parameter in parameters if parameter.grad is not None),
+        "optimizer": _count_bytes(tensor for state in optimizer.state.values() for tensor in tensors_in(state)),
+        "averages": 0 if averages is None else _count_bytes(averages.averages.values()),
+        "buffers": _count_bytes(model.buffers()),
+    }
+
+
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {}
+    for tensor in tensors:
+        storage = to_local_tensor(tensor.detach()).untyped_storage()
+        storages[StorageWeakRef(storage)] = storage.nbytes()
+    return sum(storages.values())
+
+
+# ---------------------------------------------------------------------------------------------------- in a run
+
+
+class MeasuredRun(Protocol):
+    """The attributes of a `Trainer` that are read."""
+
+    rank: int
+    ranks: int
+    placement: DevicePlacement
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    averages: AveragedWeights | None
+
+
+class MemoryTracker:
+    """Compares, once in a run, the measured memory with the estimate.
+
+    Build it before the model is sharded, call `measure` before each optimizer step, and read `line` afterwards.
+
+    Args:
+        model: The model, its parameters in the precisions of the run.
+        config: The run.
+        copies: hsdp: the number of copies of the model (`Layout.replicate`).
+    """
+
+    def __init__(self, model: nn.Module, config: RunConfig, copies: int | None = None) -> None:
+        self._data, self._copies = config.parallel.data, copies or 1
+        self._size: ModelSize | None = None
+        self._line: str | None = None
+        self._steps = 0
+        plan = config.parallel
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+            return  # these are not estimated per rank yet
+        try:
+            self._size = model_size(model, self._data, config.optimizer, config.loop.ema_decay is not None)
+        except ConfigError as error:  # the run can train without an estimate
+            self._line = f"memory is not estimated: {error}"
+
+    def measure(self, run: MeasuredRun) -> None:
+        """Measure the second step, before the optimizer's: then both its states and the gradients exist."""
+        self._steps += 1
+        if self._steps == 2 and self._size is not None:
+            expected = memory_of(self._size, self._data, run.ranks, run.rank, self._copies)
+            self._line = _compare(run, expected)
+
+    def line(self) -> str | None:
+        """Return the comparison once; None before and afterwards."""
+        line, self._line = self._line, None
+        return line
+
+
+def _compare(run: MeasuredRun, expected: Memory) -> str:
+    measured = measure_bytes(run.model, run.optimizer, run.averages)
+    found = sum(measured.values())
+    kinds = [f"{name} {show_size(size)}" for name, size in measured.items() if size and name != "buffers"]
+    where = "" if run.ranks == 1 else f" on rank {run.rank} of {run.ranks}"
+    line = (
+        f"memory{where}: {show_size(found)} measured, {show_size(expected.persistent)} estimated "
+        f"({(found - expected.persistent) / max(expected.persistent, 1):+.1%}): {', '.join(kinds)}"
+    )
+    if run.placement.device.type == "cuda":
+        line += f"; at most {show_size(run.placement.memory())} so far, activations included"
+    return line

@@ -1,0 +1,160 @@
+"""The parts of a model as a run sees them: which parameters, trained how, at which rate, in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.config import ModelConfig, OptimizerConfig, PartConfig, Precision
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.device import DTYPES
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Some of a model's parameters, and what is said about them."""
+
+    name: str
+    kind: str
+    """The class."""
+    module_names: tuple[str, ...]
+    """Where it is in the model."""
+    mode: str
+    """What its description says."""
+    learning_rate: float
+    weight_decay: float
+    dtype: Precision | None
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict, compare=False, repr=False)
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False, repr=False)
+    """The shapes of whole parameters, where their own do not tell: FSDP 1 flattens them and keeps a piece."""
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a whole parameter."""
+        return self.shapes.get(name, self.parameters[name].shape)
+
+    def is_vector(self, name: str) -> bool:
+        """Whether a parameter is a bias or belongs to a norm, so that it is not decayed."""
+        return len(self.shape(name)) <= 1
+
+    def without_storage(self) -> ModelPart:
+        """Return it without the memory of its parameters, to be told of when they are elsewhere."""
+        bare = {n: nn.Parameter(p.detach().to("meta"), p.requires_grad) for n, p in self.parameters.items()}
+        return replace(self, parameters=bare)
+
+    @property
+    def train(self) -> str:
+        """How it is trained: full, lora or frozen."""
+        return self.mode if self.trained else "frozen"
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that change."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+    @property
+    def count(self) -> int:
+        """Parameters."""
+        return sum(self.shape(name).numel() for name in self.parameters)
+
+    @property
+    def trained_count(self) -> int:
+        """Parameters that change."""
+        return sum(self.shape(name).numel() for name in self.trained)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the parameters themselves."""
+        return sum(self.shape(name).numel() * parameter.itemsize for name, parameter in self.parameters.items())
+
+
+def split_into_parts(
+    model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig, *, is_stage: bool = False
+) -> list[ModelPart]:
+    """Return the parts of a model; every parameter is in exactly one.
+
+    Of a stage of a model (`is_stage`) there may be nothing to train: other stages have that.
+    """
+    parts = list(_iter_described_parts(model, config, optimizer))
+    for name, parameter in named_parameters(model).items():
+        longest = max((part for part in parts), key=lambda part: _match(name, part.module_names))
+        if _match(name, longest.module_names) < 0:
+            raise ConfigError(f"The parameter {name} belongs to no part of the model.")
+        longest.parameters[name] = parameter
+    parts = [part for part in parts if part.parameters]
+    if not is_stage and not any(part.trained for part in parts):
+        raise ConfigError(
+            "Nothing is trained: every part is frozen. Set `train` of one to full, lora or (encoders) projector."
+        )
+    return parts
+
+
+def _match(name: str, prefixes: tuple[str, ...]) -> int:
+    """Return the length of the longest prefix of a name, or -1."""
+    return max((len(p) for p in prefixes if not p or name == p or name.startswith(f"{p}.")), default=-1)
+
+
+def _iter_described_parts(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) -> Iterator[ModelPart]:
+    if not isinstance(model, MultimodalModel):
+        yield _part("model", model, ("",), config.whole, optimizer)
+        return
+    for name, encoder in model.encoders.items():
+        said = config.encoders.get(name, config.whole)
+        rate = getattr(said, "projector_learning_rate", None)
+        where = f"{name}_encoder"
+        yield _part(f"{name} encoder", encoder.module, (f"{where}.module",), said, optimizer)
+        assert encoder.projector is not None
+        places = (f"{where}.projector", where)
+        yield replace(_part(f"{name} projector", encoder.projector, places, said, optimizer, rate), mode="full")
+    yield _part(
+        "language model", model.language_model, ("language_model", ""), config.language_model or config.whole, optimizer
+    )
+
+
+def _part(
+    name: str,
+    module: nn.Module,
+    places: tuple[str, ...],
+    said: PartConfig | None,
+    optimizer: OptimizerConfig,
+    rate: float | None = None,
+) -> ModelPart:
+    own = said.learning_rate if said is not None else None
+    decay = said.weight_decay if said is not None else None
+    return ModelPart(
+        name,
+        type(unwrap(module)).__name__,
+        places,
+        said.train if said is not None else "full",
+        next(value for value in (rate, own, optimizer.learning_rate) if value is not None),
+        optimizer.weight_decay if decay is None else decay,
+        said.dtype if said is not None else None,
+    )
+
+
+@torch.no_grad()
+def cast_parts(parts: list[ModelPart], computed_in: torch.dtype) -> None:
+    """Bring each part's weights into the precision in which they are kept.
+
+    By default weights that change are kept in float32, because small changes would be lost in fewer bits, and those
+    that do not in what is computed in. Buffers stay as they are: positions and statistics need their precision.
+    """
+    for part in parts:
+        for parameter in part.parameters.values():
+            if not parameter.is_floating_point():
+                continue
+            default = torch.float32 if parameter.requires_grad else computed_in
+            wanted = DTYPES[part.dtype] if part.dtype is not None else default
+            if parameter.dtype == wanted:
+                continue
+            if isinstance(parameter, DTensor):  # its data are those of the tensor inside of it, which has a type too
+                kept = nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, kept)
+            else:
+                parameter.data = parameter.data.to(wanted)

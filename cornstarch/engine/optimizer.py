@@ -1,0 +1,253 @@
+"""Optimizers, learning rates and averaged weights."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from cornstarch.config import OptimizerConfig, ScheduleConfig
+from cornstarch.config.training import OPTIMIZER_NAMES
+from cornstarch.engine.model_parts import ModelPart
+from cornstarch.errors import ConfigError
+from cornstarch.kernels.adamw import select_optimizer_class
+from cornstarch.parallel.distributed import to_local_tensor
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+"""Optimizers that `optimizer.name` knows by a short name; any other is given as `package.module.Class`."""
+ELEMENTWISE = {"adamw", "sgd"}
+"""Those that step each number by itself, so that ranks may hold any shard of a parameter; others are tried first."""
+# What has a key of its own, because parts may differ in it.
+_SAID_ELSEWHERE = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
+_IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
+
+
+# ---------------------------------------------------------------------------------------------------- optimizers
+
+
+def register_optimizer(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    """Make an optimizer available as `optimizer.name`."""
+    OPTIMIZERS[name.lower()] = kind
+    if name.lower() not in OPTIMIZER_NAMES:
+        OPTIMIZER_NAMES.append(name.lower())
+
+
+def make_optimizer(
+    config: OptimizerConfig, parts: Sequence[ModelPart], only: Collection[str] | None = None
+) -> torch.optim.Optimizer:
+    """Return the optimizer of all parts: a group for each part, its biases and norms in one without weight decay.
+
+    Args:
+        config: Which one, and its settings.
+        parts: What is trained.
+        only: The names of the parameters whose states this process holds. Default: all.
+    """
+    kind = _optimizer_class(config)
+    options = _options(config, kind)
+    decays = "weight_decay" in _arguments(kind)
+    if not decays and any(part.weight_decay for part in parts if part.trained):
+        raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
+    # A process of a pipeline may have nothing to train; its optimizer then has nothing to do.
+    groups = [group for part in parts for group in _groups(part, decays, only)] or [{"params": []}]
+    if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, parts):
+        options["fused"] = True
+        if any(parameter.is_cuda for part in parts for parameter in part.trained.values()):
+            kind = select_optimizer_class(kind)
+    try:
+        return kind(groups, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer.name = {config.name}\n  {type(error).__name__}: {error}") from error
+
+
+def make_plain_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer of parameters that all have the config's own rate and weight decay."""
+    kind = _optimizer_class(config)
+    decay = {"weight_decay": config.weight_decay} if "weight_decay" in _arguments(kind) else {}
+    return kind([{"params": list(parameters), "lr": config.learning_rate, **decay}], **_options(config, kind))
+
+
+def apply_hyperparameters(
+    optimizer: torch.optim.Optimizer,
+    config: OptimizerConfig,
+    parts: Sequence[ModelPart],
+    only: Collection[str] | None = None,
+) -> None:
+    """Give an optimizer, restored from a checkpoint, what the config says now."""
+    fresh = make_optimizer(config, parts, only)
+    for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
+        group.update({key: value for key, value in wanted.items() if key not in ("params", "foreach", "fused")})
+
+
+def scale_rates(optimizer: torch.optim.Optimizer, how: str, replicas: int) -> None:
+    """Multiply the learning rates by the number of replicas, or its square root."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * _rate_scale(how, replicas)
+
+
+def _rate_scale(how: str, replicas: int) -> float:
+    return {"none": 1.0, "linear": float(replicas), "sqrt": math.sqrt(replicas)}[how]
+
+
+def highest_rate(config: OptimizerConfig, parts: Sequence[ModelPart], replicas: int) -> float:
+    """Return the highest learning rate of the parts that are trained."""
+    return max(part.learning_rate for part in parts if part.trained) * _rate_scale(config.scale_rate, replicas)
+
+
+def _groups(part: ModelPart, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    trained = {name: parameter for name, parameter in part.trained.items() if only is None or name in only}
+    if not decays:
+        kinds: list[tuple[list[nn.Parameter], dict[str, Any]]] = [(list(trained.values()), {})]
+    else:
+        kinds = [
+            ([p for name, p in trained.items() if not part.is_vector(name)], {"weight_decay": part.weight_decay}),
+            ([p for name, p in trained.items() if part.is_vector(name)], {"weight_decay": 0.0}),
+        ]
+    for parameters, options in kinds:
+        # One kernel for many takes parameters of one mesh only: those cut by tensor parallelism have another.
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for alike in by_mesh.values():
+            yield {"params": alike, "lr": part.learning_rate, **options}
+
+
+def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    module, _, name = config.name.rpartition(".")
+    try:
+        found = OPTIMIZERS.get(config.name.lower()) or getattr(import_module(module or "torch.optim"), name)
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(
+            f"optimizer.name = {config.name}\n  {error}. Expected {', '.join(OPTIMIZERS)}, or a class such as "
+            "torch.optim.Adafactor."
+        ) from error
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer.name = {config.name}\n  This is no class of optimizers.")
+    if found is torch.optim.SparseAdam:
+        raise ConfigError(f"optimizer.name = {config.name}\n  It takes sparse gradients only; expected adamw, say.")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer.name = {config.name}\n  It computes the loss several times per step, which this loop does not."
+        )
+    return found
+
+
+def _arguments(kind: type) -> Mapping[str, Any]:
+    return inspect.signature(kind).parameters
+
+
+def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
+    takes = _arguments(kind)
+    for name, key in _SAID_ELSEWHERE.items():
+        if name in config.arguments:
+            raise ConfigError(f"optimizer.arguments has {name!r}. Give it as {key}, or in a part of the model.")
+    unknown = sorted(set(config.arguments) - set(takes))
+    if unknown and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
+        known = sorted(set(takes) - {"params", "lr", "weight_decay"})
+        raise ConfigError(
+            f"optimizer.arguments has {unknown}, which {kind.__name__} does not take. It takes {', '.join(known)}."
+        )
+    options: dict[str, Any] = {}
+    if config.name.lower() == "adamw":
+        options = {"betas": config.betas, "eps": config.eps}
+    elif config.name.lower() == "sgd":
+        options = {"momentum": config.momentum}
+    return {**options, **config.arguments}
+
+
+def _can_fuse(kind: type[torch.optim.Optimizer], parts: Sequence[ModelPart]) -> bool:
+    trained = [parameter for part in parts for parameter in part.trained.values()]
+    if not issubclass(kind, torch.optim.Adam) and any(isinstance(parameter, DTensor) for parameter in trained):
+        return False  # torch 2.11 to 2.13 can fuse only Adam and AdamW of sharded parameters
+    devices = {parameter.device.type for parameter in trained}
+    return devices <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in trained)
+
+
+# ---------------------------------------------------------------------------------------------------- learning rates
+
+
+def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
+    """Return what the highest learning rate is multiplied by in a step, counted from 0.
+
+    The rate rises to its highest in the warm-up, whose steps all learn, and reaches `min_lr_ratio` after the last step.
+    """
+    warmup = min(round(config.warmup * total) if config.warmup < 1 else int(config.warmup), total)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.name == "constant":
+        return 1.0
+    done = min((step - warmup) / max(total - warmup, 1), 1.0)
+    left = 1 - done if config.name == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
+
+
+class LearningRate:
+    """Sets the rates of an optimizer's groups before each step; it has no state of its own.
+
+    Args:
+        optimizer: Of this rank, which may step some of the parameters only, or none.
+        config: How the rates change.
+        total: Steps of the run.
+        highest: The highest rate of all parts of the model, wherever they are. Default: that of the optimizer's groups.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, total: int, highest: float | None = None
+    ) -> None:
+        self._optimizer, self._config, self._total = optimizer, config, total
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._highest = max(self._rates) if highest is None else highest
+
+    def set(self, step: int) -> float:
+        """Set the rates of a step, counted from 0, and return the highest of all parts, the same on every rank."""
+        factor = rate_factor(self._config, step, self._total)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+        return self._highest * factor
+
+
+# ---------------------------------------------------------------------------------------------------- averages
+
+
+class AveragedWeights:
+    """An exponential moving average of the trained weights, in float32; each process averages what it holds."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._parameters = dict(parameters)
+        self._average = get_ema_multi_avg_fn(decay)
+        self.averages = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take one step's weights in."""
+        if not self._parameters:  # a stage that trains nothing
+            return
+        now = [to_local_tensor(parameter.detach()).float() for parameter in self._parameters.values()]
+        self._average([to_local_tensor(average) for average in self.averages.values()], now, None)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Run a block with the averages in place of the weights."""
+        trained = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        try:
+            self._put(self.averages)
+            yield
+        finally:
+            self._put(trained)
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        # In place: a sharded parameter's memory belongs to what shards it.
+        for name, parameter in self._parameters.items():
+            to_local_tensor(parameter.detach()).copy_(to_local_tensor(values[name]))

@@ -1,0 +1,383 @@
+"""Data parallelism: which rank holds which part of parameters, gradients and optimizer states, and what is sent when.
+
+Bytes are those of `cornstarch.plan.memory`. The model has as many equal layers as there are ranks, in float32, and is
+trained by Adam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from cornstarch.explain.story import (
+    NUMBER_BYTES,
+    DiagramBox,
+    DiagramRow,
+    Formula,
+    Story,
+    StoryStep,
+    Tone,
+    format_byte_count,
+    format_range,
+    sum_sent,
+)
+from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
+from cornstarch.plan.load_balancing import assign_largest_first
+from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
+from cornstarch.plan.plan import DataPlan
+
+_ADAM = {(NUMBER_BYTES, False): StateSize(per_element=8)}  # two averages in float32
+_GROUPS = ("parameters", "gradients", "optimizer states")
+_GAP = 0.4  # between groups, in boxes
+
+Part = Literal["", "whole", "slice", "gathered", "own"]
+"""Of a layer on a rank: nothing, all of it permanently, its slice, all of it temporarily, or gradients that are not
+summed over the ranks yet."""
+Parts = tuple[Part, ...]
+"""By layer."""
+
+_TONES: dict[Part, Tone] = {"": "n", "whole": "c6", "slice": "c1", "gathered": "c2", "own": "c4"}
+_MEANINGS: dict[Part, str] = {
+    "": "not here",
+    "whole": "whole",
+    "slice": "this rank's slice",
+    "gathered": "whole for a moment",
+    "own": "from this rank's samples only",
+}
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """The parts of every layer on every rank: by rank, by layer."""
+
+    parameters: tuple[Parts, ...]
+    gradients: tuple[Parts, ...]
+    optimizer: tuple[Parts, ...]
+
+    def replace(self, parameters: Part = "", gradients: Part = "", layer: int | None = None) -> ShardState:
+        """Return a state with other parts: of one layer, or of all."""
+
+        def change(parts: tuple[Parts, ...], part: Part) -> tuple[Parts, ...]:
+            return tuple(tuple(part if layer in (None, at) else old for at, old in enumerate(own)) for own in parts)
+
+        return ShardState(
+            change(self.parameters, parameters) if parameters else self.parameters,
+            change(self.gradients, gradients) if gradients else self.gradients,
+            self.optimizer,
+        )
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """A model under one kind of data parallelism."""
+
+    plan: DataPlan
+    parameters: int
+    ranks: int
+
+    @cached_property
+    def layers(self) -> tuple[ParameterSize, ...]:
+        """One parameter for each rank, as even as possible."""
+        bounds = [self.parameters * layer // self.ranks for layer in range(self.ranks + 1)]
+        sizes = [end - begin for begin, end in pairwise(bounds)]
+        return tuple(ParameterSize((size,), NUMBER_BYTES, True, unit) for unit, size in enumerate(sizes))
+
+    def memory(self, rank: int) -> Memory:
+        """Return the bytes of a rank after a backward pass."""
+        return memory_of(ModelSize(self.layers, states=_ADAM), self.plan, self.ranks, rank)
+
+    def count_bytes(self, rank: int, state: ShardState) -> int:
+        """Return a rank's bytes in a state; a gathered layer exists beside the rank's slice of it."""
+
+        def measure(layer: int, part: Part) -> Memory:
+            one = ModelSize((self.layers[layer],), states=_ADAM)
+            if part == "":
+                return Memory(0, 0, 0)
+            if part == "slice":
+                return memory_of(one, DataPlan("zero3"), self.ranks, rank)
+            return memory_of(one, DataPlan("ddp"), ranks=1)
+
+        total = 0
+        for layer in range(self.ranks):
+            parameters = state.parameters[rank][layer]
+            total += measure(layer, parameters).parameters
+            total += measure(layer, "slice").parameters if parameters == "gathered" else 0
+            total += measure(layer, state.gradients[rank][layer]).gradients
+            total += measure(layer, state.optimizer[rank][layer]).optimizer
+        return total
+
+    def build_resting_state(self) -> ShardState:
+        """Return the state between two steps, without gradients."""
+
+        def fill(part: Part) -> tuple[Parts, ...]:
+            return ((part,) * self.ranks,) * self.ranks
+
+        if self.plan.kind == "ddp":
+            return ShardState(fill("whole"), fill(""), fill("whole"))
+        if self.plan.kind == "zero1":
+            owners = assign_largest_first([layer.numel for layer in self.layers], self.ranks)
+            owned: tuple[Parts, ...] = tuple(
+                tuple("whole" if owner == rank else "" for owner in owners) for rank in range(self.ranks)
+            )
+            return ShardState(fill("whole"), fill(""), owned)
+        return ShardState(fill("slice"), fill(""), fill("slice"))
+
+    def build_step(self, title: str, description: str, state: ShardState, sent: float = 0.0) -> StoryStep:
+        """Return a step that leads to a state; `sent` is in bytes, by each rank."""
+        groups = dict(zip(_GROUPS, (state.parameters, state.gradients, state.optimizer), strict=True))
+        starts = [group * (self.ranks + _GAP) for group in range(len(_GROUPS))]
+        texts = {"": "", "own": "own", "slice": f"1/{self.ranks}"}
+        rows = []
+        for rank in range(self.ranks):
+            boxes = [
+                DiagramBox(start + layer, start + layer + 1, texts.get(part, "all"), _TONES[part],
+                           f"{name} of layer {layer}: {_MEANINGS[part]}")
+                for start, (name, parts) in zip(starts, groups.items(), strict=True)
+                for layer, part in enumerate(parts[rank])
+            ]  # fmt: skip
+            beside = f"holds {format_byte_count(self.count_bytes(rank, state))}"
+            rows.append(DiagramRow(f"rank {rank}", tuple(boxes), beside))
+        head = tuple(DiagramBox(start, start + self.ranks, name) for start, name in zip(starts, _GROUPS, strict=True))
+        return StoryStep(title, description, tuple(rows), head, (sent,) * self.ranks if sent else ())
+
+
+# ------------------------------------------------------------------------------------------------ stories
+
+
+def build_ddp(ranks: int, parameters: int) -> Story:
+    """Return DDP: everything on every rank."""
+    model = ShardedModel(DataPlan("ddp"), parameters, ranks)
+    start = model.build_resting_state()
+    text = "Every rank holds the whole model and all states of the optimizer, the same on all."
+    after = (
+        "Every rank steps all parameters by itself; as all had the same numbers and the same gradients, they stay the "
+        "same without a message."
+    )
+    steps = [model.build_step("Before", text, start), *_all_reduce(model), model.build_step("Step", after, start)]
+    return _build_story(
+        model,
+        "ddp",
+        "DDP: data parallelism",
+        "Every rank has the whole model and other samples; gradients are averaged, so that all take the same step.",
+        steps,
+        2,
+        "Gradients of the last layers are sent while backward still computes those of the first ones.",
+    )
+
+
+def build_zero1(ranks: int, parameters: int) -> Story:
+    """Return ZeRO-1: each rank has the optimizer states of some parameters."""
+    model = ShardedModel(DataPlan("zero1"), parameters, ranks)
+    start = model.build_resting_state()
+    text = (
+        "Every rank holds the whole model, but the optimizer's states only for the layers that it owns: they are the "
+        "largest part, and nobody else needs them."
+    )
+    after = "Every rank steps only the layers that it owns; its other layers are old now."
+    share = (
+        "Every owner sends its new layers to all others, so that all have the same model again; together this is as "
+        "much as an all-gather."
+    )
+    gather = all_gather_bytes(NUMBER_BYTES * parameters, ranks)
+    return _build_story(
+        model,
+        "zero1",
+        "ZeRO-1: sharded optimizer states",
+        "As DDP, but each rank keeps the states of the optimizer for its own part of the parameters only.",
+        [
+            model.build_step("Before", text, start),
+            *_all_reduce(model),
+            model.build_step("Step", after, start),
+            model.build_step("Share parameters", share, start, gather),
+        ],
+        3,
+        "Here whole parameters are assigned to ranks, the largest first to the rank with the least, and gradients are "
+        "averaged by DDP. Where gradients are only reduce-scattered, it is 2 (N − 1) / N.",
+    )
+
+
+def build_zero2(ranks: int, parameters: int) -> Story:
+    """Return ZeRO-2 as it is run here: gathered once for forward and backward."""
+    model = ShardedModel(DataPlan("zero2"), parameters, ranks)
+    start, size = model.build_resting_state(), NUMBER_BYTES * parameters
+    gathered = start.replace(parameters="gathered")
+    steps = [
+        ("Before", "Every rank holds a slice of every layer, with the states of the optimizer for it.", start, 0.0),
+        (
+            "Forward",
+            "Layer by layer all slices are gathered, and stay: backward will need the same parameters again.",
+            gathered,
+            all_gather_bytes(size, ranks),
+        ),
+        (
+            "Backward",
+            "Every rank computes gradients from its own samples; those of a layer are whole for a moment only.",
+            gathered.replace(gradients="own", layer=ranks - 1),
+            0.0,
+        ),
+        (
+            "Reduce-scatter",
+            "The gradients of each layer are summed over the ranks as soon as they are there, and every rank keeps the "
+            "slice that it will step; gathered parameters are freed.",
+            start.replace(gradients="slice"),
+            reduce_scatter_bytes(size, ranks),
+        ),
+    ]
+    return _build_story(
+        model,
+        "zero2",
+        "ZeRO-2: sharded gradients, too",
+        "Each rank keeps gradients and states of the optimizer for its slices only; parameters are whole from forward "
+        "to backward.",
+        [*(model.build_step(*step) for step in steps), _step_slices(model)],
+        2,
+        "In the original ZeRO-2 parameters are whole all the time. Here they are slices between steps.",
+    )
+
+
+def build_zero3(ranks: int, parameters: int) -> Story:
+    """Return ZeRO-3, pass by pass."""
+    model = ShardedModel(DataPlan("zero3"), parameters, ranks)
+    start, size = model.build_resting_state(), NUMBER_BYTES * parameters
+    gather = all_gather_bytes(size, ranks)
+    in_backward = start.replace(gradients="slice").replace(parameters="gathered", gradients="own", layer=0)
+    steps = [
+        ("Before", "Every rank holds a slice of everything: nothing is there twice.", start, 0.0),
+        (
+            "Forward",
+            "Each layer is gathered right before it computes and freed right after it; the picture shows the last one.",
+            start.replace(parameters="gathered", layer=ranks - 1),
+            gather,
+        ),
+        (
+            "Backward",
+            "Layers are gathered once more, from the last to the first, because they were freed; gradients of a layer "
+            "are whole until they are summed. The picture shows the first layer.",
+            in_backward,
+            gather,
+        ),
+        (
+            "Reduce-scatter",
+            "The gradients of each layer have been summed over the ranks; every rank keeps the slice that it steps.",
+            start.replace(gradients="slice"),
+            reduce_scatter_bytes(size, ranks),
+        ),
+    ]
+    return _build_story(
+        model,
+        "zero3",
+        "ZeRO-3: sharded parameters, too",
+        "Each rank keeps a slice of parameters, gradients and states; a layer is whole only while it computes. "
+        "The topic fsdp shows it layer by layer.",
+        [*(model.build_step(*step) for step in steps), _step_slices(model)],
+        3,
+        "It sends half as much again as DDP, and holds 1 / N of everything, and one or two whole layers.",
+    )
+
+
+def build_fsdp(ranks: int, parameters: int) -> Story:
+    """Return FSDP, layer by layer."""
+    model = ShardedModel(DataPlan("fsdp2"), parameters, ranks)
+    start = model.build_resting_state()
+    text = "Every parameter is cut along its first dimension, and each rank holds one slice of it."
+    steps = [model.build_step("Before", text, start)]
+    for layer, size in enumerate(model.layers):
+        freed = f"; layer {layer - 1} is freed, its slice stays." if layer else "."
+        text = f"Layer {layer} is gathered because its forward needs all of it{freed}"
+        state = start.replace(parameters="gathered", layer=layer)
+        steps.append(model.build_step(f"Forward of layer {layer}", text, state, all_gather_bytes(size.bytes, ranks)))
+    text = "The last layer is freed, too, and every rank computes the loss of its own samples."
+    steps.append(model.build_step("Loss", text, start))
+    state = start
+    for layer in reversed(range(ranks)):
+        size = model.layers[layer]
+        text = f"Layer {layer} is gathered once more, and every rank computes its gradients from its own samples."
+        now = state.replace(parameters="gathered", gradients="own", layer=layer)
+        steps.append(model.build_step(f"Backward of layer {layer}", text, now, all_gather_bytes(size.bytes, ranks)))
+        text = f"Its gradients are summed over the ranks, each keeps its slice; layer {layer} is freed."
+        state = state.replace(gradients="slice", layer=layer)
+        sent = reduce_scatter_bytes(size.bytes, ranks)
+        steps.append(model.build_step(f"Reduce-scatter of layer {layer}", text, state, sent))
+    return _build_story(
+        model,
+        "fsdp",
+        "FSDP: fully sharded data parallelism",
+        "ZeRO-3 as torch runs it: unit by unit, mostly layers. A unit's parameters are gathered together, and while "
+        "one unit computes the next one is already coming.",
+        [*steps, _step_slices(model)],
+        3,
+        "The picture leaves out the unit that comes while another computes: with it two are whole at a time.",
+    )
+
+
+def _all_reduce(model: ShardedModel) -> list[StoryStep]:
+    """DDP and ZeRO-1: gradients of a rank's own samples, then of the whole batch."""
+    start = model.build_resting_state()
+    own = "Every rank computes gradients from its own samples: they differ from rank to rank."
+    summed = "Gradients are summed over the ranks, so that every rank has those of the whole batch."
+    sent = all_reduce_bytes(NUMBER_BYTES * model.parameters, model.ranks)
+    return [
+        model.build_step("Forward and backward", own, start.replace(gradients="own")),
+        model.build_step("All-reduce", summed, start.replace(gradients="whole"), sent),
+    ]
+
+
+def _step_slices(model: ShardedModel) -> StoryStep:
+    text = "Every rank steps its slices by itself: all that a slice needs is on the same rank. Gradients are freed."
+    return model.build_step("Step", text, model.build_resting_state())
+
+
+def _build_story(
+    model: ShardedModel, topic: str, title: str, lead: str, steps: list[StoryStep], passes: int, remark: str
+) -> Story:
+    """Add formulas; `passes` counts all-gathers and reduce-scatters over all parameters, an all-reduce as both."""
+    ranks, parameters = model.ranks, model.parameters
+    sent = passes * all_gather_bytes(NUMBER_BYTES * parameters, ranks)
+    by_kind: dict[str, tuple[str, float]] = {
+        "ddp": ("(4 + 4 + 8) Ψ", 16 * parameters),
+        "zero1": ("(4 + 4) Ψ + 8 Ψ / N", 8 * parameters + 8 * parameters / ranks),
+    }
+    symbols, held = by_kind.get(model.plan.kind, ("(4 + 4 + 8) Ψ / N", 16 * parameters / ranks))
+    counted = tuple(float(model.memory(rank).persistent) for rank in range(ranks))
+    values = f"Ψ = {parameters:,}, N = {ranks}"
+    formulas = (
+        Formula(
+            "Bytes that each rank sends in a step",
+            f"{passes} (N − 1) / N × 4 Ψ",
+            values,
+            format_byte_count(sent),
+            format_range(sum_sent(steps)),
+        ),
+        Formula(
+            "Bytes that each rank holds with its gradients",
+            symbols,
+            values,
+            format_byte_count(held),
+            format_range(counted),
+        ),
+    )
+    remarks = (
+        remark,
+        f"The model: {parameters:,} parameters in float32 (4 bytes, gradients 4, Adam's averages 8), in {ranks} "
+        "equal layers. In the picture each group has a box for each layer.",
+    )
+    used = {box.tone for step in steps for row in step.rows for box in row.boxes}
+    legend = tuple((_TONES[part], text) for part, text in _MEANINGS.items() if part and _TONES[part] in used)
+    return Story(topic, title, lead, tuple(_mark_changes(steps)), formulas, remarks, legend)
+
+
+def _mark_changes(steps: Sequence[StoryStep]) -> Iterator[StoryStep]:
+    """Yield the steps with new boxes marked: those that were absent, partial or not summed in the step before."""
+    yield steps[0]
+    for before, step in pairwise(steps):
+        rows = []
+        for old, row in zip(before.rows, step.rows, strict=True):
+            boxes = [
+                replace(box, fresh=box.tone not in ("n", was.tone) and was.tone != _TONES["gathered"])
+                for was, box in zip(old.boxes, row.boxes, strict=True)
+            ]
+            rows.append(replace(row, boxes=tuple(boxes)))
+        yield replace(step, rows=tuple(rows))

@@ -1,0 +1,1 @@
+"""Faster ways to compute a layer, a loss and an optimizer step on one device."""

@@ -1,0 +1,108 @@
+"""Regional compilation: layers are compiled one by one, equal layers share a graph, the code around them stays eager.
+
+Only a layer's `forward` is compiled: hooks that shard or count run around it as before, activation checkpointing stays
+around it, and parameter names do not change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cornstarch.compat import compile_error, compile_variants
+from cornstarch.kernels.activation_checkpointing import CheckpointedForward
+
+OnFailure = Callable[[str], None]
+
+
+class CompiledForward:
+    """The compiled forward of a layer; the eager one if compilation fails and `on_failure` is given."""
+
+    def __init__(
+        self, plain: Callable[..., Any], layer: nn.Module, on_failure: OnFailure | None, **options: Any
+    ) -> None:
+        self.plain = plain
+        self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
+        self._on_failure, self._layer = on_failure, type(layer).__name__
+        functools.update_wrapper(self, self.plain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer."""
+        if self._compiled is None:
+            return self.plain(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except compile_error() as error:
+            if self._on_failure is None:
+                raise
+            self._compiled = None
+            self._on_failure(f"{self._layer} cannot be compiled: {str(error).strip().splitlines()[0]}")
+            return self.plain(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the eager forward of the copied layer: the compiled code is bound to this layer."""
+        return copy.deepcopy(self.plain, memo)
+
+
+class UncompiledForward:
+    """The forward of attention that loops over the items of a row, excluded from compilation.
+
+    Encoders over the patches of many images (Qwen2-VL) do so where no kernel takes the lengths of images. A graph of
+    the loop would be specialized to the number of images, and every other number would compile again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.plain = module.forward
+        functools.update_wrapper(self, self.plain)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module eagerly."""
+        return self.plain(*args, **kwargs)
+
+
+def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = None, **options: Any) -> int:
+    """Compile the forward of layers, in place; return how many.
+
+    Args:
+        layers: The layers; layers that are already compiled are skipped.
+        on_failure: Called with the reason if a layer cannot be compiled and runs eagerly instead. Default: raise.
+        options: Of `torch.compile`.
+    """
+    count = 0
+    for layer in layers:
+        wrapper = layer.__dict__.get("forward")
+        forward = wrapper.inner if isinstance(wrapper, CheckpointedForward) else layer.forward
+        if isinstance(forward, CompiledForward):
+            continue
+        for module in layer.modules():
+            if module is not layer and "cu_seqlens" in inspect.signature(module.forward).parameters:
+                module.__dict__["forward"] = UncompiledForward(module)
+        replacement = CompiledForward(forward, layer, on_failure, **options)
+        if isinstance(wrapper, CheckpointedForward):
+            wrapper.inner = replacement
+        else:
+            layer.__dict__["forward"] = replacement
+        count += 1
+    return count
+
+
+def uncompile_layers(layers: Iterable[nn.Module]) -> None:
+    """Undo `compile_layers`."""
+    for layer in layers:
+        found = layer.__dict__.get("forward")
+        if isinstance(found, CheckpointedForward) and isinstance(found.inner, CompiledForward):
+            found.inner = found.inner.plain
+        for module in layer.modules():
+            found = module.__dict__.get("forward")
+            if isinstance(found, CompiledForward | UncompiledForward):
+                bound_by_class = getattr(found.plain, "__func__", None) is type(module).forward
+                module.__dict__.pop("forward")
+                if not bound_by_class:
+                    module.__dict__["forward"] = found.plain

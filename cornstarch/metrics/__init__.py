@@ -1,0 +1,1 @@
+"""What a run measures and reports: metrics, trackers, progress, profiles, timelines."""

@@ -1,0 +1,394 @@
+"""metrics.jsonl, one JSON object per line, and the measurement of throughput and step times.
+
+The file is strict JSON, which has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and
+"-Infinity", and `read_metrics` returns them as numbers. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat
+
+from cornstarch.errors import ConfigError
+from cornstarch.files import sync
+
+if TYPE_CHECKING:
+    import torch
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_MAYBE_NOT_FINITE = (b'"NaN"', b'Infinity"')
+
+
+class MetricsFile:
+    """The metrics file of a run. The operating system has each line as soon as `append` returns."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+        try:
+            self._open()
+            self._repair_last_line()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file. Repeated calls do nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line, whole or not at all."""
+        assert self._file is not None, "the file is closed"
+        line = _encode(record)
+        start = os.fstat(self._file).st_size
+        try:
+            done = 0
+            while done < len(line):  # a nearly full disk accepts only a part at first
+                done += os.write(self._file, line[done:])
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, start)
+            raise self._failure(error) from error
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines after a step, so that a run resumed there logs each step once."""
+        try:
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _is_until(line, step)]
+            if len(kept) < len(lines):
+                self._replace(b"".join(kept))
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _open(self) -> None:
+        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _repair_last_line(self) -> None:
+        """Remove a line that a killed run left unfinished; the next line would be appended to it."""
+        assert self._file is not None
+        size = os.fstat(self._file).st_size
+        if not size or os.pread(self._file, 1, size - 1) == b"\n":
+            return
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if _parse_or_none(content[whole:]) is None:
+            os.ftruncate(self._file, whole)
+        else:
+            os.write(self._file, b"\n")
+
+    def _replace(self, content: bytes) -> None:
+        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync(self.path.parent)
+        self.close()
+        self._open()
+
+    def _failure(self, error: OSError) -> ConfigError:
+        try:
+            free = f" ({shutil.disk_usage(self.path.parent).free / 1e6:,.0f} MB are free there)"
+        except OSError:
+            free = ""
+        return ConfigError(
+            f"{self.path} cannot be written: {error.strerror}{free}.\n"
+            "  Free some space, or resume the run in another folder: output=<folder>."
+        )
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """Return all lines. Lines that are not JSON objects, such as a truncated last one, are left out."""
+    try:
+        with open(path, "rb") as file:
+            return [record for line in file if (record := _parse_or_none(line)) is not None]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return one line as a dict, with NaN and infinity as numbers. Raise ValueError if it is not a JSON object."""
+    try:
+        record = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, expected an object")
+    if any(text in line for text in _MAYBE_NOT_FINITE):
+        return {key: value if key == "text" else _as_number(value) for key, value in record.items()}
+    return record
+
+
+def _parse_or_none(line: bytes) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        return parse_line(line)
+    return None
+
+
+def _is_until(line: bytes, step: int) -> bool:
+    record = _parse_or_none(line)
+    if record is None or not line.endswith(b"\n"):
+        return False
+    found = record.get("step")
+    return not (isinstance(found, int | float) and found > step)
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(record, allow_nan=False, ensure_ascii=False, default=_as_python)
+    except ValueError:  # a number is not finite: rare, so that only now the record is searched for it
+        text = json.dumps(_as_text(record), allow_nan=False, ensure_ascii=False)
+    return text.encode("utf-8", "replace") + b"\n"
+
+
+def _as_python(value: Any) -> Any:
+    """Convert a NumPy or torch scalar."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _as_text(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_text(inner) for inner in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    number = value if isinstance(value, float) else _as_python(value)
+    if not isinstance(number, float) or math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _as_number(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_number(inner) for inner in value]
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+# ------------------------------------------------------------------------------------------------ throughput
+
+
+class Throughput:
+    """Accumulates steps and reports their loss and speed since the last report.
+
+    Args:
+        clock: Returns seconds; it must be monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._pauses = 0
+        self.start()
+
+    def start(self, seconds: float = 0.0, tokens: int = 0) -> None:
+        """Start counting; a resumed run passes its totals so far."""
+        self.tokens = tokens
+        self._seconds = seconds
+        self._since = self._clock()
+        self._start_window(seconds)
+
+    def _start_window(self, seconds: float) -> None:
+        self._window_start = seconds
+        self._samples = self._tokens = self._trained = 0
+        self.steps, self._waited, self._flops = 0, 0.0, 0.0
+        self._losses: list[SupportsFloat] = []
+        self._items: Counter[str] = Counter()
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training, without pauses."""
+        return self._seconds if self._pauses else self._seconds + self._clock() - self._since
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Exclude a block, such as an evaluation, from the training time. Pauses may be nested."""
+        if not self._pauses:
+            self._seconds = self.seconds
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if not self._pauses:
+                self._since = self._clock()
+
+    def add(
+        self,
+        samples: int,
+        tokens: int,
+        trained_tokens: int,
+        loss: SupportsFloat,
+        items: Mapping[str, int],
+        waited: float = 0.0,
+        flops: float = 0.0,
+    ) -> None:
+        """Count one step.
+
+        Args:
+            samples: Samples of the step.
+            tokens: All tokens, trained on or not.
+            trained_tokens: Tokens that the loss is over.
+            loss: The sum over the trained tokens. A tensor must be detached; it is not read before `line`, so that
+                the CPU does not wait for the GPU.
+            items: Images or sounds, by modality.
+            waited: Seconds spent waiting for the step's data.
+            flops: FLOPs of the model; 0 if they are not counted.
+        """
+        self.steps += 1
+        self._waited += waited
+        self._flops += flops
+        self._samples += samples
+        self._tokens += tokens
+        self._trained += trained_tokens
+        self._losses.append(loss)
+        self._items.update(items)
+
+    def line(self) -> dict[str, Any]:
+        """Return loss and speed of the steps since the last call, and the total of tokens and seconds."""
+        total = sum(map(float, self._losses))
+        seconds = self.seconds  # read after the losses: reading them waits until the GPU has done the steps
+        elapsed = seconds - self._window_start
+
+        def rate(count: float) -> float:
+            return count / elapsed if elapsed > 0 else 0.0
+
+        self.tokens += self._tokens
+        line = {
+            "loss": total / self._trained if self._trained else math.nan,
+            "tokens": self.tokens,
+            "tokens_per_second": rate(self._tokens),
+            "samples_per_second": rate(self._samples),
+            "items_per_second": {name: rate(count) for name, count in self._items.items()},
+            "seconds": seconds,
+            "step_time": elapsed / self.steps if self.steps else 0.0,
+            "data_wait": self._waited / self.steps if self.steps else 0.0,
+        }
+        if self._flops:
+            line["flops_per_second"] = rate(self._flops)
+        self._start_window(seconds)
+        return line
+
+
+# ------------------------------------------------------------------------------------------------ step times
+
+
+class TimingEvent(Protocol):
+    """A recorded `torch.cuda.Event`, or a fake one."""
+
+    def query(self) -> bool:
+        """Whether the device has passed the event."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the milliseconds until a later event."""
+
+
+class StepTimes(NamedTuple):
+    """Sums over steps, measured on the device."""
+
+    steps: int
+    seconds: float
+    """From the end of the previous step to the end of each step."""
+    waited: float
+    """The part of `seconds` in which the device was idle because a batch was missing."""
+
+
+class _PendingStep(NamedTuple):
+    previous_end: TimingEvent | None
+    """None after a pause."""
+    start: TimingEvent
+    end: TimingEvent
+    waited: float
+
+
+class StepClock:
+    """Times steps by events on the device's stream.
+
+    The CPU enqueues a step long before the GPU has done it, so that the CPU's clock shows when steps were enqueued, not
+    how long they took. Events are read once the GPU has passed them; nothing waits for them.
+
+    Args:
+        record: Records an event on the device's stream. None: steps run on the CPU, whose own clock is exact.
+    """
+
+    def __init__(self, record: Callable[[], TimingEvent] | None) -> None:
+        self._record = record
+        self._previous_end: TimingEvent | None = None
+        self._start: TimingEvent | None = None
+        self._pending: deque[_PendingStep] = deque()
+        self._times = StepTimes(0, 0.0, 0.0)
+
+    @classmethod
+    def for_device(cls, device: torch.device) -> StepClock:
+        """Return the clock of a device."""
+        if device.type != "cuda":
+            return cls(None)
+        import torch
+
+        def record() -> torch.cuda.Event:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(device))
+            return event
+
+        return cls(record)
+
+    @property
+    def pending_steps(self) -> int:
+        """Steps that the device has not finished, as far as is known."""
+        return len(self._pending)
+
+    def start_step(self) -> None:
+        """Record that a step is enqueued from here on."""
+        self._start = None if self._record is None else self._record()
+
+    def end_step(self, waited: float) -> None:
+        """Record that a step was enqueued, and how many seconds the process waited for its batch."""
+        if self._record is None or self._start is None:
+            return
+        end = self._record()
+        self._pending.append(_PendingStep(self._previous_end, self._start, end, waited))
+        self._previous_end, self._start = end, None
+        self._collect()
+
+    def pause(self) -> None:
+        """Exclude the device's work until the next step."""
+        self._previous_end = None
+
+    def read(self) -> StepTimes | None:
+        """Return the times of the steps that finished since the last call; None on a CPU."""
+        if self._record is None:
+            return None
+        self._collect()
+        times, self._times = self._times, StepTimes(0, 0.0, 0.0)
+        return times
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0].end.query():
+            step, times = self._pending.popleft(), self._times
+            # Between two steps the device waits for the batch, and for whatever else the process does.
+            idle = step.waited if step.previous_end is None else step.previous_end.elapsed_time(step.start) / 1000
+            seconds = idle + step.start.elapsed_time(step.end) / 1000
+            self._times = StepTimes(times.steps + 1, times.seconds + seconds, times.waited + min(step.waited, idle))

@@ -1,0 +1,398 @@
+"""Decompose a whole Hugging Face multimodal model into encoders, projectors and a causal language model.
+
+It works without code for any one model. A *skeleton* of a Hugging Face module has its methods and config, but no
+weights and no children. An encoder's features are computed by the model's own `get_image_features` on a skeleton to
+which tower and projector are attached; positions and masks by the model's own forward on a skeleton whose language
+model only records how it is called. Before that, the same forward is probed with a made-up sentence and made-up
+features: a model that does anything else than put features in place of the placeholders is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cornstarch.attention.mask import MaskSpec
+from cornstarch.attention.mask_verification import attend_through_masks, use_eval_mode
+from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
+from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import TextInputs
+from cornstarch.models.multimodal_language_model.import_hf.causal_head import build_causal_language_model
+from cornstarch.models.multimodal_language_model.import_hf.modalities import (
+    TYPE_IDS,
+    find_modalities,
+    probe_forward,
+    refuse,
+)
+from cornstarch.models.multimodal_language_model.import_hf.skeleton import copy_skeleton, record_language_model_call
+from cornstarch.models.multimodal_language_model.import_hf.tower import TowerEncoder, TowerFeatures
+from cornstarch.models.multimodal_language_model.merge import TEXT
+from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, unwrap
+
+
+@dataclass(frozen=True)
+class DecomposedOrigin:
+    """The class and config of the model that a `DecomposedModel` was made from: enough to build its parts again."""
+
+    class_path: str
+    """`transformers.models.llava.modeling_llava.LlavaForConditionalGeneration`"""
+    config: dict[str, Any]
+    """The whole model's config, as its `to_dict` returns it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DecomposedOrigin:
+        """Read the result of `to_dict`."""
+        return cls(class_path=data["class_path"], config=data["config"])
+
+
+class DecomposedModel(MultimodalModel):
+    """The parts of a Hugging Face multimodal model; logits, loss and text are bit-equal to the original's.
+
+    Batches are those of the original's processor. Labels are used as the original uses them, also at placeholders.
+    Video inputs are accepted by `generate` only.
+    """
+
+    _whole: PreTrainedModel
+    _inner: PreTrainedModel
+
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        text_name: str,
+        encoders: dict[str, TowerEncoder],
+        language_model: PreTrainedModel,
+        origin: DecomposedOrigin,
+    ) -> None:
+        # Encoders are added one by one, which skips the check of the language model: the original uses it the same way.
+        super().__init__({}, language_model)
+        for name, encoder in encoders.items():
+            self.add_encoder(name, encoder)
+        self.trains_on_placeholders = True
+        self.positions_from_mask = False
+        self.origin = origin
+        self.text_name = text_name
+        inner = whole.base_model
+        self._child_names = tuple(name for name, _ in inner.named_children())
+        self._head_name = next(n for n, m in whole.named_children() if m is whole.get_output_embeddings())
+        # Hidden from torch: not children of this model.
+        object.__setattr__(self, "_whole", copy_skeleton(whole))
+        object.__setattr__(self, "_inner", copy_skeleton(inner))
+        for encoder in encoders.values():
+            self._inner.__dict__.update(encoder.build_placeholders())
+        names = set(get_argument_names(inner)) - LANGUAGE_MODEL_INPUTS - {"mm_encoder_outputs"}
+        self._triggers = {encoder.modality.inputs[0]: name for name, encoder in encoders.items()}
+        self._video_names = {name for encoder in encoders.values() for name in encoder.modality.video_inputs}
+        # The batch keys that the model's own forward takes, without the encoders' main inputs.
+        self._forward_names = frozenset(names - self._triggers.keys() - self._video_names)
+        self.set_modality_token_ids({name: encoder.modality.token_id for name, encoder in encoders.items()})
+
+    @property
+    def _towers(self) -> dict[str, TowerEncoder]:
+        return cast(dict[str, TowerEncoder], self.encoders)
+
+    # ------------------------------------------------------------------ forward
+
+    def _flatten(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch without nested dictionaries and without None."""
+        flat = {name: value for name, value in batch.items() if value is not None}
+        for name in self.encoder_names:
+            if isinstance(flat.get(name), Mapping):
+                flat.update(flat.pop(name))
+        return flat
+
+    def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """Return the inputs of each encoder that runs on this batch, and the rest for the language model."""
+        flat = self._flatten(batch)
+        for name in sorted(self._video_names.intersection(flat)):
+            raise ConfigError(
+                f"{name!r} is a video input; a {type(self._whole).__name__} that was taken apart reads images, audio "
+                "and text. Give frames as images, or use the model that `whole()` returns."
+            )
+        taken = {key for encoder in self.encoders.values() for key in encoder.input_names}
+        shared = {name: value for name, value in flat.items() if name in self._forward_names}
+        encoder_inputs, rest = super().split_batch({k: v for k, v in flat.items() if k in taken or k not in shared})
+        # The model's own forward needs some of the encoders' inputs as well: image grids for positions, say.
+        return encoder_inputs, {**rest, **shared}
+
+    def merge(self, features: dict[str, EncoderFeatures], **inputs: Any) -> tuple[dict[str, Any], Any]:
+        """Return the language model's inputs, and the mask where plain causal attention is not enough."""
+        text, rest = TextInputs.split(inputs)
+        shared = {name: rest.pop(name) for name in self._forward_names.intersection(rest)}
+        position_ids, spans = text.position_ids, None
+        if text.documents is not None and text.input_ids is not None:
+            position_ids, spans = self._run_documents(text.input_ids, text.documents, position_ids, {**rest, **shared})
+        known = {"attention_mask": text.attention_mask, "position_ids": position_ids, "labels": text.labels, **rest}
+        call = self._record_call(features, text.input_ids, text.inputs_embeds, {**known, **shared})
+        call = {name: value for name, value in call.items() if value is not known.get(name)}
+        if text.documents is not None:  # positions are set, and the mask is ours
+            call = {name: value for name, value in call.items() if name not in LANGUAGE_MODEL_INPUTS}
+        position_ids = call.pop("position_ids", position_ids)
+        llm_inputs, spec = super().merge(features, **{**vars(text), "position_ids": position_ids}, **rest)
+        llm_inputs.update(call)
+        if spans is not None:
+            assert text.documents is not None
+            spec = (spec or MaskSpec.from_documents(text.documents)).with_spans(spans)
+        return llm_inputs, spec
+
+    def _record_call(
+        self,
+        features: Mapping[str, EncoderFeatures],
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        inputs: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Return the arguments of the original forward's call of its language model, without the embeddings."""
+        if input_ids is None:
+            assert inputs_embeds is not None
+            inputs = {**inputs, "inputs_embeds": inputs_embeds}
+        else:
+            inputs = {**inputs, "input_ids": input_ids}
+            zero = torch.zeros(1, dtype=self.dtype, device=self.device)
+            inputs_embeds = zero.expand(*input_ids.shape, self._embedding_width())
+        outputs: dict[str, Any] = {}
+        for name, found in features.items():
+            modality, behavior = self._towers[name].modality, self._towers[name].behavior
+            if behavior.passes_on_more and isinstance(found, TowerFeatures):
+                outputs[cast(str, modality.method)] = found.output
+                inputs[modality.inputs[0]] = found.tokens
+        self._add_type_ids(inputs, features)
+        taken = get_argument_names(self._inner)
+        inputs = {name: value for name, value in inputs.items() if name in taken and value is not None}
+        self._inner.training = self.training
+        text_model = self._text_model()
+        call = record_language_model_call(self._inner, self.text_name, text_model, inputs_embeds, inputs, outputs)
+        del call["inputs_embeds"]
+        return call
+
+    def _add_type_ids(self, inputs: dict[str, Any], present: Mapping[str, Any]) -> None:
+        """Add the modality of each token, as processors do for models that take it."""
+        input_ids = inputs.get("input_ids")
+        if "mm_token_type_ids" not in self._forward_names or "mm_token_type_ids" in inputs:
+            return
+        if input_ids is None or not present:
+            return
+        types = torch.zeros_like(input_ids)
+        for name, token_id in self.modality_token_ids.items():
+            types[input_ids == token_id] = TYPE_IDS[self._towers[name].modality.kind]
+        inputs["mm_token_type_ids"] = types
+
+    def _run_documents(
+        self, input_ids: Tensor, documents: Tensor, position_ids: Tensor | None, rest: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the positions and spans of packed tokens, computed by the original forward on each document alone.
+
+        Returns:
+            Positions: the given ones, or the model's own.
+            Spans of tokens that see each other, [B, S]; None for a model that makes no masks itself.
+        """
+        makes_masks = any(encoder.behavior.makes_masks for encoder in self._towers.values())
+        if position_ids is not None and not makes_masks:
+            return position_ids, None
+        if makes_masks:
+            attend_through_masks(self.language_model)  # the model then makes boolean masks
+        places = [row == number for row in documents for number in row[row > 0].unique_consecutive()]
+        rows = [i for i, row in enumerate(documents) for _ in row[row > 0].unique_consecutive()]
+
+        def unpack(values: Tensor) -> Tensor:
+            found = [values[i][place] for i, place in zip(rows, places, strict=True)]
+            return torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+        def pack(values: Tensor, fill: int) -> Tensor:
+            values = values.expand(*values.shape[:-2], *texts.shape)  # positions may be the same in all rows
+            packed = values.new_full((*values.shape[:-2], *documents.shape), fill)
+            for number, (row, place) in enumerate(zip(rows, places, strict=True)):
+                packed[..., row, place] = values[..., number, : int(place.sum())]
+            return packed
+
+        texts, mask = unpack(input_ids), unpack((documents > 0).long())
+        inputs: dict[str, Any] = {"input_ids": texts, "attention_mask": mask}
+        for name, value in rest.items():
+            is_per_token = isinstance(value, Tensor) and value.shape == input_ids.shape
+            inputs[name] = unpack(value) if is_per_token else value
+        present = {name: True for name, token in self.modality_token_ids.items() if bool((texts == token).any())}
+        self._add_type_ids(inputs, present)
+        call = self._record_call({}, texts, None, inputs)
+        if position_ids is None:
+            counted = torch.arange(texts.shape[1], device=texts.device)  # for a model that does not count positions
+            position_ids = pack(call.get("position_ids", counted.expand_as(texts)), 0)
+        if not makes_masks:
+            return position_ids, None
+        try:
+            spans = find_spans(call.get("attention_mask"), mask.sum(-1))
+        except UnsupportedModelError as error:
+            raise ConfigError(
+                f"{type(self._whole).__name__} makes attention masks of its own, which a packed row would not have: "
+                f"{error}. Give one sample per row."
+            ) from error
+        return position_ids, pack(spans, TEXT)
+
+    # ------------------------------------------------------------------ the original model
+
+    def _text_model(self) -> PreTrainedModel:
+        return unwrap(self.language_model).base_model  # type: ignore[return-value]
+
+    def whole(self) -> PreTrainedModel:
+        """Return the original model, built from the current parts of this one."""
+        language_model: Any = unwrap(self.language_model)
+        inner, whole = copy_skeleton(self._inner), copy_skeleton(self._whole)
+        for encoder in self._towers.values():
+            encoder.attach_to(inner)
+        inner._modules[self.text_name] = self._text_model()
+        inner._modules = {name: inner._modules[name] for name in self._child_names}
+        whole._modules = {whole.base_model_prefix: inner, self._head_name: language_model.get_output_embeddings()}
+        whole.generation_config = language_model.generation_config
+        inner.training = whole.training = self.training
+        return whole
+
+    def verify(self, **batch: Any) -> None:
+        """Raise `UnsupportedModelError` unless the parts and the whole model give equal logits on this batch."""
+        with use_eval_mode(self):
+            found, expected = self(**batch).logits, self.whole()(**batch).logits
+        if not torch.equal(found, expected):
+            difference = float((found - expected).abs().max())
+            raise refuse(self._whole, f"on this batch its parts give other logits, by up to {difference:.3g}")
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """Continue the text with the original's `generate` over the current parts; takes the original's arguments."""
+        adapters = getattr(self.language_model, "active_peft_config", None)
+        if (
+            self.preprocess_llm_callback is not None
+            or any(encoder.has_callbacks for encoder in self._towers.values())
+            or getattr(adapters, "is_prompt_learning", False)  # adds to the text model's inputs from outside
+        ):
+            return super().generate(input_ids, attention_mask, **kwargs)
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, **self._flatten(kwargs)}
+        self._add_type_ids(batch, {name: True for key, name in self._triggers.items() if key in batch})
+        return self.whole().generate(**batch)  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------------------------ decomposing
+
+
+def decompose(model: nn.Module) -> DecomposedModel:
+    """Decompose a Hugging Face multimodal model into encoders, projectors and a causal language model.
+
+    The parts are shared with `model`, which should not be used any more. A model whose parts cannot give its results
+    is refused with `UnsupportedModelError`.
+    """
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise refuse(
+            model,
+            "expected a Hugging Face multimodal model with a head for text, such as LlavaForConditionalGeneration "
+            "(wrap parts with PEFT afterwards, each on its own)",
+        )
+    inner, text_name = _find_text_model(model)
+    modalities = find_modalities(inner, text_name)
+    encoders = {modality.name: TowerEncoder(inner, text_name, modality) for modality in modalities}
+    probe_forward(inner, text_name, list(encoders.values()))
+    origin = DecomposedOrigin(f"{type(model).__module__}.{type(model).__qualname__}", model.config.to_dict())
+    language_model = build_causal_language_model(model, getattr(inner, text_name))
+    parts = DecomposedModel(model, text_name, encoders, language_model, origin)
+    kept = {id(tensor) for tensor in [*parts.parameters(), *parts.buffers()]}
+    lost = [n for n, tensor in [*model.named_parameters(), *model.named_buffers()] if id(tensor) not in kept]
+    if lost:
+        some = ", ".join(lost[:2]) + (f" and {len(lost) - 2} more" if len(lost) > 2 else "")
+        raise refuse(model, f"neither its encoders nor its language model use {some}")
+    for new in (parts, language_model, *(m for encoder in encoders.values() for m in (encoder, encoder.projector))):
+        new.training = model.training
+    return parts
+
+
+def _find_text_model(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """Return the inner model that holds towers, projectors and text model, and the name of the text model in it."""
+    inner = model.base_model
+    if model.config.is_encoder_decoder or inner is model or not isinstance(inner, PreTrainedModel):
+        children = ", ".join(name for name, _ in model.named_children())
+        raise refuse(
+            model,
+            "it is not a head on one inner model that holds towers, projectors and a decoder-only text model "
+            f"(its children: {children})",
+        )
+    decoder = inner.get_decoder()
+    text_name = next((name for name, child in inner.named_children() if child is decoder), None)
+    if text_name is None:
+        raise refuse(model, f"{type(inner).__name__} holds no text model beside encoders")
+    return inner, text_name
+
+
+def rebuild(
+    origin: DecomposedOrigin, device: str | torch.device = "meta", model_class: type | None = None
+) -> DecomposedModel:
+    """Build the parts of the model that `origin` names, with new weights, on `device`.
+
+    `model_class` is the model's class, if it is not one of transformers'.
+    """
+    module, _, name = origin.class_path.rpartition(".")
+    if model_class is None:
+        if module.split(".")[0] != "transformers":
+            raise ConfigError(f"{origin.class_path} is not a class of transformers: pass it as model_class.")
+        model_class = getattr(importlib.import_module(module), name, None)
+    if model_class is None or not issubclass(model_class, PreTrainedModel):
+        raise ConfigError(f"The installed transformers has no model {origin.class_path}; install one that has it.")
+    config = model_class.config_class.from_dict(origin.config)  # type: ignore[union-attr]
+    with torch.device(device):
+        model = model_class(config)
+    return decompose(model)
+
+
+# --------------------------------------------------------------------------------------- the model's own masks
+
+_FULL = "full_attention"
+
+
+def find_spans(masks: Any, lengths: Tensor) -> Tensor:
+    """Return the spans [N, S] of tokens that see each other in both directions, read from a model's masks; -1 is text.
+
+    Models that make masks themselves let images, or whole prompts, see themselves in both directions. A mask that is
+    anything else than causal attention with such spans is refused. Shape letters: N documents, S tokens of the longest.
+
+    Args:
+        masks: The masks that the model passes to its language model: a boolean mask [N, 1, S, S], one for each kind of
+            layer, or None for causal attention.
+        lengths: [N] tokens of each document; the rest is padding.
+    """
+    by_kind = dict(masks) if isinstance(masks, Mapping) else {_FULL: masks}
+    places = torch.arange(int(lengths.max()), device=lengths.device)
+    causal_SS = places[:, None] >= places
+    full_NSS = _check_mask(by_kind.pop(_FULL, None), lengths)
+    if full_NSS is None:
+        full_NSS = causal_SS.expand(len(lengths), -1, -1)
+    valid_NS = places < lengths[:, None]
+    inside_NSS = valid_NS[:, :, None] & valid_NS[:, None, :]
+    # Two tokens that see each other are in one span, numbered by its first token.
+    mutual_NSS = full_NSS & full_NSS.mT & inside_NSS
+    first_NS = torch.where(mutual_NSS, places, len(places)).amin(-1)
+    spans_NS = torch.where((mutual_NSS.sum(-1) > 1) & valid_NS, first_NS, TEXT)
+    together_NSS = (spans_NS[:, :, None] == spans_NS[:, None, :]) & (spans_NS >= 0)[:, :, None]
+    if not torch.equal(full_NSS & inside_NSS, (causal_SS | together_NSS) & inside_NSS):
+        raise UnsupportedModelError("its masks are not causal with spans that see each other")
+    for mask in by_kind.values():
+        other_NSS = _check_mask(mask, lengths)
+        if other_NSS is None:
+            continue
+        hidden, ahead = together_NSS & ~other_NSS, other_NSS & ~causal_SS & ~together_NSS
+        if bool(((hidden | ahead) & inside_NSS).any()):
+            raise UnsupportedModelError("its kinds of layers let other spans of tokens see each other")
+    return spans_NS
+
+
+def _check_mask(mask: Any, lengths: Tensor) -> Tensor | None:
+    """Return a mask [N, S, S], the same for all heads."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        raise UnsupportedModelError(f"its masks are not ones of booleans ({type(mask).__name__})")
+    return mask[:, 0].expand(len(lengths), -1, -1)

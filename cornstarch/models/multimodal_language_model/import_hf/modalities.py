@@ -1,0 +1,354 @@
+"""Find out how a Hugging Face multimodal model is built.
+
+`find_modalities` reads from the model's methods which child belongs to which modality. `probe_forward` runs the model's
+own forward on a made-up sentence with made-up features, without any weights: a model that does anything else than
+replace the placeholders' embeddings by the features is refused, because its parts would not give its results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cornstarch.errors import UnsupportedModelError
+from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
+from cornstarch.models.multimodal_language_model.import_hf.skeleton import (
+    PlaceholderModule,
+    copy_skeleton,
+    record_language_model_call,
+)
+from cornstarch.models.multimodal_language_model.unwrap import get_argument_names
+
+if TYPE_CHECKING:
+    from cornstarch.models.multimodal_language_model.import_hf.tower import TowerEncoder
+
+# The name of a modality in transformers, and the name of its encoder here.
+ENCODER_NAMES = {"image": "vision", "audio": "audio"}
+# How processors number the modalities in mm_token_type_ids.
+TYPE_IDS = {"image": 1, "video": 2, "audio": 3}
+# Inputs that a feature method cannot have where encoders run separately from the text.
+_TEXT_NAMES = frozenset("input_ids attention_mask position_ids inputs_embeds labels past_key_values".split())
+
+
+@dataclass(frozen=True)
+class Modality:
+    """The parts and inputs of one modality of a multimodal model."""
+
+    kind: str
+    """"image" or "audio", as in transformers."""
+    method: str | None
+    """The method that computes features, if there is one."""
+    inputs: tuple[str, ...]
+    """The batch keys that the encoder takes; it runs only with the first one."""
+    video_inputs: tuple[str, ...]
+    """Batch keys for the same tower that a decomposed model does not take."""
+    token_id: int
+    """The placeholder."""
+    tower: str
+    """The child that is the encoder."""
+    projectors: tuple[str, ...]
+    """The other children that compute features."""
+    weights: tuple[str, ...]
+    """Parameters and buffers of the model itself that compute features (an image-newline embedding)."""
+
+    @property
+    def name(self) -> str:
+        """The name of the encoder."""
+        return ENCODER_NAMES[self.kind]
+
+
+@dataclass
+class ForwardBehavior:
+    """How the model's own forward uses an encoder's output; found by `probe_forward`."""
+
+    tokens: str = "pooler_output"
+    """The field of the output that has the features."""
+    fixed_inputs: dict[str, Any] | None = None
+    """Arguments that forward passes to the method beside the batch."""
+    passes_on_more: bool = False
+    """Whether the language model is given more of the output than its features (features for deeper layers)."""
+    makes_masks: bool = False
+    """Whether forward makes attention masks itself."""
+
+
+def refuse(model: nn.Module, reason: object) -> UnsupportedModelError:
+    """Return the error that states why a model cannot be decomposed."""
+    return UnsupportedModelError(f"{type(model).__name__} cannot be taken apart: {reason}.")
+
+
+def find_placeholder_id(model: PreTrainedModel, kind: str) -> int | None:
+    """Return the token that marks the place of one modality's features."""
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((value for name in names if isinstance(value := getattr(model.config, name, None), int)), None)
+
+
+# ------------------------------------------------------------------------------------------------- modalities
+
+
+def find_modalities(inner: PreTrainedModel, text_name: str) -> list[Modality]:
+    """Return the modalities of a model that holds towers, projectors and a text model, read from its methods."""
+    kinds = [kind for kind in ENCODER_NAMES if hasattr(inner, f"get_{kind}_features")]
+    found = [_find_modality(inner, text_name, kind, f"get_{kind}_features") for kind in kinds]
+    if not found:
+        # Features are computed inside forward, which can run alone if the number of features is known beforehand.
+        kinds = [kind for kind in ENCODER_NAMES if find_placeholder_id(inner, kind) is not None]
+        found = [_find_modality(inner, text_name, kind, None) for kind in kinds]
+    countable = [m.method or hasattr(getattr(inner, m.tower), "_get_feat_extract_output_lengths") for m in found]
+    if not found or not all(countable):
+        raise refuse(
+            inner, "it has no get_image_features or get_audio_features, so its encoders cannot be run on their own"
+        )
+    owners: dict[str, str] = {}
+    for modality in found:
+        for name in (modality.tower, *modality.projectors, *modality.weights):
+            if owners.setdefault(name, modality.kind) != modality.kind:
+                raise refuse(inner, f"{name} is used for {owners[name]} features and for {modality.kind} features")
+    return found
+
+
+def _find_modality(inner: PreTrainedModel, text_name: str, kind: str, method: str | None) -> Modality:
+    model_class, token_id = type(inner), find_placeholder_id(inner, kind)
+    if token_id is None:
+        raise refuse(inner, f"its config has no {kind}_token_id, so the places of its {kind} features are unknown")
+    used = _names_used_by(model_class, method or "forward")
+    inputs = _argument_names_of(model_class, method or "forward")
+    video: tuple[str, ...] = ()
+    if kind == "image" and hasattr(model_class, "get_video_features"):
+        used |= _names_used_by(model_class, "get_video_features")
+        video = tuple(name for name in _argument_names_of(model_class, "get_video_features") if name not in inputs)
+    text_inputs = _TEXT_NAMES.intersection(inputs)
+    if method is not None and text_inputs:
+        raise refuse(inner, f"{method} needs {', '.join(sorted(text_inputs))}, which an encoder does not have")
+    children = [name for name, _ in inner.named_children() if name in used and name != text_name]
+    tower = _find_tower(inner, kind, children)
+    return Modality(
+        kind=kind,
+        method=method,
+        inputs=tuple(name for name in inputs if name not in LANGUAGE_MODEL_INPUTS),
+        video_inputs=video,
+        token_id=token_id,
+        tower=tower,
+        projectors=tuple(name for name in children if name != tower),
+        weights=tuple(name for name in (*inner._parameters, *inner._buffers) if name in used),
+    )
+
+
+def _argument_names_of(model_class: type, method: str) -> tuple[str, ...]:
+    parameters = inspect.signature(getattr(model_class, method)).parameters.values()
+    return tuple(p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD)
+
+
+def _names_used_by(model_class: type, method: str) -> set[str]:
+    """Return the names that a method uses, itself or through other methods of the model."""
+    used: set[str] = set()
+    todo, done = [method], set()
+    while todo:
+        name = todo.pop()
+        done.add(name)
+        member = inspect.getattr_static(model_class, name, None)
+        function = inspect.unwrap(member.fget if isinstance(member, property) else member)  # type: ignore[arg-type]
+        if inspect.isfunction(function):
+            names = _names_in(function.__code__)
+            used |= names
+            own = [n for n in names if hasattr(model_class, n) and not hasattr(PreTrainedModel, n)]
+            todo += [n for n in own if n not in done]
+    return used
+
+
+def _names_in(code: CodeType) -> set[str]:
+    nested = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*(_names_in(const) for const in nested))
+
+
+def _find_tower(inner: PreTrainedModel, kind: str, children: Sequence[str]) -> str:
+    towers = [name for name in children if isinstance(getattr(inner, name), PreTrainedModel)]
+    if not towers and children:  # a plain module: the one that transformers names, else the largest
+        named = inner.get_encoder(modality=kind)
+        sizes = {name: sum(p.numel() for p in getattr(inner, name).parameters()) for name in children}
+        towers = [name for name in children if getattr(inner, name) is named] or [max(children, key=sizes.__getitem__)]
+    if len(towers) != 1:
+        raise refuse(inner, f"it has {len(towers)} {kind} towers ({', '.join(towers) or 'none'}); expected one")
+    return towers[0]
+
+
+# ----------------------------------------------------------------------------------------- probing the forward
+
+_WIDTH = 4
+_PLAIN_TYPES = (bool, int, float, str, list, tuple)
+
+
+def probe_forward(inner: PreTrainedModel, text_name: str, encoders: Sequence[TowerEncoder]) -> None:
+    """Set each encoder's `behavior` and all of its inputs, or refuse the model."""
+    for encoder in encoders:
+        probe = _ForwardProbe(inner, text_name, encoder.modality)
+        encoder.behavior = _probe_method(probe) if encoder.modality.method else _probe_without_method(probe)
+        encoder.modality = probe.modality
+
+
+class _MadeUpOutput:
+    """A feature method's output: the first field that is read has the features, any other a list of them."""
+
+    def __init__(self, features: Any) -> None:
+        self._features = features
+        self._fields: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._fields.append(name)
+        return self._features if name == self._fields[0] else [self._features]
+
+
+class _UnusableInput:
+    """An input that raises when it is used."""
+
+
+@dataclass
+class _ProbeResult:
+    call: dict[str, Any]
+    """The arguments of the call of the language model."""
+    fields: list[str]
+    """The fields of the features' output that were read."""
+    passed: dict[str, Any]
+    """The arguments of the call of the feature method."""
+
+
+class _ForwardProbe:
+    """The model's own forward on a made-up sentence: text, three placeholders per row, every special token."""
+
+    def __init__(self, inner: PreTrainedModel, text_name: str, modality: Modality) -> None:
+        self.inner, self.text_name, self.modality = inner, text_name, modality
+        # Token ids to which the model's config gives a meaning.
+        named = [value for name, value in inner.config.to_dict().items() if "token" in name]
+        listed = [number for value in named for number in (value if isinstance(value, list) else [value])]
+        special = sorted({number for number in listed if isinstance(number, int) and number >= 0})
+        token, text = modality.token_id, next(number for number in range(5, 1000) if number not in special)
+        placeholders = {find_placeholder_id(inner, kind) for kind in TYPE_IDS}
+        rows = [[text, text, token, token, token, text], [text, token, token, token, text, text]]
+        self.input_ids = torch.tensor([[*row, *(n for n in special if n not in placeholders)] for row in rows])
+        self.mask = torch.ones_like(self.input_ids)
+        self.mask[0, 0] = 0
+        self.positions = torch.arange(self.input_ids.shape[1]).expand_as(self.input_ids)
+        generator = torch.Generator().manual_seed(0)
+        self.embeds = torch.randn(*self.input_ids.shape, _WIDTH, generator=generator)
+        self.features = torch.randn(6, _WIDTH, generator=generator)
+
+    def build_forms(self) -> list[Any]:
+        """Return the forms in which models return the features of two items, three tokens each."""
+        return [[self.features[:3], self.features[3:]], self.features.reshape(2, 3, -1), self.features]
+
+    def merge(self) -> Tensor:
+        """Return the embeddings with the features in place of the placeholders."""
+        placeholders = (self.input_ids == self.modality.token_id).unsqueeze(-1)
+        return self.embeds.masked_scatter(placeholders, self.features)
+
+    def run(self, features: Any, **further: Any) -> _ProbeResult:
+        """Run the forward on these features; `further` replaces or adds inputs."""
+        method, output, passed = self.modality.method, _MadeUpOutput(features), {}
+
+        def compute_features(*args: Any, **kwargs: Any) -> _MadeUpOutput:
+            signature = inspect.signature(getattr(type(self.inner), method))  # type: ignore[arg-type]
+            arguments = dict(signature.bind_partial(None, *args, **kwargs).arguments)
+            arguments.pop("self", None)
+            for parameter in signature.parameters.values():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    arguments |= arguments.pop(parameter.name, {})
+            passed.update({name: value for name, value in arguments.items() if value is not None})
+            return output
+
+        inner = copy_skeleton(self.inner)
+        parts = {name: part for name, part in self.inner.named_children() if name != self.text_name}
+        inner.__dict__.update({name: PlaceholderModule(name, part) for name, part in parts.items()})
+        inputs = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.mask,
+            "position_ids": self.positions,
+            self.modality.inputs[0]: torch.zeros(2, 1),
+            **further,
+        }
+        outputs = {method: compute_features} if method is not None else {}
+        text_model = getattr(self.inner, self.text_name)
+        with torch.no_grad():
+            call = record_language_model_call(inner, self.text_name, text_model, self.embeds, inputs, outputs)
+        return _ProbeResult(call, output._fields, passed)
+
+    def try_run(self, features: Any, **further: Any) -> _ProbeResult | None:
+        """Run the forward; return None if it raises."""
+        try:
+            return self.run(features, **further)
+        except Exception:
+            return None
+
+
+def _probe_method(probe: _ForwardProbe) -> ForwardBehavior:
+    features, result = _find_form(probe)
+    _find_other_inputs(probe, features)
+    behavior = _read_behavior(probe, result)
+    behavior.tokens = result.fields[0]
+    others = sorted(set(result.fields[1:]) - {behavior.tokens})
+    if others and not behavior.passes_on_more:
+        raise refuse(probe.inner, f"beside features, its forward uses {', '.join(others)} of what its encoder returns")
+    behavior.fixed_inputs = {n: value for n, value in result.passed.items() if n != probe.modality.inputs[0]}
+    computed = [name for name, value in behavior.fixed_inputs.items() if not isinstance(value, _PLAIN_TYPES)]
+    if computed:
+        raise refuse(probe.inner, f"its forward computes {', '.join(computed)} for {probe.modality.method}")
+    return behavior
+
+
+def _find_form(probe: _ForwardProbe) -> tuple[Any, _ProbeResult]:
+    """Return the form of features that the forward accepts, and the result of running it on them."""
+    reason = ""
+    for features in probe.build_forms():
+        try:
+            result = probe.run(features)
+        except Exception as problem:  # most often: this model returns its features in another form
+            reason = reason or f"its forward cannot be followed without its parts ({problem})"
+            continue
+        if torch.equal(result.call["inputs_embeds"], probe.merge()):
+            return features, result
+        reason = "its forward does more than replace its placeholders' embeddings by features"
+    raise refuse(probe.inner, reason)
+
+
+def _probe_without_method(probe: _ForwardProbe) -> ForwardBehavior:
+    try:
+        result = probe.run(None, **{probe.modality.inputs[0]: None})
+    except Exception as problem:
+        raise refuse(probe.inner, f"its forward cannot be followed without its parts ({problem})") from problem
+    behavior = _read_behavior(probe, result)
+    if behavior.passes_on_more:
+        raise refuse(probe.inner, f"its language model is given {', '.join(result.call)}")
+    return behavior
+
+
+def _read_behavior(probe: _ForwardProbe, result: _ProbeResult) -> ForwardBehavior:
+    if result.call.get("position_ids") is not probe.positions:
+        raise refuse(probe.inner, "its forward changes the positions it is given")
+    more = not result.call.keys() <= LANGUAGE_MODEL_INPUTS
+    return ForwardBehavior(passes_on_more=more, makes_masks=result.call.get("attention_mask") is not probe.mask)
+
+
+def _find_other_inputs(probe: _ForwardProbe, features: Any) -> None:
+    """Add inputs that the forward passes to the method through its keyword arguments.
+
+    Refuse a model whose forward uses an input between features and embeddings, where no part has it.
+    """
+    modality = probe.modality
+    known = {*LANGUAGE_MODEL_INPUTS, *modality.inputs, *modality.video_inputs, "mm_encoder_outputs"}
+    for name in sorted(set(get_argument_names(probe.inner)) - known):
+        mark = _UnusableInput()
+        result = probe.try_run(features, **{name: mark})
+        if result is not None:
+            if result.passed.get(name) is mark:
+                probe.modality = replace(probe.modality, inputs=(*probe.modality.inputs, name))
+            continue
+        # An input that is also used without features is not for them.
+        if probe.try_run(features, **{name: mark, modality.inputs[0]: None}) is not None:
+            raise refuse(probe.inner, f"between {modality.method} and the text, its forward uses {name}")

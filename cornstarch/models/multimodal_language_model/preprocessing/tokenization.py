@@ -1,0 +1,251 @@
+"""Tokenize texts with placeholders: each placeholder stands for an item, and is repeated to its number of tokens."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from torch import nn
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+from cornstarch.errors import ConfigError
+
+# ------------------------------------------------------------------------------------------- checking tokenizers
+
+_PLAIN_TEXT = "The quick brown fox jumps over 12 lazy dogs."
+_TRIED_TOKENS = 64
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that encodes plain text to nothing but special and unknown tokens.
+
+    transformers builds a tokenizer from its class alone where a folder has no tokenizer files. Such a tokenizer knows
+    its special tokens only: every text becomes nothing, or a row of unknown tokens, without an error. A tokenizer
+    that does not know the plain text, such as one with few words, is tried on its own tokens.
+    """
+    if _encodes(tokenizer, _PLAIN_TEXT):
+        return
+    special = {*tokenizer.all_special_tokens, *map(str, _get_added_tokens(tokenizer).values())}
+    own = [token for token in tokenizer.get_vocab() if token not in special]
+    if any(_encodes(tokenizer, tokenizer.convert_tokens_to_string([token])) for token in own[:_TRIED_TOKENS]):
+        return
+    raise ConfigError(
+        f"The tokenizer ({type(tokenizer).__name__}, {len(tokenizer)} tokens) encodes plain text to nothing: it knows "
+        "its special tokens only. The folder that it was loaded from has no tokenizer files (tokenizer.json, or "
+        "vocab.json and merges.txt, or tokenizer.model). Copy the tokenizer files of the model into the folder, or "
+        "give another folder."
+    )
+
+
+def _encodes(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    known = set(ids) - {*tokenizer.all_special_ids, tokenizer.unk_token_id}
+    return any(str(tokenizer.decode([token])).strip() for token in known)  # an empty T5 tokenizer still knows spaces
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    """Refuse a tokenizer with ordinary tokens beyond the embedding table of a language model (without wrappers).
+
+    Added tokens may lie beyond it: placeholders of modalities are never looked up, and published tokenizers have added
+    tokens that their model has no row for.
+    """
+    rows = count_embedding_rows(model)
+    if rows is None:
+        return
+    beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
+    ordinary = sorted(beyond.keys() - _get_added_tokens(tokenizer).keys())
+    if ordinary:
+        last = ordinary[-1]
+        raise ConfigError(
+            f"The tokenizer ({type(tokenizer).__name__}, {len(tokenizer)} tokens) has {len(ordinary)} tokens beyond "
+            f"the model's embedding table of {rows} rows, such as {beyond[last]!r} with number {last}: they do not "
+            "belong together. Give the model's own tokenizer."
+        )
+
+
+def _get_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, Any]:
+    found: Any = tokenizer.added_tokens_decoder
+    return found if isinstance(found, Mapping) else {}  # of mistral-common's tokenizers it is a method that raises
+
+
+def count_embedding_rows(model: Any) -> int | None:
+    """Return the number of rows of a model's token embeddings; None if they are no plain `nn.Embedding`."""
+    table = model.get_input_embeddings()
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+# ------------------------------------------------------------------------------------------------------- items
+
+
+@dataclass(frozen=True)
+class ItemLengths:
+    """The items (images, clips) of one modality in a batch."""
+
+    lengths: list[int]
+    """Tokens per item, in the order of the items."""
+    per_sample: list[int] | None = None
+    """Items per sample; None if they were given as one flat list, to be assigned in order."""
+
+
+def register_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, str]) -> dict[str, int]:
+    """Add each modality's token to the tokenizer's special tokens, and return the ids."""
+    for name, token in tokens.items():
+        for other, longer in tokens.items():
+            if other != name and token in longer:
+                raise ConfigError(
+                    f"The tokens of {name} and {other}, {token!r} and {longer!r}, cannot be told apart in a text. "
+                    "Choose others with predefined_tokens."
+                )
+    new = [token for token in tokens.values() if token not in tokenizer.all_special_tokens]
+    if new:
+        special = [AddedToken(token, normalized=False, special=True) for token in new]
+        tokenizer.add_special_tokens({"extra_special_tokens": special}, replace_extra_special_tokens=False)
+    ids: Any = tokenizer.convert_tokens_to_ids(list(tokens.values()))
+    return dict(zip(tokens, ids, strict=True))
+
+
+def count_items(items: Any, dimensions: int) -> int:
+    """Return the number of items in a processor's argument: one, an array of several, or nested lists."""
+    if isinstance(items, (list, tuple)):
+        if items and isinstance(items[0], numbers.Number):  # one sound, as a list of samples
+            return 1
+        return sum(count_items(item, dimensions) for item in items)
+    return len(items) if getattr(items, "ndim", 0) > dimensions else 1
+
+
+def is_per_sample(items: Any) -> bool:
+    """Whether items come as one list per sample."""
+    return (
+        isinstance(items, (list, tuple))
+        and len(items) > 0
+        and all(isinstance(sample, (list, tuple)) for sample in items)
+        and not any(sample and isinstance(sample[0], numbers.Number) for sample in items)
+    )
+
+
+def parse_claim(claim: Any, n_items: int | None, source: str) -> ItemLengths:
+    """Parse the result of a user's function: a number for all items, a list over the batch, or a list per sample."""
+    claim = claim.tolist() if hasattr(claim, "tolist") else claim
+    per_sample = None
+    if isinstance(claim, int) and n_items is not None:
+        lengths: Any = [claim] * n_items
+    elif isinstance(claim, (list, tuple)) and any(isinstance(sample, (list, tuple)) for sample in claim):
+        per_sample = [len(sample) for sample in claim]
+        lengths = [length for sample in claim for length in sample]
+    else:
+        lengths = claim
+    if not isinstance(lengths, (list, tuple)) or not all(type(n) is int and n >= 0 for n in lengths):
+        raise ConfigError(
+            f"{source} returned {claim!r}; expected the number of tokens of an item: one integer for all, a list over "
+            "the batch, or a list per sample."
+        )
+    if n_items is not None and len(lengths) != n_items:
+        raise ConfigError(f"{source} returned {len(lengths)} numbers for {n_items} items; expected one per item.")
+    return ItemLengths(list(lengths), per_sample)
+
+
+def group_lengths(lengths: list[int], n_items: int | None, modality: str) -> list[int]:
+    """Return the tokens per item of the user's; the processor may have made several items of one (crops)."""
+    if n_items is None or n_items == len(lengths):
+        return lengths
+    if n_items == 1:
+        return [sum(lengths)]
+    raise ConfigError(
+        f"The {modality} processor made {len(lengths)} items out of {n_items}, so it is unknown which belong together. "
+        f"Pass num_feature_calculation_funcs={{{modality!r}: …}} that returns the tokens of each of the {n_items}."
+    )
+
+
+# ------------------------------------------------------------------------------------------------- tokenizing
+
+
+@dataclass(frozen=True)
+class ItemTokenizer:
+    """A tokenizer that expands the placeholders of items and never truncates an item."""
+
+    tokenizer: PreTrainedTokenizerBase
+    tokens: Mapping[str, str]
+    """The placeholder of each modality."""
+    ids: Mapping[str, int]
+    """The ids of the placeholders."""
+
+    def __call__(
+        self, texts: list[str], items: Mapping[str, ItemLengths], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Tokenize texts, one per sample, with each placeholder repeated to the number of its item's tokens."""
+        expanded = texts
+        expected: dict[str, list[int]] = {}
+        for name, token in self.tokens.items():
+            lengths = _assign_items(name, token, texts, items.get(name, ItemLengths([])))
+            expected[name] = [sum(of_sample) for of_sample in lengths]
+            expanded = [_expand(text, token, of_sample) for text, of_sample in zip(expanded, lengths, strict=True)]
+        encoded = dict(self.tokenizer(expanded, **options))
+        for name, token_id in self.ids.items():
+            for sample, ids in enumerate(encoded["input_ids"]):
+                kept = int((np.asarray(ids) == token_id).sum())
+                if kept != expected[name][sample]:
+                    problem = self._describe_loss(name, expanded[sample], kept, expected[name][sample], options)
+                    raise ConfigError(f"Sample {sample} {problem}")
+        return encoded
+
+    def _describe_loss(self, name: str, text: str, kept: int, wanted: int, options: Mapping[str, Any]) -> str:
+        """Return why a text has lost tokens of an item."""
+        if not options.get("truncation"):
+            return (
+                f"has {kept} tokens {self.tokens[name]!r} instead of {wanted}: the tokenizer does not keep "
+                f"this token whole (options: {options})."
+            )
+        length = len(self.tokenizer(text, verbose=False)["input_ids"])
+        limit = options.get("max_length") or self.tokenizer.model_max_length
+        return (
+            f"has {length} tokens, the limit is {limit}: truncation would leave {kept} of its {wanted} {name} tokens, "
+            "and an item is never cut. Raise max_length, or give fewer items or less text beside them (text beyond "
+            "the last item may be cut)."
+        )
+
+
+def _assign_items(modality: str, token: str, texts: list[str], items: ItemLengths) -> list[list[int]]:
+    """Return, for each text, the lengths of the items of its placeholders."""
+    found = [text.count(token) for text in texts]
+    if items.per_sample is None:
+        _check_total(modality, token, found, len(items.lengths))
+    else:
+        _check_samples(modality, token, found, items.per_sample)
+    return [items.lengths[start:end] for start, end in pairwise(accumulate(found, initial=0))]
+
+
+def _check_total(modality: str, token: str, found: list[int], given: int) -> None:
+    if sum(found) == given:
+        return
+    short = next((sample for sample, end in enumerate(accumulate(found)) if end > given), None)
+    where = f"sample {short} runs out of items" if short is not None else f"{given - sum(found)} items are left over"
+    raise ConfigError(
+        f"The texts have {sum(found)} placeholders {token!r} (per sample: {found}), but {given} {modality} items are "
+        f"given: {where}. {_advise(token, found)}"
+    )
+
+
+def _check_samples(modality: str, token: str, found: list[int], given: list[int]) -> None:
+    if len(found) != len(given):
+        raise ConfigError(f"There are {len(found)} texts, but {modality} items for {len(given)} samples.")
+    for sample, (placeholders, n_items) in enumerate(zip(found, given, strict=True)):
+        if placeholders != n_items:
+            raise ConfigError(
+                f"Sample {sample} has {placeholders} placeholders {token!r} in its text, but {n_items} {modality} "
+                f"items. {_advise(token, [placeholders])}"
+            )
+
+
+def _advise(token: str, found: list[int]) -> str:
+    if not any(found):
+        return f"The text does not say where its items belong: write {token!r} there."
+    return f"Write one {token!r} for each item, and give one item for each {token!r}."
+
+
+def _expand(text: str, token: str, lengths: list[int]) -> str:
+    first, *rest = text.split(token)
+    return first + "".join(token * length + piece for length, piece in zip(lengths, rest, strict=True))

@@ -1,0 +1,369 @@
+"""Save and load a whole model.
+
+A folder holds `cornstarch_model.json` and one sub-folder per part: `<name>_encoder`, `<name>_projector` and
+`language_model`, each of which transformers loads by itself, with PEFT adapters in `<part>/adapter`. Weights are in
+safetensors; nothing is unpickled, and no file decides which code is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from cornstarch import __version__
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.import_hf.decompose import DecomposedModel, DecomposedOrigin, rebuild
+from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits
+from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.storage.model_folder import (
+    DESCRIPTION,
+    ENCODER_CALLBACKS,
+    FORMAT,
+    LANGUAGE_MODEL,
+    LLM_CALLBACK,
+    StoredEncoder,
+    StoredModel,
+    check_files,
+    check_safe,
+    check_source,
+    check_target,
+    finish_folder,
+    parse_description,
+    read_description,
+    replace_folder,
+)
+from cornstarch.models.multimodal_language_model.storage.model_part import (
+    LoadOptions,
+    ModuleSource,
+    collect_transient_buffers,
+    import_class,
+    is_trusted,
+    load_part,
+    parse_dtype,
+    save_part,
+    strip_wrappers,
+)
+from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, is_peft, strip_wrapper_names, unwrap
+
+BUFFERS = "cornstarch_buffers.safetensors"
+ORIGIN = "origin"  # the key in `classes` for the class of a model that was decomposed
+
+Callbacks = Mapping[str, Mapping[str, Callable[..., Any]]]
+
+
+# ----------------------------------------------------------------------------------------------------- saving
+
+
+def save_pretrained(
+    model: MultimodalModel, folder: str | PathLike[str], state_dict: Mapping[str, Tensor] | None = None
+) -> None:
+    """Save a model so that `from_pretrained` restores it bit for bit, and transformers can load each part.
+
+    The folder appears atomically. A Cornstarch model in the folder is replaced (other files in the folder stay); a
+    folder with anything else in it is refused. Callbacks are functions and are not saved: pass them again to
+    `from_pretrained`.
+
+    Args:
+        model: The model.
+        folder: The target folder.
+        state_dict: All weights of the model by name, to be saved instead of its own: gathered from shards.
+    """
+    target = check_target(folder)
+    parts = _collect_parts(model)
+    first: dict[int, str] = {}  # one encoder may serve two modalities: such a module is stored once
+    same_as = {name: first[id(part)] for name, part in parts.items() if first.setdefault(id(part), name) != name}
+    states = {} if state_dict is None else _split_state(model, parts, state_dict)
+    _check_savable(model, parts, same_as, gathered=state_dict is not None)
+    with replace_folder(target) as fresh:
+        stored = StoredModel(
+            format=FORMAT,
+            versions={"cornstarch": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+            encoders={
+                name: StoredEncoder(
+                    additional_args=tuple(encoder.additional_args),
+                    attention=encoder.attention,
+                    callbacks=tuple(key for key in ENCODER_CALLBACKS if getattr(encoder, key) is not None),
+                )
+                for name, encoder in model.encoders.items()
+            },
+            parts={
+                name: save_part(name, part, fresh / name, states.get(name))
+                for name, part in parts.items()
+                if name not in same_as
+            },
+            same_as=same_as,
+            modality_token_ids=model.modality_token_ids,
+            trains_on_placeholders=model.trains_on_placeholders,
+            positions_from_mask=model.positions_from_mask,
+            takes_left_padding=model.traits.takes_left_padding,
+            has_llm_callback=model.preprocess_llm_callback is not None,
+            origin=None if model.origin is None else model.origin.to_dict(),
+        )
+        _save_buffers(parts, fresh / BUFFERS)
+        finish_folder(fresh, target, stored.model_dump(mode="json", exclude={"files", "sha256"}))
+
+
+def _split_state(
+    model: nn.Module, parts: Mapping[str, nn.Module], state_dict: Mapping[str, Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """Split the weights of the whole model into the weights of each part, by their names in the part.
+
+    Names in `state_dict` may contain the prefixes of wrappers.
+    """
+    given = {strip_wrapper_names(name): tensor for name, tensor in state_dict.items()}
+    places = {id(module): strip_wrapper_names(f"{name}.") for name, module in model.named_modules()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for part_name, part in parts.items():
+        place, bare = places[id(part)], strip_wrappers(part)
+        names = [strip_wrapper_names(name) for name in bare.state_dict()]
+        tied = {name: first for name, first in find_tied_names(bare).items() if place + name not in given}
+        missing = [place + name for name in names if place + tied.get(name, name) not in given]
+        if missing:
+            raise ConfigError(f"state_dict lacks {missing[0]}, and {len(missing) - 1} more weights of {part_name}.")
+        states[part_name] = {name: given[place + tied.get(name, name)] for name in names}
+    return states
+
+
+def _save_buffers(parts: Mapping[str, nn.Module], path: Path) -> None:
+    """Write non-persistent buffers outside the parts' folders, where other programs would load them as weights."""
+    buffers = {}
+    for part, module in parts.items():
+        buffers.update({f"{part}.{name}": buffer for name, buffer in collect_transient_buffers(module).items()})
+    if buffers:
+        save_file(buffers, path, metadata={"format": "pt"})
+
+
+def _load_buffers(path: Path, part: str) -> dict[str, Tensor]:
+    if not path.is_file():
+        return {}
+    with safe_open(path, framework="pt") as file:
+        keys = [key for key in file.keys() if key.startswith(f"{part}.")]  # noqa: SIM118
+        return {key.removeprefix(f"{part}."): file.get_tensor(key) for key in keys}
+
+
+def _collect_parts(model: MultimodalModel) -> dict[str, nn.Module]:
+    """Return the modules of a model by the names of their folders, including callbacks with weights."""
+    found: dict[str, Any] = {}
+    for name, encoder in model.encoders.items():
+        found[f"{name}_encoder"] = encoder.module
+        found[f"{name}_projector"] = encoder.projector
+        found.update({f"{name}_{callback}": getattr(encoder, callback) for callback in ENCODER_CALLBACKS})
+    found[LANGUAGE_MODEL] = model.language_model
+    found[LLM_CALLBACK] = model.preprocess_llm_callback
+    return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
+
+
+def _check_savable(
+    model: MultimodalModel, parts: Mapping[str, nn.Module], same_as: Mapping[str, str], gathered: bool
+) -> None:
+    """Refuse a model of which a weight or class would be lost."""
+    for name, part in parts.items():
+        _check_whole(name, part, gathered)
+    _check_separate({name: part for name, part in parts.items() if name not in same_as})
+    covered = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lost = [name for name, tensor in named if id(tensor) not in covered]
+    odd = [type(encoder).__name__ for encoder in model.encoders.values() if type(encoder) is not ModalEncoderModule]
+    if lost or (odd and model.origin is None):
+        what = f"{lost[0]} belongs to no part" if lost else f"{odd[0]} is your own class"
+        raise ConfigError(
+            f"The model cannot be saved: {what}. Save it in your own class, or keep the weights in the encoder, the "
+            "projector or a callback of a plain ModalEncoderModule."
+        )
+
+
+def _check_whole(part_name: str, part: nn.Module, gathered: bool) -> None:
+    shards = [name for name, module in part.named_modules() if type(module).__name__ == "FullyShardedDataParallel"]
+    whole = gathered and not is_peft(part)  # adapters are saved by PEFT, from the module
+    for name, tensor in [] if whole else [*part.named_parameters(), *part.named_buffers()]:
+        if tensor.is_meta or type(tensor).__name__ == "DTensor":
+            shards.append(f"{name}, a {type(tensor).__name__} on {tensor.device}")
+    if shards:
+        raise ConfigError(
+            f"{part_name} cannot be saved: this process does not have all of it ({shards[0]}). "
+            "Gather the weights before saving, and give them: save_pretrained(folder, state_dict=…)."
+        )
+
+
+def _check_separate(parts: Mapping[str, nn.Module]) -> None:
+    owners: dict[int, str] = {}
+    for part_name, part in parts.items():
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), part_name) if tensor.numel() else part_name
+            if owner != part_name:
+                raise ConfigError(
+                    f"{part_name}.{name} shares its memory with a weight of {owner}; two parts cannot be saved as one. "
+                    "Use the same module in both places, or a copy."
+                )
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+def from_pretrained(
+    folder: str | PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | int | None = None,
+    trust_remote_code: bool = False,
+    callbacks: Callbacks | None = None,
+    classes: Mapping[str, ModuleSource] | None = None,
+    verify: bool = True,
+) -> MultimodalModel:
+    """Load a model saved by `save_pretrained`, in eval mode: weights, dtypes, adapters and trainability.
+
+    Args:
+        folder: The folder; nothing is downloaded.
+        dtype: Load all weights in this dtype instead of the saved ones.
+        device: The device of the model; the CPU by default.
+        trust_remote_code: Run Python code in a part's folder (an `auto_map` in its config).
+        callbacks: The callbacks that the model had, by encoder: `{"vision": {"preprocess_callback": function}}`;
+            that of the language model: `{"language_model": {"preprocess_llm_callback": function}}`.
+        classes: By part (the name of its folder, such as "vision_encoder"): the class of a transformers model that
+            comes neither with transformers nor with Cornstarch; for your own module (a projection, an encoder that is
+            no transformers model) the module to load into, or a function without arguments that builds it.
+            With the key "origin": the class of the multimodal model that was decomposed.
+        verify: Compare every file with its checksum first. Without it, configs may have been edited.
+    """
+    path = check_source(folder)
+    stored = parse_description(path / DESCRIPTION, read_description(path, verify))
+    check_files(path, stored.files, verify)
+    check_safe(path, stored, trust_remote_code)
+    chosen = _check_callbacks(stored, callbacks or {})
+    known = [*stored.parts, *([ORIGIN] if stored.origin is not None else [])]
+    for name in classes or {}:
+        if name not in known:
+            raise ConfigError(f"classes has {name!r}; this model has the parts {', '.join(known)}.")
+    sources: dict[str, ModuleSource] = {**(classes or {}), **_find_callback_modules(stored, chosen)}
+    options = LoadOptions(
+        dtype=None if dtype is None else parse_dtype(dtype),
+        device=None if device is None else torch.device(device),
+        trust_remote_code=trust_remote_code,
+    )
+    frame = _rebuild_origin(stored, sources) if stored.origin is not None else None
+    if frame is not None:
+        sources = {**_find_sources(frame, stored), **sources}
+    parts = {
+        name: load_part(name, part, path / name, sources.get(name), _load_buffers(path / BUFFERS, name), options)
+        for name, part in stored.parts.items()
+    }
+    parts.update({name: parts[other] for name, other in stored.same_as.items()})
+    model = _compose(stored, parts, chosen) if frame is None else _fill(frame, stored, parts, chosen)
+    model.set_modality_token_ids(stored.modality_token_ids)
+    model.trains_on_placeholders = stored.trains_on_placeholders
+    model.positions_from_mask = stored.positions_from_mask
+    model.traits = LanguageModelTraits(takes_left_padding=stored.takes_left_padding)
+    model.eval()
+    return model
+
+
+def _check_callbacks(stored: StoredModel, callbacks: Callbacks) -> dict[str, dict[str, Callable[..., Any]]]:
+    """Return the user's callbacks by encoder; raise if one that the model had is missing."""
+    needed: dict[str, tuple[str, ...]] = {name: encoder.callbacks for name, encoder in stored.encoders.items()}
+    allowed: dict[str, set[str]] = {name: set(ENCODER_CALLBACKS) for name in stored.encoders}
+    allowed.setdefault(LANGUAGE_MODEL, set()).add(LLM_CALLBACK)
+    if stored.has_llm_callback:
+        needed[LANGUAGE_MODEL] = (*needed.get(LANGUAGE_MODEL, ()), LLM_CALLBACK)
+    for name, given in callbacks.items():
+        unknown = [key for key in given if key not in allowed.get(name, ())]
+        if name not in allowed or unknown:
+            what = f"callbacks[{name!r}]" + (f"[{unknown[0]!r}]" if unknown else "")
+            raise ConfigError(f"{what}: this model knows { ({key: sorted(names) for key, names in allowed.items()}) }.")
+    missing = {
+        name: {key: "…" for key in keys if callbacks.get(name, {}).get(key) is None} for name, keys in needed.items()
+    }
+    missing = {name: keys for name, keys in missing.items() if keys}
+    if missing:
+        raise ConfigError(
+            "The model was saved with callbacks, which are functions and not part of the files. "
+            f"Pass them again: from_pretrained(…, callbacks={missing})."
+        )
+    return {name: dict(callbacks.get(name, {})) for name in allowed}
+
+
+def _find_callback_modules(stored: StoredModel, callbacks: Mapping[str, Mapping[str, Any]]) -> dict[str, nn.Module]:
+    """Return the callbacks that are modules with saved weights, by the names of their folders."""
+    found = {}
+    for name, given in callbacks.items():
+        for key, callback in given.items():
+            part = LLM_CALLBACK if key == LLM_CALLBACK else f"{name}_{key}"
+            if part not in stored.parts:
+                continue
+            if not isinstance(callback, nn.Module):
+                raise ConfigError(
+                    f"callbacks[{name!r}][{key!r}] is a {type(callback).__name__}, but the model was saved with a "
+                    f"module that has weights ({stored.parts[part].class_path}). Pass such a module."
+                )
+            found[part] = callback
+    return found
+
+
+def _rebuild_origin(stored: StoredModel, sources: Mapping[str, ModuleSource]) -> DecomposedModel:
+    """Build a decomposed model again, without weights."""
+    try:
+        origin = DecomposedOrigin.from_dict(stored.origin or {})
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{DESCRIPTION} is damaged: origin is incomplete ({error}).") from error
+    model_class: Any = sources.get(ORIGIN)
+    if model_class is None and is_trusted(origin.class_path):
+        model_class = import_class(origin.class_path)
+    if model_class is None:
+        raise ConfigError(
+            f"The model was taken from a {origin.class_path}, which does not come with transformers. Pass the class: "
+            f"from_pretrained(…, classes={{{ORIGIN!r}: …}})."
+        )
+    return rebuild(origin, model_class=model_class)
+
+
+def _find_sources(frame: MultimodalModel, stored: StoredModel) -> dict[str, ModuleSource]:
+    """Return, for each part of a frame, the class of a transformers model, or any other module itself."""
+    modules = {name: unwrap(part) for name, part in _collect_parts(frame).items()}
+    return {
+        name: type(modules[name]) if part.kind == "transformers" else modules[name]
+        for name, part in stored.parts.items()
+        if name in modules
+    }
+
+
+def _compose(stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]) -> MultimodalModel:
+    language_model = parts[LANGUAGE_MODEL]
+    model = MultimodalModel(None, language_model, preprocess_llm_callback=callbacks[LANGUAGE_MODEL].get(LLM_CALLBACK))
+    # Encoders are added one by one, which skips the check of the language model: it passed when it was composed, and a
+    # model with two dtypes cannot be run outside of its training loop to check it again.
+    for name, encoder in stored.encoders.items():
+        module = ModalEncoderModule(
+            parts[f"{name}_encoder"],
+            parts[f"{name}_projector"],
+            encoder.additional_args,
+            attention=encoder.attention,
+            **{key: callbacks[name].get(key) for key in ENCODER_CALLBACKS},
+        )
+        model.add_encoder(name, module)
+    return model
+
+
+def _fill(
+    frame: DecomposedModel, stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]
+) -> MultimodalModel:
+    """Put the loaded parts into a decomposed model without weights."""
+    if tuple(stored.encoders) != frame.encoder_names:
+        raise ConfigError(f"The model has the encoders {list(stored.encoders)}, its origin {frame.encoder_names}.")
+    for name, encoder in frame.encoders.items():
+        encoder.module = parts[f"{name}_encoder"]
+        encoder.projector = parts[f"{name}_projector"]
+        encoder.additional_args = list(stored.encoders[name].additional_args)
+        encoder.attention = stored.encoders[name].attention
+        for key in ENCODER_CALLBACKS:
+            setattr(encoder, key, callbacks[name].get(key))
+    frame.language_model = parts[LANGUAGE_MODEL]
+    frame.preprocess_llm_callback = callbacks[LANGUAGE_MODEL].get(LLM_CALLBACK)
+    return frame

@@ -1,0 +1,268 @@
+"""Compressed gradients in the backward pass: between the replicas of DDP, or between the replicas of HSDP."""
+
+# Annotations are not postponed here: torch inspects those of a communication hook, and does not evaluate strings.
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from cornstarch.parallel.low_bandwidth.compression import CompressedMean, get_compression
+from cornstarch.parallel.low_bandwidth.replica_sync import ReplicaSync
+from cornstarch.plan.compression import Compression
+
+
+class GradientSync(ReplicaSync):
+    """Synchronizes gradients in the backward pass; weights are the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+        self.scale: Callable[[], float] = lambda: 1.0
+        """Returns the loss scale; set it where there is a gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return {"bytes_sent": self.bytes_sent}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state."""
+        self.bytes_sent = int(state["bytes_sent"])
+
+    def figures(self) -> dict[str, float]:
+        """Return the bytes that this rank has sent."""
+        return {"bytes_sent": float(self.bytes_sent)}
+
+
+_ATTACHED: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
+
+
+def attach_compression(wrapped: nn.Module, mesh: DeviceMesh, how: Compression) -> nn.Module:
+    """Compress the gradients of a wrapped model on the wire, and return it; all ranks must call it.
+
+    Args:
+        wrapped: A model in DDP, or with FSDP units that are sharded over the axis `shard` of the mesh.
+        mesh: The ranks: one axis, or (replicate, shard).
+        how: The settings; with the kind `none` nothing is changed.
+    """
+    if how.kind == "none":
+        return wrapped
+    members = dist.get_process_group_ranks((mesh["replicate"] if mesh.ndim == 2 else mesh).get_group())
+    # A group of its own: a thread sends in it, whose messages must not mix with those of the loop.
+    group = dist.new_group(members, use_local_synchronization=True)
+    if not isinstance(wrapped, DistributedDataParallel):
+        _ATTACHED[wrapped] = CompressedHSDPShards(wrapped, how, group)
+    else:
+        build = get_compression(how.kind).build_ddp_sync or CompressedDDPBuckets
+        _ATTACHED[wrapped] = build(wrapped, how, group)
+    return wrapped
+
+
+def get_gradient_sync(wrapped: nn.Module | None) -> GradientSync | None:
+    """Return the gradient synchronization that is attached to a model, if any."""
+    return None if wrapped is None else _ATTACHED.get(wrapped)
+
+
+# ------------------------------------------------------------------------------------------------ DDP
+
+
+class CompressedDDPBuckets(GradientSync):
+    """Compresses DDP's buckets, one after the other, while the backward pass goes on.
+
+    On a CPU a thread of its own encodes, sends and decodes; on a GPU, a stream. A checkpoint has errors that were not
+    sent yet by parameter name, because buckets may differ after a restart.
+
+    Args:
+        wrapped: The model in DDP, with buckets that do not change (`find_unused_parameters`).
+        how: The settings.
+        group: The ranks, in a group in which nothing else is sent.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel, how: Compression, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.mean = CompressedMean(how, group)
+        self._names = {id(parameter): name for name, parameter in wrapped.module.named_parameters()}
+        self._buckets: dict[int, tuple[list[str], list[int], Tensor | None]] = {}
+        """Of each bucket: the names and sizes of its parameters, and the error memory."""
+        self._restored: dict[str, Tensor] = {}
+        self._rounds = 0
+        self._worker: OrderedWorker | None = None
+        wrapped.register_comm_hook(self, _reduce_bucket)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to average a bucket."""
+        flat, number, step, scale = bucket.buffer(), bucket.index(), self._rounds, self.scale()
+        if number not in self._buckets:
+            self._buckets[number] = self._create_memory(bucket)
+        memory = self._buckets[number][2]
+        if bucket.is_last():
+            self._rounds += 1
+        if self._worker is None:
+            self._worker = OrderedWorker(flat.device)
+
+        def work() -> Tensor:
+            self.bytes_sent += self.mean(flat, memory, step, number, scale)
+            return flat
+
+        return self._worker.put(work)
+
+    def _create_memory(self, bucket: dist.GradBucket) -> tuple[list[str], list[int], Tensor | None]:
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        names = [self._names[id(parameter)] for parameter in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
+        if not self.mean.how.error_feedback or self.mean.ranks == 1:
+            return names, sizes, None
+        memory = torch.zeros(flat.numel(), device=flat.device)
+        for name, part in zip(names, memory.split(sizes), strict=True):
+            if (before := self._restored.pop(name, None)) is not None:
+                part.copy_(before)
+        return names, sizes, memory
+
+    def finish(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return errors that were not sent yet, by parameter, and the number of rounds."""
+        memory = dict(self._restored)
+        for names, sizes, errors in self._buckets.values():
+            if errors is not None:
+                memory |= dict(zip(names, errors.split(sizes), strict=True))
+        return {"rounds": self._rounds, "bytes_sent": self.bytes_sent, "memory": memory}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; buckets may have other sizes now."""
+        self._rounds, self.bytes_sent = int(state["rounds"]), int(state["bytes_sent"])
+        self._restored = dict(state["memory"])
+        self._buckets = {}
+
+
+def _reduce_bucket(sync: CompressedDDPBuckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return sync.reduce(bucket)
+
+
+class OrderedWorker:
+    """Runs work in the order in which it was submitted, in a thread (CPU) or on a stream (GPU)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Tensor], Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if self._stream is None:
+            # The thread must not refer to this object, or it would live forever.
+            self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name="exchange", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._queue.put, None)  # a run that fails must not leave the thread behind
+
+    def put(self, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        """Submit work, and return a future of its result."""
+        if self._stream is None:
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            self._queue.put((work, future))
+            return future
+        future = torch.futures.Future(devices=[self._device])
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            future.set_result(work())
+        return future
+
+    def close(self) -> None:
+        """Wait for all work, and end the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def _run_queue(submitted: "queue.SimpleQueue[tuple[Callable[[], Tensor], Any] | None]") -> None:
+    while (one := submitted.get()) is not None:
+        work, future = one
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+
+# ------------------------------------------------------------------------------------------------ HSDP
+
+
+class CompressedHSDPShards(GradientSync):
+    """Compresses HSDP's gradient shards between replicas; within a replica they are reduced in full.
+
+    The microbatches of a step are added up within a replica first, and travel once, with the last one (`defer`).
+
+    Args:
+        wrapped: The model, with FSDP units that are sharded within a replica.
+        how: The settings.
+        group: The ranks that have the same shard, one in each replica.
+    """
+
+    def __init__(self, wrapped: nn.Module, how: Compression, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.mean = CompressedMean(how, group)
+        self._units: dict[str, _UnitState] = {}
+        self._is_deferred = False
+        units = [(name, module) for name, module in wrapped.named_modules() if isinstance(module, FSDPModule)]
+        for number, (name, module) in enumerate(units):
+            self._units[name] = unit = _UnitState(number)
+            module.set_all_reduce_hook(self._build_hook(unit))
+
+    def _build_hook(self, unit: "_UnitState") -> Callable[[Tensor], None]:
+        def hook(shard: Tensor) -> None:
+            flat = shard.view(-1)
+            if unit.waiting is not None and unit.waiting.numel() == flat.numel():
+                flat.add_(unit.waiting)
+                unit.waiting = None
+            if self._is_deferred:
+                # FSDP adds what is left here to `grad`; zeros, because the sum is kept until it travels.
+                unit.waiting = flat.clone()
+                flat.zero_()
+                return
+            if self.mean.how.error_feedback and (unit.memory is None or unit.memory.numel() != flat.numel()):
+                unit.memory = torch.zeros(flat.numel(), device=flat.device)
+            if unit.memory is not None:
+                unit.memory = unit.memory.to(flat.device)  # a checkpoint's is on the CPU
+            self.bytes_sent += self.mean(flat, unit.memory, unit.rounds, unit.number, self.scale())
+            unit.rounds += 1
+
+        return hook
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Run a block whose gradients wait for those of the microbatches that follow."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return errors that were not sent yet, by unit, and the numbers of rounds."""
+        units = {name or "model": {"rounds": u.rounds, "memory": u.memory} for name, u in self._units.items()}
+        return {"bytes_sent": self.bytes_sent, "units": units}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; units that did not exist before begin without memory."""
+        self.bytes_sent = int(state["bytes_sent"])
+        for name, unit in self._units.items():
+            before = state["units"].get(name or "model", {"rounds": 0, "memory": None})
+            unit.rounds, unit.memory = int(before["rounds"]), before["memory"]
+
+
+class _UnitState:
+    def __init__(self, number: int) -> None:
+        self.number, self.rounds = number, 0
+        self.memory: Tensor | None = None
+        self.waiting: Tensor | None = None

@@ -1,0 +1,161 @@
+"""Dropout in a sharded model: different random numbers where ranks have different heads or channels, else the same.
+
+All ranks are seeded alike and draw the same numbers, so that full activations stay the same on every rank. Between the
+layers at the beginning of a region and the one at its end each rank has a part of its own, and draws its own numbers:
+its generator gets a seed that follows from the common state and the rank. At the end the common state is restored. So
+there is no other state to save: layers that are recomputed in the backward pass, which begin with the state that they
+had, and runs that resume from a checkpoint draw the same numbers again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.parallel.tensor.collectives import Group
+from cornstarch.parallel.tensor.layers import RowParallelLinear
+from cornstarch.parallel.tensor.plan import Region
+
+_DROPS = re.compile(r".*drop.*")
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return whether anything in a model drops out values in training."""
+    modules = list(model.modules())
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in modules):
+        return True
+    configs = [getattr(getattr(module, "config", None), "__dict__", {}) for module in modules]
+    numbers: list[dict[str, Any]] = [*map(vars, modules), *configs]
+    return any(_DROPS.fullmatch(name) and isinstance(n, float) and n > 0 for one in numbers for name, n in one.items())
+
+
+class RankRandomState:
+    """Lets a rank draw its own random numbers from one point of a forward pass to another."""
+
+    def __init__(self, group: Group) -> None:
+        self._rank = group.rank()
+        self._common: tuple[torch.Generator, Tensor] | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this rank draws its own numbers now."""
+        return self._common is not None
+
+    def reset(self) -> None:
+        """Start over: recomputation may stop in the middle of a pass, and restores the random state itself."""
+        self._common = None
+
+    def begin(self, device: torch.device) -> None:
+        """Draw this rank's own numbers from now on."""
+        generator = _generator(device)
+        if generator is None or self._common is not None:
+            return
+        torch.rand((), device=device, generator=generator)  # advances the common state: no two regions draw alike
+        state = generator.get_state()
+        generator.manual_seed(_seed(state, self._rank))
+        self._common = (generator, state)
+
+    def end(self) -> None:
+        """Draw the common numbers again."""
+        if self._common is not None:
+            generator, state = self._common
+            generator.set_state(state)
+            self._common = None
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return None
+
+
+def _seed(state: Tensor, rank: int) -> int:
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, key=rank.to_bytes(4, "little"))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def separate_dropout(owner: nn.Module, region: Region, group: Group) -> None:
+    """Let ranks draw their own numbers inside a region, from its first sharded layers to its last one.
+
+    Call it before the region is sharded: adapters around its layers take over the state that is attached here.
+    """
+    numbers = RankRandomState(group)
+    rows = [key for key, style in region.styles.items() if style.kind == "row"]
+    if "" in region.styles:  # experts
+        _use_inside(owner, numbers)
+    if not rows:
+        return
+    owner.register_forward_pre_hook(lambda module, inputs: numbers.reset())
+    for key, style in region.styles.items():
+        layer: Any = owner.get_submodule(key) if style.kind in ("column", "row") else None
+        if layer is None:
+            continue
+        inner = getattr(layer, "base_layer", layer)
+        inner.__dict__["numbers"] = numbers
+        if style.kind == "row":
+            inner.register_forward_hook(lambda module, inputs, output: numbers.end())
+        elif not style.whole:
+            inner.register_forward_hook(lambda module, inputs, output: _resume(module, numbers, output))
+
+
+def _use_inside(module: nn.Module, numbers: RankRandomState) -> None:
+    def enter(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        numbers.reset()
+        given = next((one for one in (*inputs, *options.values()) if isinstance(one, Tensor)), None)
+        if module.training and given is not None:
+            numbers.begin(given.device)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(lambda module, inputs, output: numbers.end())
+
+
+def separate_adapter_dropout(wrapper: Any, layer: nn.Module, group: Group) -> None:
+    """Let LoRA's dropout draw common numbers for full inputs (column layer), and own ones for sharded inputs (row)."""
+    if wrapper is layer:
+        return
+    is_row = isinstance(layer, RowParallelLinear)
+    numbers: RankRandomState = layer.__dict__.get("numbers") or RankRandomState(group)
+    was_active: list[bool] = []
+
+    def enter(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        was_active[:] = [numbers.is_active]
+        if is_row and module.training:
+            numbers.begin(inputs[0].device)
+        elif not is_row:
+            numbers.end()
+
+    def leave(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if is_row:
+            numbers.end()
+        elif was_active[0]:
+            numbers.begin(output.device)
+
+    for dropout in getattr(wrapper, "lora_dropout", {}).values():
+        if getattr(dropout, "p", 0.0) > 0:
+            dropout.register_forward_pre_hook(enter)
+            dropout.register_forward_hook(leave)
+
+
+def separate_token_dropout(layers: list[nn.Module], full_blocks: list[nn.Module], group: Group) -> None:
+    """Let ranks draw their own numbers in layers with sharded tokens, except in modules with full activations."""
+    numbers = RankRandomState(group)
+    for layer in layers:
+        _use_inside(layer, numbers)
+    for module in full_blocks:
+        module.register_forward_pre_hook(lambda module, inputs: numbers.end())
+        module.register_forward_hook(lambda module, inputs, output: _resume(module, numbers, output))
+
+
+def _resume(module: nn.Module, numbers: RankRandomState, output: Any) -> None:
+    """Begin to draw own numbers behind a module."""
+    first = output[0] if isinstance(output, tuple) else output
+    if module.training:
+        numbers.begin(first.device)

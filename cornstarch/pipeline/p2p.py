@@ -1,0 +1,350 @@
+"""Point-to-point communication between the processes of two stages, whose tp and cp sizes may differ.
+
+Forward: a process of the later stage receives its payload from one process of the earlier stage. Inside one module
+both stages are sharded alike, so the source is the process with the same coordinates. The output of an encoder is the
+same in all of its processes, so any of them will do.
+
+Backward: the gradient of an output comes back from the same counterpart. A language model that is sharded over tokens
+sends one gradient for each cp rank, and their mean is used, because gradients are averaged over the processes of a
+module.
+
+The spec of a payload is sent in front of it only when it is new. Both ends have the inputs of a microbatch and derive
+from their shapes which spec to expect.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cornstarch.compat import default_store
+from cornstarch.errors import ConfigError
+from cornstarch.parallel.distributed import TensorTransport
+from cornstarch.pipeline.failure_propagation import FailureSignal, P2PGroup, abort_group
+from cornstarch.pipeline.message import PayloadSpec, TensorSpec
+
+_MAX_SPECS = 4096  # remembered per edge
+_TIMEOUT = timedelta(minutes=30)  # torch's default for process groups; also the longest time that a receive may take
+_HEADER, _FORWARD, _BACKWARD, _TAGS = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Route:
+    """The pairs of ranks between which an edge sends messages."""
+
+    forward: tuple[tuple[int, int], ...]
+    """(source rank, target rank)."""
+    backward: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def between(cls, source: np.ndarray, target: np.ndarray, is_same_module: bool) -> Route:
+        """Return the route between two stages, each given by its ranks [cp, tp]."""
+        if is_same_module:
+            pairs = tuple(zip(source.ravel().tolist(), target.ravel().tolist(), strict=True))
+            return cls(pairs, tuple((b, a) for a, b in pairs))
+        sources, targets = source.ravel().tolist(), target.ravel().tolist()
+        forward = [(sources[j * len(sources) // len(targets)], one) for j, one in enumerate(targets)]
+        cp, tp = target.shape
+        backward = [(int(target[c, a * tp // len(sources)]), one) for a, one in enumerate(sources) for c in range(cp)]
+        return cls(tuple(forward), tuple(backward))
+
+
+def compute_shape_signature(inputs: Mapping[str, Any], training: bool, by_value: Collection[str] = ()) -> Hashable:
+    """Return a key for the shapes between stages: the shapes of the inputs, and the values of those that are sizes.
+
+    Args:
+        inputs: The inputs of a microbatch.
+        training: Whether the stages are in training mode.
+        by_value: Names of inputs with one number per token whose values also determine sizes.
+    """
+    ids = inputs.get("input_ids")
+    tokens = tuple(ids.shape) if isinstance(ids, Tensor) else None
+    values = tuple(_hash_input(inputs.get(name), None) for name in by_value)
+    return training, torch.is_grad_enabled(), _hash_input(inputs, tokens), values
+
+
+def _hash_input(value: Any, tokens: tuple[int, ...] | None) -> Hashable:
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        if value.is_floating_point() or shape == tokens:
+            return shape, str(value.dtype)
+        # Integers that are not one per token are sizes (image grids, lengths): their values determine shapes.
+        return shape, str(value.dtype), zlib.crc32(value.detach().cpu().contiguous().numpy().data)
+    if isinstance(value, Mapping):
+        return tuple((key, _hash_input(value[key], tokens)) for key in sorted(value))
+    if isinstance(value, list | tuple):
+        return tuple(_hash_input(one, tokens) for one in value)
+    return value if isinstance(value, Hashable) else str(type(value))
+
+
+class PendingReceive:
+    """A receive that was posted: its buffers, and the work to wait for."""
+
+    def __init__(self, channel: P2PChannel, spec: PayloadSpec, rank: int, tag: int) -> None:
+        self.spec = spec
+        group, peer = channel.get_group(rank, sends=False)
+        layout = spec.messages
+        packed = {index for index, _, _ in layout.packed}
+        self._carriage = channel.carriage
+        self._tensors: list[Any] = [
+            None if i in packed else self._carriage.allocate_receive(one.shape, one.dtype)
+            for i, one in enumerate(spec.tensors)
+        ]
+        # One tag carries several messages, which arrive in the order in which they were sent: separate, then packed.
+        self._works = [group.recv([self._tensors[index]], peer, tag) for index in layout.separate]
+        self._packed: Tensor | None = None
+        if layout.packed:
+            self._packed = self._carriage.allocate_receive((layout.packed_bytes,), torch.uint8)
+            self._works.append(group.recv([self._packed], peer, tag))
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the messages and return the tensors."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._tensors = [None if one is None else self._carriage.finish_receive(one) for one in self._tensors]
+        if self._packed is not None:
+            packed = self._carriage.finish_receive(self._packed)
+            for index, begin, end in self.spec.messages.packed:
+                one = self.spec.tensors[index]
+                # Copy: autograd would count a view as modified when a layer writes to another tensor of the message.
+                self._tensors[index] = packed[begin:end].view(one.dtype).view(one.shape).clone()
+        self._packed = None
+        return self._tensors
+
+
+class P2PChannel:
+    """Asynchronous sends and receives over a process group that nothing else uses.
+
+    Sent tensors are kept until they are known to have left. No thread waits for that, because waking one costs as much
+    as a message: the runtime releases a payload when an answer to it has arrived. All processes of a replica must
+    create the channel together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.carriage = TensorTransport.of(group, device)
+        self.failure: str | None = None
+        """Why the channel was aborted or closed, if it was."""
+        self.other_groups: list[dist.ProcessGroup] = []
+        """Further groups in which this process may wait for others; they are aborted with the channel."""
+        self.failure_signal = FailureSignal(self.abort)
+        self._groups: dict[bool, P2PGroup] = {True: group, False: self._build_second_group()}
+        self._peers: dict[tuple[int, bool], tuple[P2PGroup, int]] = {}
+        self._sent: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}  # by (tag, microbatch), oldest first
+        self._abort_lock = threading.Lock()
+
+    def _build_second_group(self) -> P2PGroup:
+        """Return a second group of the same processes, so that data between two ranks flow in one direction per group.
+
+        A gloo thread spins as long as data arrive on a connection on which the process is writing.
+        """
+        if dist.get_backend(self.group) != "gloo":
+            return self.group
+        # Not by `new_group`: it derives the name of a group from the number of groups that this process has created,
+        # which differs between processes.
+        ranks = "-".join(map(str, dist.get_process_group_ranks(self.group)))
+        prefix = f"cornstarch/pipeline/lines/{self.failure_signal.number}/{ranks}"
+        store = dist.PrefixStore(prefix, default_store())
+        second: Any = dist.ProcessGroupGloo(store, self.group.rank(), self.group.size(), _TIMEOUT)
+        group: P2PGroup = second
+        return group
+
+    def get_group(self, rank: int, sends: bool) -> tuple[P2PGroup, int]:
+        """Return the group for messages to (or from) a rank, and the group rank of that rank."""
+        if (rank, sends) not in self._peers:
+            peer = dist.get_group_rank(self.group, rank)
+            is_upward = (peer > self.group.rank()) == sends
+            self._peers[rank, sends] = self._groups[is_upward], peer
+        return self._peers[rank, sends]
+
+    def send(self, spec: PayloadSpec, tensors: Sequence[Tensor], rank: int, tag: int, microbatch: int) -> None:
+        """Start to send tensors, which must not be changed before they are released."""
+        layout = spec.messages
+        messages = [self.carriage.prepare_send(tensors[index].detach()) for index in layout.separate]
+        if layout.packed:
+            packed = self.carriage.allocate_receive((layout.packed_bytes,), torch.uint8)
+            for index, begin, end in layout.packed:
+                one = spec.tensors[index]
+                packed[begin:end].view(one.dtype).view(one.shape).copy_(tensors[index].detach())
+            messages.append(packed)
+        if messages:
+            group, peer = self.get_group(rank, sends=True)
+            sent = self._sent.setdefault((tag, microbatch), [])
+            sent += [(group.send([message], peer, tag), message) for message in messages]
+
+    def receive(self, spec: PayloadSpec, rank: int, tag: int) -> PendingReceive:
+        """Post the receive of tensors of a known spec."""
+        return PendingReceive(self, spec, rank, tag)
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of payloads that are kept because they may not have left."""
+        return len(self._sent)
+
+    def release(self, tag: int, microbatch: int) -> None:
+        """Wait until the messages of a microbatch have left, and free their tensors."""
+        for work, _ in self._sent.pop((tag, microbatch), ()):
+            work.wait()
+
+    def limit_in_flight(self, limit: int) -> None:
+        """Wait until at most `limit` payloads are in flight."""
+        while len(self._sent) > limit:
+            self.release(*next(iter(self._sent)))
+
+    def flush(self) -> None:
+        """Wait until all messages have left."""
+        self.limit_in_flight(0)
+
+    def abort(self, reason: str) -> None:
+        """End all waiting for other processes, and their waiting for this one."""
+        with self._abort_lock:
+            if self.failure is None:
+                self.failure = reason
+                for group in (*self._groups.values(), *self.other_groups):
+                    abort_group(group)
+
+    def close(self) -> None:
+        """Close the connections to all other processes."""
+        self.failure_signal.stop()
+        self.failure = self.failure or "it was closed"
+        self._sent.clear()
+        # The group itself stays registered in torch, which names groups by their number: with one group fewer, the next
+        # pipeline's group would get the name of one that still exists.
+        with self._abort_lock:
+            self._groups, self._peers = {}, {}  # the sockets close with the last reference
+
+
+# ---------------------------------------------------------------------------------------------------- edges
+
+
+@dataclass
+class StageEdge:
+    """One edge of the stage graph, as a process at one of its ends sees it."""
+
+    channel: P2PChannel
+    number: int
+    """The index of the edge, the same in all processes: it determines the tags."""
+    name: str
+    """The name of the source stage, for error messages."""
+    forward_to: list[int] = field(default_factory=list)
+    forward_from: int | None = None
+    backward_to: list[int] = field(default_factory=list)
+    backward_from: list[int] = field(default_factory=list)
+    _specs: dict[Hashable, PayloadSpec] = field(default_factory=dict)
+
+    @classmethod
+    def for_rank(cls, rank: int, route: Route, channel: P2PChannel, number: int, name: str) -> StageEdge:
+        """Return the edge as a rank sees it."""
+        return cls(
+            channel,
+            number,
+            name,
+            [b for a, b in route.forward if a == rank],
+            next((a for a, b in route.forward if b == rank), None),
+            [b for a, b in route.backward if a == rank],
+            [a for a, b in route.backward if b == rank],
+        )
+
+    def _tag(self, kind: int) -> int:
+        return self.number * _TAGS + kind
+
+    # -------------------------------------------------------------------------------------------- forward
+
+    def get_spec(self, key: Hashable) -> PayloadSpec | None:
+        """Return the spec of a payload, if one with the same key was transferred before."""
+        return self._specs.get(key)
+
+    def send(self, key: Hashable, spec: PayloadSpec, tensors: Sequence[Tensor], microbatch: int) -> PayloadSpec:
+        """Send a payload forward; return its spec, or the remembered one that equals it."""
+        known = self._specs.get(key)
+        if known is None:
+            self._remember(key, spec)
+            self._send_spec(spec, microbatch)
+        elif known != spec:
+            raise ConfigError(
+                f"The output of {self.name} has another shape ({_describe_difference(spec, known)}) for a microbatch "
+                "whose inputs have the same shapes: the sizes depend on values, and the next stage cannot know them. "
+                "Give such sizes as integers among the inputs, or keep the two stages together."
+            )
+        spec = known or spec
+        for rank in self.forward_to:
+            self.channel.send(spec, tensors, rank, self._tag(_FORWARD), microbatch)
+        return spec
+
+    def _send_spec(self, spec: PayloadSpec, microbatch: int) -> None:
+        content = torch.frombuffer(bytearray(spec.to_json()), dtype=torch.uint8).to(self.channel.device)
+        length = torch.tensor([content.numel()], device=self.channel.device)
+        for rank in self.forward_to:
+            for one in (length, content):
+                self.channel.send(_vector_spec(one.dtype, len(one)), [one], rank, self._tag(_HEADER), microbatch)
+
+    def release_payload(self, microbatch: int) -> None:
+        """Free a payload that the other end has received."""
+        self.channel.release(self._tag(_HEADER), microbatch)
+        self.channel.release(self._tag(_FORWARD), microbatch)
+
+    def post_receive(self, key: Hashable) -> PendingReceive | None:
+        """Post the receive of the next payload, if its spec is known."""
+        spec = self._specs.get(key)
+        if spec is None or self.forward_from is None:
+            return None
+        return self.channel.receive(spec, self.forward_from, self._tag(_FORWARD))
+
+    def receive(self, key: Hashable, pending: PendingReceive | None) -> tuple[PayloadSpec, list[Tensor]]:
+        """Wait for the next payload; return its spec and tensors."""
+        assert self.forward_from is not None
+        if pending is None and key not in self._specs:
+            tag = self._tag(_HEADER)
+            (length,) = self.channel.receive(_vector_spec(torch.int64, 1), self.forward_from, tag).wait()
+            (content,) = self.channel.receive(_vector_spec(torch.uint8, int(length)), self.forward_from, tag).wait()
+            self._remember(key, PayloadSpec.from_json(bytes(content.cpu().numpy())))
+        pending = pending or self.post_receive(key)
+        assert pending is not None
+        return self._specs[key], pending.wait()
+
+    def _remember(self, key: Hashable, spec: PayloadSpec) -> None:
+        if len(self._specs) >= _MAX_SPECS:  # both ends see the same keys in the same order, and so forget the same
+            self._specs.pop(next(iter(self._specs)))
+        self._specs[key] = spec
+
+    # -------------------------------------------------------------------------------------------- backward
+
+    def send_gradients(self, spec: PayloadSpec, gradients: Sequence[Tensor], microbatch: int) -> None:
+        """Send back the gradients of a payload."""
+        for rank in self.backward_to:
+            self.channel.send(spec.gradients, gradients, rank, self._tag(_BACKWARD), microbatch)
+
+    def release_gradients(self, microbatch: int) -> None:
+        """Free gradients that the other end has received."""
+        self.channel.release(self._tag(_BACKWARD), microbatch)
+
+    def post_gradient_receives(self, spec: PayloadSpec) -> list[PendingReceive]:
+        """Post the receives of the gradients of a payload that was sent."""
+        return [self.channel.receive(spec.gradients, rank, self._tag(_BACKWARD)) for rank in self.backward_from]
+
+    @staticmethod
+    def wait_gradients(pending: Sequence[PendingReceive]) -> list[Tensor]:
+        """Wait for the gradients; return their mean if several ranks send some (one for each cp rank)."""
+        received = [one.wait() for one in pending]
+        if len(received) == 1:
+            return received[0]
+        return [torch.stack(parts).mean(0) for parts in zip(*received, strict=True)]
+
+
+def _vector_spec(dtype: torch.dtype, length: int) -> PayloadSpec:
+    return PayloadSpec(None, (TensorSpec(dtype, (length,), False),))
+
+
+def _describe_difference(found: PayloadSpec, known: PayloadSpec) -> str:
+    shapes = [(list(a.shape), list(b.shape)) for a, b in zip(found.tensors, known.tensors, strict=False) if a != b]
+    return f"{shapes[0][0]} instead of {shapes[0][1]}" if shapes else "another structure"

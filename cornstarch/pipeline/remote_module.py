@@ -1,0 +1,370 @@
+"""Placeholders for the modules of a stage's model that other stages own.
+
+Every stage runs the model's own forward on the same batch. A layer of an earlier stage is a placeholder that returns
+the received result. Embeddings and the like become placeholders that return the right shapes, filled with NaN, so that
+a result that is read by mistake shows up in the loss. The last layer of a stage ends the forward. A module whose result
+is read by several stages is recorded where it runs, and replayed on the stages after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cornstarch.errors import ConfigError
+from cornstarch.parallel.tensor.sequence import CALLED
+from cornstarch.parallel.tensor.vocabulary import VocabularyEmbedding
+from cornstarch.trees import leaves, map_tensors, tensors_in
+
+ENTRY = "the input of the first layer"
+CallResults = dict[str, list[Any]]
+"""By the name of a layer or another module: the results of its calls."""
+
+
+class StageDone(Exception):
+    """Ends the forward of a model when all layers of a stage have run; carries the payload for the next stage.
+
+    It is not an error, but torch runs its `always_call` hooks only for subclasses of `Exception`.
+    """
+
+    def __init__(self, payload: dict[str, Any]) -> None:
+        super().__init__("the stage is done")
+        self.payload = payload
+
+
+class StageForward:
+    """The received and recorded results of one forward of a stage.
+
+    Between forwards it is closed, and nothing is recorded or replayed: activation checkpointing may then recompute the
+    layers of any microbatch.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        end: int | None,
+        layers: Sequence[str],
+        last_reader: Mapping[str, int],
+        modified: frozenset[str],
+        follows_embeddings: bool = False,
+    ) -> None:
+        self.start, self.end = start, end  # segments; no end on the last stage
+        self.is_first = start == 0 and not follows_embeddings  # a stage behind embeddings begins with segment 0, too
+        self.segment = 0
+        self.is_open = False
+        self._last_reader, self._modified = last_reader, modified
+        self._last_remote_layer = layers[start - 1] if start else ""
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_open = False
+        self._received: CallResults = {}
+        self._recorded: CallResults = {}
+        self._precisions: dict[str, str] = {}
+        self._replayed: dict[str, int] = {}
+        self._unread: Any = None
+
+    @contextmanager
+    def open(self, received: Mapping[str, Any] | None) -> Iterator[None]:
+        """Record and replay during one forward."""
+        assert not self.is_open, "a stage runs one microbatch at a time"
+        if (received is None) != self.is_first:
+            raise ConfigError(
+                "The first stage receives nothing; every other stage receives what the one before it returned."
+            )
+        if received is not None:
+            self._received, self._precisions = dict(received["results"]), dict(received["precisions"])
+        # Results that later stages read are passed on, whether or not this stage reads them.
+        self._recorded = {name: list(one) for name, one in self._received.items() if self._is_read_later(name)}
+        self.segment, self.is_open = 0, True
+        try:
+            yield
+        finally:
+            self._reset()
+
+    def _is_read_later(self, name: str) -> bool:
+        return self.end is not None and self._last_reader.get(name, 0) >= self.end
+
+    def _copy_if_modified(self, name: str, result: Any) -> Any:
+        return map_tensors(Tensor.clone, result) if name in self._modified else result
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the forward has reached the segments of this stage."""
+        return self.segment >= self.start
+
+    def record(self, name: str, result: Any) -> None:
+        """Keep a result if the next stage needs it, and its dtype in any case."""
+        if not self.has_started:
+            return
+        if self._is_read_later(name):
+            self._recorded.setdefault(name, []).append(self._copy_if_modified(name, result))
+        elif name not in self._precisions and (dtypes := _get_float_dtypes(result)):
+            self._precisions[name] = str(dtypes[0]).removeprefix("torch.")
+
+    def has(self, name: str) -> bool:
+        """Return whether results of a module were received."""
+        return name in self._received
+
+    def replay(self, name: str) -> Any:
+        """Return the result of the next call of a module on the stage that owns it."""
+        number = self._replayed.get(name, 0)
+        self._replayed[name] = number + 1
+        results = self._received.get(name, [])
+        if number >= len(results):
+            raise ConfigError(f"{name} is called more often on this stage than on the one that owns it.")
+        return self._copy_if_modified(name, results[number])
+
+    def get_unread_result(self) -> Any:
+        """Return a layer's result filled with NaN, for a layer whose result nobody reads here."""
+        if self._unread is None:
+            self._unread = map_tensors(_nan_like, self._received[self._last_remote_layer][0])
+        return self._unread
+
+    def get_precision(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a module's result on the stage that owns it."""
+        return getattr(torch, self._precisions[name]) if name in self._precisions else None
+
+    def finish(self, entry: Tensor | None = None) -> StageDone:
+        """Return the exception that ends the forward; `entry` is the input of the first layer, behind embeddings."""
+        if entry is not None:
+            self._recorded[ENTRY] = [entry]
+        return StageDone({"results": dict(self._recorded), "precisions": dict(self._precisions)})
+
+
+def _get_float_dtypes(result: Any) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(result) if tensor.is_floating_point()]
+
+
+def _nan_like(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, requires_grad=False)
+
+
+# ---------------------------------------------------------------------------------------------------- placeholders
+
+
+class RemoteModule(nn.Module):
+    """Placeholder for a module that another stage owns: it has no parameters, but its attributes can be read.
+
+    `device` returns the device on which the stage computes, which is known only when the weights are loaded.
+    """
+
+    def __init__(self, original: nn.Module, name: str, device: Callable[[], torch.device], frees: bool = True) -> None:
+        super().__init__()
+        if frees:
+            free_parameters(original)
+        # Not a child module: the original must not show up in parameters, state dicts or FSDP units.
+        self.__dict__.update(original=original, name=name, device_of_stage=device)
+        self.training = original.training
+
+    def __getattr__(self, name: str) -> Any:
+        # Parameters keep their shape and dtype, and appear on the stage's device.
+        if "original" not in self.__dict__:  # during copy.deepcopy
+            raise AttributeError(name)
+        value = getattr(self.__dict__["original"], name)
+        if isinstance(value, Tensor) and value.is_meta:
+            return torch.zeros((), dtype=value.dtype, device=self.device_of_stage()).expand(value.shape)
+        if isinstance(value, torch.device) and value.type == "meta":
+            return self.device_of_stage()
+        if isinstance(value, nn.Module):
+            return RemoteModule(value, f"{self.name}.{name}", self.device_of_stage, frees=False)
+        return value
+
+    def extra_repr(self) -> str:
+        return type(self.__dict__["original"]).__name__
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raise: a module of a later stage is never called."""
+        raise ConfigError(
+            f"{self.name} was called, but belongs to another stage. Were layers left out (layerdrop), or was the "
+            "stage called in another way than by StageModule?"
+        )
+
+
+class _Placeholder(RemoteModule):
+    """A remote module that is called during the forward of a stage."""
+
+    def __init__(
+        self, original: nn.Module, name: str, device: Callable[[], torch.device], stage_forward: StageForward
+    ) -> None:
+        super().__init__(original, name, device, frees=False)
+        self.__dict__["stage_forward"] = stage_forward
+
+
+class StageExit(_Placeholder):
+    """Placeholder for the first layer on a stage of embeddings only: calling it ends the forward."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Send the input of the layer to the next stage."""
+        entry = next((value for value in (*inputs, *options.values()) if _is_activation(value)), None)
+        if entry is None:
+            raise ConfigError(f"{self.name} is called without activations: a stage needs a layer here.")
+        raise self.stage_forward.finish(entry)
+
+
+class LayerPlaceholder(_Placeholder):
+    """Placeholder for a layer of an earlier stage."""
+
+    def __init__(self, original: nn.Module, name: str, *rest: Any, number: int) -> None:
+        super().__init__(original, name, *rest)
+        self.__dict__["number"] = number
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return the layer's result on its stage; the same filled with NaN if nobody reads it here."""
+        forward: StageForward = self.stage_forward
+        if (called := self.original.__dict__.get(CALLED)) is not None:
+            called(*inputs, **options)
+        forward.segment = self.number + 1
+        return forward.replay(self.name) if forward.has(self.name) else forward.get_unread_result()
+
+
+class ReplayedModule(_Placeholder):
+    """Placeholder for a module of an earlier stage whose results are also read here."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return the module's result on its stage."""
+        return self.stage_forward.replay(self.name)
+
+
+class ShapePlaceholder(_Placeholder):
+    """Placeholder for a module of an earlier stage whose results nobody reads here: only their shapes matter."""
+
+    _MAX_SHAPES = 64
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.__dict__["known_shapes"] = {}
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Return the right shapes, filled with NaN."""
+        device = next((tensor.device for tensor in tensors_in((inputs, options))), self.device_of_stage())
+        shapes = self._infer_shapes(inputs, options, device)
+        # Autocast applies on the stage that owns the module, so its dtype is the one that was recorded there.
+        own = next(iter(_get_float_dtypes(shapes)), None)
+        recorded = self.stage_forward.get_precision(self.name)
+
+        def fill(shape: Tensor) -> Tensor:
+            if not shape.is_floating_point():
+                return torch.zeros(shape.shape, dtype=shape.dtype, device=device)
+            dtype = recorded if recorded is not None and shape.dtype == own else shape.dtype
+            return torch.full(shape.shape, torch.nan, dtype=dtype, device=device)
+
+        return map_tensors(fill, shapes)
+
+    def _infer_shapes(self, inputs: tuple[Any, ...], options: dict[str, Any], device: torch.device) -> Any:
+        """Return results on the meta device, from memory where the shapes of the inputs determine them."""
+        original: nn.Module = self.original
+        if isinstance(original, VocabularyEmbedding):  # its forward would communicate with other processes
+            weight = original.weight
+            return torch.empty((*inputs[0].shape, original.embedding_dim), dtype=weight.dtype, device="meta")
+        key = _get_shape_key((inputs, options))
+        if key is not None and key in self.known_shapes:
+            return self.known_shapes[key]
+        with torch.no_grad():
+            try:
+                meta = map_tensors(lambda tensor: tensor.to("meta"), (inputs, options))
+                shapes = _call_without_weights(original, torch.device("meta"), *meta)
+            except (RuntimeError, NotImplementedError):  # the shapes depend on values: compute with zeros as weights
+                output = _call_without_weights(original, device, inputs, options)
+                return map_tensors(lambda tensor: tensor.to("meta"), output)
+        if key is not None and len(self.known_shapes) < self._MAX_SHAPES:
+            self.known_shapes[key] = shapes
+        return shapes
+
+
+def _call_without_weights(module: nn.Module, device: torch.device, inputs: Any, options: Any) -> Any:
+    state: dict[str, Tensor] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta and device.type != "meta":
+            state[name] = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        else:
+            state[name] = tensor.detach().to(device)
+    return torch.func.functional_call(module, state, inputs, options)
+
+
+def _get_shape_key(value: Any) -> tuple[Any, ...] | None:
+    """Return everything that the shapes of results depend on, or None if that is unknown."""
+    found: list[Any] = []
+    for leaf in leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append((tuple(leaf.shape), leaf.dtype))
+        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
+            found.append(leaf)
+        else:
+            return None
+    return tuple(found)
+
+
+def free_parameters(module: nn.Module, kept: Collection[int] = ()) -> None:
+    """Move a module's parameters to the meta device, except for submodules whose `id` is in `kept`. Buffers stay."""
+    for part in module.modules():
+        if id(part) in kept:
+            continue
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+
+# ---------------------------------------------------------------------------------------------------- own modules
+
+
+def record_calls(module: nn.Module, name: str, forward: StageForward) -> None:
+    """Record a side module's results where it runs, and replay them where an earlier stage has run it."""
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        if not forward.is_open:
+            return None
+        if not forward.has_started and forward.has(name):
+            return forward.replay(name)
+        forward.record(name, output)
+        return None
+
+    module.register_forward_hook(leave)
+
+
+def replace_input(layer: nn.Module, forward: StageForward) -> None:
+    """Let the first layer compute with the input that a stage of embeddings only has sent."""
+    original_call = type(layer).__call__
+
+    def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if forward.is_open:
+            place = next((number for number, value in enumerate(inputs) if _is_activation(value)), None)
+            if place is not None:
+                inputs = (*inputs[:place], forward.replay(ENTRY), *inputs[place + 1 :])
+            else:
+                name = next(name for name, value in options.items() if _is_activation(value))
+                options = {**options, name: forward.replay(ENTRY)}
+        return original_call(self, *inputs, **options)
+
+    _override_call(layer, call)
+
+
+def record_layer(layer: nn.Module, name: str, forward: StageForward, ends_stage: bool) -> None:
+    """Record a layer's result; the last layer of a stage ends the forward."""
+    original_call = type(layer).__call__
+
+    def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        output = original_call(self, *inputs, **options)
+        if forward.is_open:
+            forward.record(name, output)
+            if ends_stage:
+                raise forward.finish()
+        return output
+
+    _override_call(layer, call)
+
+
+def _override_call(layer: nn.Module, call: Callable[..., Any]) -> None:
+    # A subclass, not a hook: hooks run inside activation checkpointing, and before FSDP's own hooks.
+    kind = type(layer)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    layer.__class__ = type(kind.__name__, (kind,), {**names, "__call__": call})
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

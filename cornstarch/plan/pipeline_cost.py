@@ -1,0 +1,396 @@
+"""The cost of a candidate's pipeline, stage by stage: times, memory, transfers, a lower bound of its step; no torch.
+
+Everything here is a sum. Only a simulation (`cornstarch.plan.predict`) knows where stages wait for one another, but no
+simulated step is shorter than `PipelineCost.least`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cornstarch.errors import ConfigError
+from cornstarch.plan.candidates import Candidate
+from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter, send
+from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
+from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
+from cornstarch.plan.placement import GroupLinks, PipelineLinks, find_links
+from cornstarch.plan.plan import DataKind, ModulePlan
+from cornstarch.plan.simulate import StepEnd
+
+if TYPE_CHECKING:
+    from cornstarch.plan.cluster import Cluster, Device
+
+# AdamW and the norm of 1.7 billion gradients in bf16 take 8 ms on an H200: this fraction of the memory's bandwidth.
+_REACHED_BANDWIDTH = 0.8
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The cost of one stage: consecutive layers of a module, on one place."""
+
+    module: str
+    index: int
+    place: int
+    first: int
+    last: int
+    """One past its last layer."""
+    trains: bool
+    has_backward: bool
+    after: int
+    """Stages after it on the longest path to the end."""
+    forward: float
+    inputs: float
+    weights: float
+    kept: float
+    """Bytes of a microbatch saved for its backward pass."""
+    working: float
+    """Bytes in use while it computes, beside the saved ones."""
+
+    @property
+    def backward(self) -> float:
+        """The time of its whole backward pass."""
+        return self.inputs + self.weights
+
+    @property
+    def total(self) -> float:
+        """The time of a microbatch."""
+        return self.forward + self.inputs + self.weights
+
+
+class CostModel:
+    """The costs of a run on a cluster. Everything derived from them is cached: a search asks thousands of times."""
+
+    def __init__(self, cost: RunCost, cluster: Cluster) -> None:
+        self.cost, self.cluster = cost, cluster
+        self.rank_cost = lru_cache(maxsize=None)(self._compute_rank_cost)
+        self._memory: dict[tuple[object, ...], Memory] = {}
+        self._ends: dict[tuple[object, ...], StepEnd] = {}
+
+    def _compute_rank_cost(self, sharding: ModuleSharding) -> RankCost:
+        return compute_rank_cost(self.cost, sharding, self.cluster.device)
+
+    def build_sharding(self, candidate: Candidate, name: str, plan: ModulePlan, links: PipelineLinks) -> ModuleSharding:
+        """Return how the layers of a module are computed."""
+        samples = self.cost.batch / (candidate.dp * candidate.microbatches) / self.cost.samples
+        shards = _count_replicas(candidate, name, plan) // candidate.copies(self.cluster.per_node)
+        return ModuleSharding(
+            name,
+            plan.tp,
+            plan.cp,
+            samples,
+            links.groups[name],
+            checkpointing=plan.activation_checkpointing,
+            sequence=plan.tp_sequence,
+            vocabulary=plan.tp_vocabulary,
+            gathered_over=shards if candidate.kind in GATHERED else 1,
+            gathered_again=candidate.kind != "zero2",
+        )
+
+    # The two below do not depend on microbatches, so their keys leave out everything that changes with them.
+
+    def memory(
+        self, sharding: ModuleSharding, first: int, last: int, kind: DataKind, ranks: int, whole: bool, copies: int
+    ) -> Memory:
+        """Return the memory of some layers of a module."""
+        key = (sharding.module, sharding.tp, sharding.vocabulary, first, last, kind, ranks, whole, copies)
+        if key not in self._memory:
+            layers = self.rank_cost(sharding).layers[first:last]
+            self._memory[key] = stage_memory(layers, kind, ranks, self.cost.state_bytes, whole, copies)
+        return self._memory[key]
+
+    def step_end(
+        self, sharding: ModuleSharding, first: int, last: int, kind: DataKind, ranks: int, copies: int
+    ) -> StepEnd:
+        """Return the gradient reduction and optimizer of some layers of a module."""
+        links = sharding.links
+        over = (links.data, links.copies, links.overlaps)
+        key = (sharding.module, sharding.tp, sharding.vocabulary, over, first, last, kind, ranks, copies)
+        if key not in self._ends:
+            layers, device = self.rank_cost(sharding).layers[first:last], self.cluster.device
+            self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies)
+        return self._ends[key]
+
+
+def compute_step_end(
+    layers: Sequence[LayerCost],
+    kind: DataKind,
+    ranks: int,
+    states: int,
+    links: GroupLinks,
+    device: Device,
+    copies: int = 1,
+) -> StepEnd:
+    """Return the gradient reduction and the optimizer of a stage's layers.
+
+    Gradients are read twice, for their norm and by the optimizer, which also reads and writes parameters and states, at
+    a fraction of the device's memory bandwidth. hsdp reduces gradients within each copy first, and then each shard over
+    the copies. The cores of one machine reduce gradients after computing them, because they do both.
+    """
+    link, shards = links.data, ranks // copies
+    trained = [layer for layer in layers if layer.num_trainable]
+    gradients = sum(layer.gradient_bytes for layer in trained)
+    numbers = sum(layer.num_trainable for layer in trained)
+    bandwidth = getattr(device, "bandwidth", None)
+    touched = (4 * gradients + 2 * states * numbers) / (1 if kind == "ddp" else shards)
+    optimizer = touched / (_REACHED_BANDWIDTH * bandwidth) if bandwidth else 0.0
+    if ranks == 1:
+        return StepEnd(0.0, len(trained), optimizer)
+    reduction = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, shards, link)
+    if copies > 1 and links.copies is not None:
+        reduction += all_reduce(gradients / shards, copies, links.copies)
+    gather = all_gather(gradients, ranks, link) if kind == "zero1" and trained else 0.0
+    return StepEnd(reduction if trained else 0.0, len(trained), optimizer, gather, overlaps=links.overlaps)
+
+
+def _count_replicas(candidate: Candidate, name: str, plan: ModulePlan) -> int:
+    """Return the ranks with the same layers: dp × cp, and more where a module has a smaller tp than its ranks."""
+    span = next(span for span in candidate.spans if name in span.modules)
+    return candidate.dp * span.cp * (span.tp // plan.tp)
+
+
+def check_candidate(candidate: Candidate, cost: RunCost, cluster: Cluster) -> None:
+    """Raise ConfigError if a candidate does not suit a run or a cluster."""
+    names = [name for name, _ in candidate.modules]
+    expected = [module.name for module in cost.modules]
+    if names != expected:
+        raise ConfigError(f"The plan has the modules {', '.join(names)}; the costs are of {', '.join(expected)}.")
+    parts = candidate.dp * candidate.microbatches
+    if candidate.dp < 1 or candidate.microbatches < 1 or cost.batch % parts:
+        raise ConfigError(
+            f"A batch of {cost.batch:,} samples is not {candidate.dp:,} replicas × {candidate.microbatches:,} "
+            "microbatches of the same size. Use numbers whose product divides it."
+        )
+    for name, plan in candidate.modules:
+        if plan.stages * plan.virtual_stages > len(cost.module(name).layers):
+            raise ConfigError(
+                f"{name} has {len(cost.module(name).layers)} layers, which cannot be split into "
+                f"{plan.stages * plan.virtual_stages} parts."
+            )
+    if candidate.world > cluster.devices:
+        raise ConfigError(f"The plan takes {candidate.world:,} ranks; the cluster has {cluster.devices:,}.")
+    many = candidate.copies(cluster.per_node)
+    if candidate.dp % many or (candidate.kind == "hsdp" and candidate.replicate is None and many == candidate.dp > 1):
+        raise ConfigError(
+            f"hsdp: {candidate.dp:,} replicas of {candidate.replica:,} ranks, on nodes of {cluster.per_node}, are not "
+            f"{many:,} copies, each of several. Set the number of copies to a divisor of {candidate.dp:,}: "
+            "data.replicate."
+        )
+
+
+class PipelineCost:
+    """The stages of a candidate."""
+
+    def __init__(self, candidate: Candidate, costs: CostModel) -> None:
+        check_candidate(candidate, costs.cost, costs.cluster)
+        self.candidate, self.costs = candidate, costs
+        self.model_copies = candidate.copies(costs.cluster.per_node)
+        self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies)
+        self.plans = dict(candidate.modules)
+        self.shardings = {
+            name: costs.build_sharding(candidate, name, plan, self.links) for name, plan in self.plans.items()
+        }
+        self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
+        self.replicas = {name: _count_replicas(candidate, name, plan) for name, plan in self.plans.items()}
+        *self.encoders, self.last = self.plans
+        self.starts = self._find_starts()
+        self.stages = {name: self._build_stages(name) for name in self.plans}
+
+    def _find_starts(self) -> dict[str, tuple[int, ...]]:
+        """Return the first layer of each stage of each module."""
+        given, starts = dict(self.candidate.starts), {}
+        inside = self.encoders if self.candidate.has_encoders_inside else []
+        before = sum(float(self.rank_costs[name].total.sum()) for name in inside)
+        for name, plan in self.plans.items():
+            cut = (plan.stages, plan.virtual_stages, before if name == self.last else 0.0)
+            starts[name] = given[name] if name in given else self.rank_costs[name].cut(*cut)
+        return starts
+
+    def _build_stages(self, name: str) -> list[StageCost]:
+        rank_cost, plan, starts = self.rank_costs[name], self.plans[name], self.starts[name]
+        ends = (*starts[1:], len(rank_cost.layers))
+        upstream = self.costs.cost.has_trained_input(name)
+        inside = self.candidate.has_encoders_inside
+        of_last = 0 if name == self.last or inside else len(self.starts[self.last])
+        first_place = 0
+        for span in self.candidate.spans:
+            if name in span.modules:
+                break
+            first_place += span.stages
+        stages = []
+        for index, (first, last) in enumerate(zip(starts, ends, strict=True)):
+            trains = any(layer.trained for layer in rank_cost.layers[first:last])
+            upstream = upstream or trains
+            after = len(starts) - 1 - index + of_last
+            if inside and name != self.last:
+                after = len(self.starts[self.last]) - 1
+            columns = (rank_cost.forward, rank_cost.inputs, rank_cost.weights, rank_cost.kept)
+            forward, inputs, weights, kept = (float(column[first:last].sum()) for column in columns)
+            working = float(rank_cost.working[first:last].max())
+            place = first_place + index % plan.stages
+            costs = (forward, inputs, weights, kept, working)
+            stages.append(StageCost(name, index, place, first, last, trains, upstream, after, *costs))
+        return stages
+
+    # ---------------------------------------------------------------------------------------- places
+
+    @cached_property
+    def places(self) -> tuple[tuple[StageCost, ...], ...]:
+        """The stages of each place."""
+        found: list[list[StageCost]] = [[] for _ in range(sum(span.stages for span in self.candidate.spans))]
+        for stages in self.stages.values():
+            for stage in stages:
+                found[stage.place].append(stage)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def transfers(self) -> dict[tuple[str, int], float]:
+        """By stage, the seconds of sending its output to the next one; the gradient back takes as long."""
+        found = {}
+        for name, stages in self.stages.items():
+            layers, links, many = self.rank_costs[name].layers, self.links.stages[name], self.plans[name].stages
+            for stage in stages[:-1]:
+                size = layers[stage.last - 1].output_bytes
+                found[name, stage.index] = send(size, links[stage.index % many]) if many > 1 else 0.0
+            feeds = name != self.last and not self.candidate.has_encoders_inside
+            onward = self.links.to_language_model[name]
+            found[name, stages[-1].index] = send(layers[-1].output_bytes, onward) if feeds else 0.0
+        return found
+
+    @cached_property
+    def ends(self) -> tuple[StepEnd, ...]:
+        """By place, gradient reduction, optimizer and gathering.
+
+        Without a pipeline, sharded kinds reduce the gradients of every microbatch.
+        """
+        kind, many = self.candidate.kind, self.model_copies
+        every = kind not in ("ddp", "zero1") and not self.candidate.is_pipeline
+        found = []
+        for stages in self.places:
+            total = StepEnd()
+            for stage in stages:
+                sharding, ranks = self.shardings[stage.module], self.replicas[stage.module]
+                total += self.costs.step_end(sharding, stage.first, stage.last, kind, ranks, many)
+            found.append(replace(total, earlier=self.candidate.microbatches - 1 if every else 0))
+        return tuple(found)
+
+    @cached_property
+    def tails(self) -> tuple[float, ...]:
+        """By place, the seconds after its last backward pass."""
+        pairs = zip(self.ends, self.places, strict=True)
+        return tuple(end.tail(sum(stage.backward for stage in stages)) for end, stages in pairs)
+
+    # ---------------------------------------------------------------------------------------- memory
+
+    def memory(self, place: int) -> Memory:
+        """Return the memory of parameters, gradients and optimizer on the ranks of a place."""
+        kind, whole = self.candidate.kind, self.candidate.is_pipeline and self.candidate.microbatches > 1
+        found = []
+        for stage in self.places[place]:
+            sharding, ranks = self.shardings[stage.module], self.replicas[stage.module]
+            found.append(self.costs.memory(sharding, stage.first, stage.last, kind, ranks, whole, self.model_copies))
+        return combine_memory(found)
+
+    def in_flight(self, stage: StageCost) -> int:
+        """Return the microbatches in flight at a stage: exact for naive, gpipe and 1f1b, else a lower bound."""
+        if not stage.has_backward:
+            return 0
+        ahead = {"naive": 1, "gpipe": self.candidate.microbatches, "1f1b": stage.after + 1}
+        return min(self.candidate.microbatches, ahead.get(self.candidate.schedule, 1))
+
+    def activations(self, place: int, in_flight: dict[tuple[str, int], int] | None = None) -> int:
+        """Return the peak bytes of activations at a place; `in_flight`: by module and index."""
+        kept = working = 0.0
+        for stage in self.places[place]:
+            many = self.in_flight(stage) if in_flight is None else in_flight[stage.module, stage.index]
+            kept += many * stage.kept
+            working = max(working, stage.working)
+        return round(kept + working)
+
+    def single_pass_peak(self, place: int) -> int:
+        """Return the peak of activations and gradients together while the only microbatch of a step passes.
+
+        In backward, layer by layer, activations are freed and gradients appear. Where recomputation saves little per
+        layer, gradients grow faster than activations shrink, and the first layers have the least room.
+        """
+        stages = self.places[place]
+
+        def concatenate(name: str) -> Numbers:
+            return np.concatenate([getattr(self.rank_costs[s.module], name)[s.first : s.last] for s in stages])
+
+        own = concatenate("gradients")
+        fraction = self.memory(place).gradients / own.sum() if own.any() else 0.0  # sharded kinds keep a part
+        made = fraction * (own + concatenate("shared"))
+        after = made[::-1].cumsum()[::-1] - made
+        has_backward = concatenate("inputs") + concatenate("weights") > 0
+        return round(float((concatenate("kept").cumsum() + concatenate("working") + after * has_backward).max()))
+
+    def peak(self, place: int, in_flight: dict[tuple[str, int], int] | None = None) -> int:
+        """Return the peak bytes of a rank of a place; `in_flight`: as in `activations`."""
+        states, activations = self.memory(place), self.activations(place, in_flight)
+        accumulated = self.candidate.microbatches > 1
+        if not accumulated and not states.gradients_stay:
+            activations = max(activations, self.single_pass_peak(place))
+        return states.peak(activations, accumulated)
+
+    @cached_property
+    def least_peak(self) -> int:
+        """A lower bound of the fullest rank's peak; exact for naive, gpipe and 1f1b."""
+        return max(map(self.peak, range(len(self.places))))
+
+    # ---------------------------------------------------------------------------------------- bound
+
+    @cached_property
+    def least(self) -> float:
+        """A lower bound of the time of a step.
+
+        Before a place starts, a microbatch must reach it; then it does its work for all; then the last microbatch goes
+        on to the end, or the place reduces its gradients. With zero_bubble, gradients of weights may be delayed to the
+        end, so only the others count before the last microbatch leaves.
+        """
+        heads, tails = self._lower_bound_paths()
+        many, split = self.candidate.microbatches, self.candidate.schedule == "zero_bubble"
+        bounds = []
+        for place, stages in enumerate(self.places):
+            head = min(heads[stage.module, stage.index] for stage in stages)
+            tail = min(tails[stage.module, stage.index] for stage in stages)
+            work = many * sum(stage.total for stage in stages)
+            needed = many * sum(stage.forward + stage.inputs for stage in stages) if split else work
+            bounds += [head + needed + tail, head + work + self.tails[place]]
+        return max(bounds)
+
+    def _lower_bound_paths(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+        """Return, by stage, lower bounds of the time to reach it, and from its end to the end of the step."""
+        split, lag = self.candidate.schedule == "zero_bubble", self.transfers
+        inside = self.candidate.has_encoders_inside
+        heads: dict[tuple[str, int], float] = {}
+        tails: dict[tuple[str, int], float] = {}
+        start = back = 0.0  # at the language model's first stage
+        for name in (*self.encoders, self.last):
+            head, tail = (start, back) if name == self.last else (0.0, 0.0)
+            for stage in self.stages[name]:
+                heads[name, stage.index], tails[name, stage.index] = head, tail
+                away = lag[name, stage.index]
+                head += stage.forward + away
+                tail = away + tail + (stage.inputs if split else stage.backward) if stage.has_backward else 0.0
+            if name != self.last and not inside:
+                start, back = max(start, head), max(back, tail)
+        if inside:  # encoders belong to the first stage
+            for name in self.encoders:
+                heads[name, 0], tails[name, 0] = 0.0, 0.0
+        # A frozen encoder has no backward of its own: its last microbatch still passes through the language model.
+        final = self.stages[self.last][-1]
+        onward = sum(stage.forward + lag[self.last, stage.index] for stage in self.stages[self.last])
+        onward += tails[self.last, final.index] + final.inputs
+        for name in self.encoders:
+            rest = onward
+            for stage in reversed(self.stages[name]):
+                rest += lag[name, stage.index]
+                if not stage.has_backward and not inside:
+                    tails[name, stage.index] = rest
+                rest += stage.forward
+        return heads, tails

@@ -1,0 +1,288 @@
+"""The cost of a run on a device: from its layers' calls to a `RunCost`, without weights and without the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from cornstarch.config import OptimizerConfig, Precision, RunConfig
+from cornstarch.cost.analytic import AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
+from cornstarch.cost.segments import ModelSegment, ModuleCall, find_segments
+from cornstarch.engine.memory_tracker import state_size
+from cornstarch.engine.model_parts import cast_parts, split_into_parts
+from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.context.batch import check_tokens
+from cornstarch.parallel.device import DTYPES
+from cornstarch.parallel.tensor.plan import plan_regions
+from cornstarch.plan.cluster import Device
+from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
+from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
+from cornstarch.tasks.meta_model import build_calls, build_meta_model
+
+if TYPE_CHECKING:
+    from cornstarch.plan.data_statistics import DataStatistics
+
+_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+CostModel = Callable[[ModuleCall], CallCost]
+"""Returns the cost of a call: `AnalyticCost` or `ProfiledCost`."""
+
+
+# ---------------------------------------------------------------------------------------------------- microbatches
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """The size of a microbatch."""
+
+    rows: int
+    """Samples."""
+    tokens: int
+    """Of each sample."""
+    items: Mapping[str, int] = field(default_factory=dict)
+    """Items of all rows together, by encoder. Default: one for each row."""
+    trained: int | None = None
+    """Tokens of all rows that have a label; the head computes no others. Default: all."""
+
+    def count(self, encoder: str) -> int:
+        """Return the number of an encoder's items."""
+        return max(1, self.items.get(encoder, self.rows))
+
+    @property
+    def labels(self) -> int:
+        """Tokens that the head computes."""
+        return self.rows * self.tokens if self.trained is None else min(self.trained, self.rows * self.tokens)
+
+
+def build_microbatch_shape(config: RunConfig, model: nn.Module, facts: DataStatistics | None = None) -> MicrobatchShape:
+    """Return the shape of a run's microbatch on one rank.
+
+    Without facts about the data, samples have `data.max_length` tokens, all of them with a label, and one item for each
+    encoder.
+    """
+    rows = max(1, config.loop.batch_size // config.loop.gradient_accumulation_steps)
+    encoders = list(model.encoders) if isinstance(model, MultimodalModel) else []
+    if facts is None:
+        return MicrobatchShape(rows, config.data.max_length, dict.fromkeys(encoders, rows))
+    tokens = max(1, min(round(facts.tokens), config.data.max_length))
+    items = {name: round(rows * facts.items.get(name, 1.0)) for name in encoders}
+    placeholders = sum(rows * facts.items.get(name, 1.0) * facts.item_tokens.get(name, 0.0) for name in encoders)
+    return MicrobatchShape(rows, tokens, items, max(1, round(rows * tokens - placeholders)))
+
+
+# ---------------------------------------------------------------------------------------------------- runs and models
+
+
+def run_cost(
+    config: RunConfig, device: Device, facts: DataStatistics | None = None, *, is_measured: bool = False
+) -> RunCost:
+    """Return the cost of the layers of a run on a device.
+
+    The model is traced on the meta device: no weights are read, and the device need not be there.
+
+    Args:
+        config: The run.
+        device: The device of each rank.
+        facts: What the data is like. Default: samples of `data.max_length` tokens, one item for each encoder.
+        is_measured: Whether the device's figures are measured ones, not its maker's.
+    """
+    model, precision = build_run_model(config, device)
+    cost = model_cost(
+        model,
+        build_microbatch_shape(config, model, facts),
+        device,
+        precision,
+        compiled=config.compile == "layers" or (config.compile == "auto" and device.name != "cpu"),
+        batch=config.loop.batch_size,
+        optimizer=config.optimizer,
+        is_measured=is_measured,
+    )
+    return cost if facts is None else replace(cost, straggler=tuple(sorted(facts.straggler.items())))
+
+
+def choose_precision(config: RunConfig, device: Device) -> Precision:
+    """Return the precision of a run on a device."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device.has_bf16 else "fp32"
+
+
+def build_run_model(config: RunConfig, device: Device) -> tuple[nn.Module, Precision]:
+    """Return a run's model on the meta device, its weights in the precisions of a device, and the run's precision."""
+    precision = choose_precision(config, device)
+    model = build_meta_model(config)
+    cast_parts(split_into_parts(model, config.model, config.optimizer), DTYPES[precision])
+    return model, precision
+
+
+def model_cost(
+    model: nn.Module,
+    microbatch: MicrobatchShape,
+    device: Device,
+    precision: Precision,
+    *,
+    compiled: bool | None = None,
+    batch: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+    is_measured: bool = False,
+) -> RunCost:
+    """Return the cost of the layers of a model on a device.
+
+    Args:
+        model: On the meta device, its parameters in the precisions of the run.
+        microbatch: The shape of a microbatch.
+        device: The device of each rank.
+        precision: The precision of autocast.
+        compiled: Whether layers are compiled. Default: on GPUs.
+        batch: Samples of a step. Default: those of the microbatch.
+        optimizer: Has states for trained parameters. Default: AdamW.
+        is_measured: Whether the device's figures are measured ones.
+    """
+    on_gpu = device.name != "cpu"
+    speed = DeviceSpeed.of(device, is_measured)
+    fused = on_gpu if compiled is None else compiled
+
+    def build_model(is_causal: bool) -> AnalyticCost:
+        return AnalyticCost(speed, ComputeSetting(DTYPES[precision], on_gpu, fused, is_causal, microbatch.labels))
+
+    return build_cost(model, microbatch, build_model, DTYPES[precision], on_gpu, batch, optimizer)
+
+
+def build_cost(
+    model: nn.Module,
+    microbatch: MicrobatchShape,
+    build_cost_model: Callable[[bool], CostModel],
+    dtype: torch.dtype,
+    on_gpu: bool,
+    batch: int | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> RunCost:
+    """Return the cost of the layers of a model, as `model_cost` does, with the times and bytes of any cost model.
+
+    Args:
+        build_cost_model: Returns the cost model, given whether attention is causal.
+    """
+    modules, flops = [], 0.0
+    for name, part, call in _list_parts(model, microbatch):
+        is_language_model = isinstance(model, MultimodalModel) and part is model.language_model
+        cost_model = build_cost_model(is_language_model)
+        with _explain_errors(name, part):
+            segments = find_segments(part, call, dtype, on_gpu)
+            costs = [[cost_model(one) for one in segment.calls] for segment in segments]
+        flops += sum(one.flops for segment in costs for one in segment)
+        seen: set[int] = set()
+        items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
+        layers = tuple(_build_layer(segment, own, seen, items) for segment, own in zip(segments, costs, strict=True))
+        sizes = _find_tp_sizes(part), _find_cp_sizes(part, is_language_model)
+        modules.append(ModuleCost(name, layers, tp_sizes=sizes[0], cp_sizes=sizes[1]))
+    return RunCost(
+        tuple(modules),
+        samples=microbatch.rows,
+        batch=batch or microbatch.rows,
+        tokens=float(microbatch.tokens),
+        flops=flops / microbatch.rows,
+        precision={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32"),
+        state_bytes=_count_state_bytes(model, optimizer or OptimizerConfig()),
+    )
+
+
+@contextmanager
+def _explain_errors(name: str, part: nn.Module) -> Iterator[None]:
+    """Raise ConfigError for errors inside a model."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"A layer of {name} does not fit on this device. Measure a smaller microbatch: a larger "
+            "loop.gradient_accumulation_steps, or a smaller data.max_length."
+        ) from error
+    except Exception as error:  # model code that needs values, which meta tensors do not have
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:160].rstrip(".")
+        raise ConfigError(
+            f"The cost of the layers of {name} ({type(unwrap(part)).__name__}) cannot be computed: {reason}."
+        ) from error
+
+
+def _list_parts(model: nn.Module, microbatch: MicrobatchShape) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
+    """Yield the parts of a model with their calls, by the names that plans have for them."""
+    rows, tokens = microbatch.rows, microbatch.tokens
+    if not isinstance(model, MultimodalModel):
+        yield WHOLE_MODEL, model, next(build_calls(model, rows, tokens, 1))[2]
+        return
+    for name, encoder in model.encoders.items():
+        calls = {part: call for _, part, call in build_calls(model, microbatch.count(name), tokens, 1)}
+        yield name, encoder, calls[encoder]
+    calls = {part: call for _, part, call in build_calls(model, rows, tokens, 1)}
+    yield LANGUAGE_MODEL if model.encoders else WHOLE_MODEL, model.language_model, calls[model.language_model]
+
+
+def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int], items: int) -> LayerCost:
+    """Return the cost of a segment; shared parameters count for the first segment that has them."""
+    cost = sum(costs, CallCost())
+    every = {id(p): p for module in segment.modules for p in module.parameters()}
+    own = [parameter for key, parameter in every.items() if key not in seen]
+    shared = [parameter for key, parameter in every.items() if key in seen and parameter.requires_grad]
+    seen.update(every)
+    trained = sum(p.numel() for p in own if p.requires_grad)
+    total = sum(p.numel() for p in own)
+    is_trained = any(p.requires_grad for p in every.values())
+    layers = [(call, one) for call, one in zip(segment.calls, costs, strict=True) if call.is_layer]
+    inputs = sum(max((t.numel() * t.element_size() for t in call.inputs), default=0) for call, _ in layers)
+    return LayerCost(
+        name=segment.name,
+        forward=cost.forward,
+        input_gradient=cost.input_gradient,
+        weight_gradient=cost.weight_gradient,
+        parameters=total,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in own),
+        activation_bytes=cost.kept,
+        activation_bytes_recomputed=min(cost.recomputed, cost.kept),
+        output_bytes=cost.output,
+        trained=is_trained,
+        trained_parameters=trained if 0 < trained < total or (is_trained and not trained) else None,
+        sums=2 if layers else 0,
+        kv_bytes=cost.keys,
+        tp_cuts="always" if layers else "vocabulary" if any(one.is_head for one in segment.calls) else "never",
+        whole_bytes=min(2 * inputs, cost.kept),
+        working_bytes=cost.working,
+        again=sum(one.forward for _, one in layers),
+        shared_bytes=sum(p.numel() * p.element_size() for p in shared),
+        items=float(items),
+    )
+
+
+def _find_tp_sizes(part: nn.Module) -> tuple[int, ...]:
+    """Return the numbers of ranks over which all matrices that tensor parallelism splits can be split."""
+    try:
+        regions = plan_regions(part).regions
+    except (UnsupportedModelError, ConfigError):
+        return (1,)
+    return tuple(size for size in _SIZES if all(region.fits(size) for region in regions))
+
+
+def _find_cp_sizes(part: nn.Module, is_language_model: bool) -> tuple[int, ...]:
+    """Return the numbers of ranks over which a language model's tokens, or an encoder's items, can be split."""
+    if not is_language_model:
+        return _SIZES[:4] if isinstance(part, ModalEncoderModule) else (1,)
+    try:
+        check_tokens(part, 2)
+    except (UnsupportedModelError, ConfigError):
+        return (1,)
+    return _SIZES[:4]
+
+
+def _count_state_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
+    """Return the bytes of optimizer states per number, for the most frequent precision of trained weights."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            counts[parameter.dtype] += parameter.numel()
+    return state_size(optimizer, counts.most_common(1)[0][0], is_matrix=True).per_element if counts else 0

@@ -1,0 +1,247 @@
+"""Inspect the data of a run before it starts: sizes of samples from headers, and load imbalance between replicas.
+
+    found = inspect_data(config)
+    found.facts, found.waits, found.too_long
+
+No image or sound is decoded, and a composed model is built without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from cornstarch.config import RunConfig
+from cornstarch.cost.flops import FlopCounter
+from cornstarch.data.collate import ChatCollator
+from cornstarch.data.data_report import select_evenly
+from cornstarch.data.formats import DataSource, open_sources
+from cornstarch.data.load_balancing import SampleSize, SampleSizer
+from cornstarch.data.loader import Collator
+from cornstarch.data.sample import BrokenSample, SampleError, SampleTooLongError
+from cornstarch.data.sampler import EpochOrder
+from cornstarch.engine.recompute import recompute_activations
+from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing
+from cornstarch.plan.data_statistics import DataStatistics
+from cornstarch.plan.load_balancing import (
+    SampleAssignment,
+    SampleCosts,
+    assign_in_order,
+    balance,
+    compute_loads,
+    compute_step_work,
+    find_dominated_phases,
+)
+from cornstarch.tasks.build import build_task
+from cornstarch.tasks.build_model import build_model
+from cornstarch.tasks.processors import build_processor
+
+_STEPS = 12  # simulated steps for each number of replicas
+_MOST_REPLICAS = 1024
+
+Progress = Callable[[Sequence[int]], Iterable[int]]
+"""Iterates over the numbers of samples, and may show progress."""
+
+
+@dataclass(frozen=True)
+class LoadImbalance:
+    """The time of a step on a number of replicas, over the least possible: without padding and without waiting."""
+
+    replicas: int
+    samples: float
+    """Of one microbatch of a replica."""
+    padded: float
+    """One row per sample, distributed in their order."""
+    padded_balanced: float
+    packed: float
+    packed_balanced: float
+    dominated: tuple[str, ...]
+    """Phases in which one sample alone exceeds the even load of a replica, in some of the steps."""
+
+    def time(self, packing: bool, balanced: bool) -> float:
+        """Return one of the four times."""
+        if packing:
+            return self.packed_balanced if balanced else self.packed
+        return self.padded_balanced if balanced else self.padded
+
+
+@dataclass(frozen=True)
+class SourceSizes:
+    """The inspected samples of a source."""
+
+    name: str
+    samples: int
+    looked_at: int
+    good: int
+    """The usable ones among them."""
+    weight: float = 1.0
+    """How often each is drawn per epoch."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The sizes of the samples of a run."""
+
+    config: RunConfig
+    phases: tuple[str, ...]
+    """Encoders, then the language model."""
+    sources: list[SourceSizes]
+    sizes: list[SampleSize]
+    """Of the usable samples."""
+    broken: list[BrokenSample]
+    too_long: list[BrokenSample]
+    """Samples above `data.max_length`; with `too_long: cut` they are truncated, else left out."""
+    waits: list[LoadImbalance] = field(default_factory=list)
+    """By number of replicas."""
+
+    @property
+    def costs(self) -> SampleCosts:
+        """[phases, samples]"""
+        return np.array([[size.work[phase] for size in self.sizes] for phase in self.phases])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, as trained on."""
+        return np.array([min(size.tokens, self.config.data.max_length) for size in self.sizes])
+
+    @property
+    def facts(self) -> DataStatistics:
+        """The facts for the planner."""
+        weights = [one.weight * one.samples / one.good for one in self.sources for _ in range(one.good)]
+
+        def mean(values: Iterable[float]) -> float:
+            return float(np.average(list(values), weights=weights))
+
+        items = {name: mean(size.items[name] for size in self.sizes) for name in self.phases[:-1]}
+        tokens = {name: mean(size.item_tokens[name] for size in self.sizes) for name in items}
+        data = self.config.data
+        return DataStatistics(
+            tokens=mean(self.lengths),
+            items=items,
+            item_tokens={name: tokens[name] / count if count else 0.0 for name, count in items.items()},
+            largest_tokens=int(self.lengths.max()),
+            straggler={one.replicas: max(one.time(data.packing, data.balance != "off"), 1.0) for one in self.waits},
+        )
+
+
+def inspect_data(config: RunConfig, most: int | None = None, progress: Progress = iter) -> Inspection:
+    """Return the sizes of a run's training data.
+
+    Args:
+        config: The run.
+        most: Inspect at most this many samples of each source, at even distances. Default: all.
+        progress: Wraps the iteration over samples.
+    """
+    source = open_sources(config.data.train)
+    sizer = build_sizer(config, source)
+    found = Inspection(config, sizer.phases, [], [], [], [])
+    for place, (one, said) in enumerate(zip(source.sources, config.data.train, strict=True)):
+        before = len(found.sizes)
+        numbers = select_evenly(len(one), most)
+        for number in progress(numbers):
+            _add_sample(sizer, one, number, found)
+        good = len(found.sizes) - before
+        found.sources.append(SourceSizes(f"train.{place}", len(one), len(numbers), good, said.weight))
+    if not found.sizes:
+        first = "".join(f"\n  {sample}" for sample in [*found.broken, *found.too_long][:5])
+        inspected = sum(one.looked_at for one in found.sources)
+        raise ConfigError(f"Not one of {inspected} samples can be used. The first of them:{first}")
+    loop = found.config.loop
+    microbatch = loop.batch_size // loop.gradient_accumulation_steps
+    costs, lengths = found.costs, found.lengths
+    steps = [(costs[:, one], lengths[one]) for one in _draw_steps(found)]
+    replicas = [n for n in (2**k for k in range(_MOST_REPLICAS.bit_length())) if microbatch % n == 0]
+    found.waits.extend(_compute_imbalance(n, loop.gradient_accumulation_steps, steps, found) for n in replicas)
+    return found
+
+
+def _add_sample(sizer: SampleSizer, source: DataSource, number: int, found: Inspection) -> None:
+    data = sizer.data
+    try:
+        size = sizer(source[number])
+    except SampleError as error:
+        kept = found.too_long if isinstance(error, SampleTooLongError) else found.broken
+        kept.append(BrokenSample.of(source.name(number), error))
+        return
+    if size.tokens > data.max_length:
+        reason = f"has {size.tokens} tokens, max_length is {data.max_length}"
+        found.too_long.append(BrokenSample(source.name(number), reason, too_long=True))
+        if data.too_long != "cut":
+            return
+    found.sizes.append(size)
+
+
+def build_sizer(config: RunConfig, train: DataSource) -> SampleSizer:
+    """Return the sizer of samples for a run's model: built without weights if it is composed of parts."""
+    with torch.random.fork_rng(devices=[]):
+        if config.model.language_model is not None:
+            model: nn.Module = build_model(config.model, weights=False)
+            assert isinstance(model, MultimodalModel)
+            collator: Collator = ChatCollator(build_processor(config.model, model), config.data)
+        else:
+            task = build_task(config, train)
+            model, collator = task.model, task.collator
+    if not isinstance(collator, ChatCollator):
+        raise ConfigError(
+            f"The model is a {type(model).__name__}: only conversations and documents for language models have sizes."
+            "\n  For other data: cornstarch data check CONFIG"
+        )
+    if config.loop.activation_checkpointing:
+        recompute_activations(model)
+    return SampleSizer(collator, FlopCounter(model).step)
+
+
+# ------------------------------------------------------------------------------------------------ load imbalance
+
+
+def _draw_steps(found: Inspection) -> list[np.ndarray]:
+    """Return the samples of some steps, in the order of the run."""
+    config, size = found.config, found.config.loop.batch_size
+    sources = [one for one in found.sources if one.good]
+    order = EpochOrder([s.good for s in sources], [s.weight for s in sources], config.seed, config.data.shuffle)
+    numbers, epoch = order.order(0), 1
+    while len(numbers) < size:
+        numbers, epoch = np.concatenate([numbers, order.order(epoch)]), epoch + 1
+    count = max(min(len(numbers) // size, _STEPS), 1)
+    return [numbers[step * size : (step + 1) * size] for step in range(count)]
+
+
+def _compute_imbalance(
+    replicas: int, microbatches: int, steps: Sequence[tuple[SampleCosts, np.ndarray]], found: Inspection
+) -> LoadImbalance:
+    times, least, heavy = np.zeros(4), 0.0, np.zeros(len(found.phases), bool)
+    for costs, lengths in steps:
+        in_order = assign_in_order(costs.shape[1], replicas, microbatches)
+        limit = found.config.data.max_length
+        ways = [
+            compute_loads(costs, in_order, True),
+            compute_loads(costs, balance(costs, replicas, microbatches, padded=True), True),
+            _pack_loads(costs, lengths, in_order, limit),
+            _pack_loads(costs, lengths, balance(costs, replicas, microbatches), limit),
+        ]
+        times += [compute_step_work(way) for way in ways]
+        least += float(costs.sum()) / replicas
+        heavy |= np.array(find_dominated_phases(costs, replicas)) & (replicas > 1)
+    ratios = times / max(least, 1e-30)
+    names = tuple(name for name, is_heavy in zip(found.phases, heavy, strict=True) if is_heavy)
+    samples = steps[0][0].shape[1] / replicas / microbatches
+    padded, padded_balanced, packed, packed_balanced = (float(one) for one in ratios)
+    return LoadImbalance(replicas, samples, padded, padded_balanced, packed, packed_balanced, names)
+
+
+def _pack_loads(costs: SampleCosts, lengths: np.ndarray, dealt: SampleAssignment, limit: int) -> np.ndarray:
+    """Return the work of packed samples; all rows of a microbatch are padded to its fullest row."""
+    found = compute_loads(costs, dealt)
+    for rank, microbatches in enumerate(dealt):
+        for number, places in enumerate(microbatches):
+            if len(places):
+                rows = first_fit_decreasing(lengths[places].tolist(), limit)
+                fullest = max(int(lengths[places][row].sum()) for row in rows)
+                found[rank, number, -1] *= len(rows) * fullest / lengths[places].sum()
+    return found

@@ -1,0 +1,185 @@
+"""The search for a run's plan on a cluster.
+
+    found = plan_run(config, Cluster.parse("2x8xH100"))
+    planned = with_plan(config, found.best)
+
+Nothing is loaded and nothing is started: costs are counted on the meta device, or read from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cornstarch import __version__
+from cornstarch.config import ParallelConfig, RunConfig
+from cornstarch.config.plan_file import with_plan, write_plan
+from cornstarch.errors import ConfigError
+from cornstarch.plan.candidates import Candidate, SearchSpace
+from cornstarch.plan.cluster import resize_cluster
+from cornstarch.plan.cost import ModuleCost, RunCost
+from cornstarch.plan.layout import Layout, unexecutable
+from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
+from cornstarch.plan.predict import Prediction, predict
+from cornstarch.plan.search import RUNNERS_UP, OwnPlan, ScalingPoint, SearchResult, search
+from cornstarch.report.plan_text import build_train_command, describe_prediction
+
+if TYPE_CHECKING:
+    from cornstarch.plan.cluster import Cluster
+    from cornstarch.plan.data_statistics import DataStatistics
+
+WITHOUT_PIPELINE = SearchSpace(ranks=("shared",), most_stages=1)
+"""Every device has all modules."""
+
+
+def cost_of(
+    config: RunConfig, cluster: Cluster, costs: str | Path | None = None, facts: DataStatistics | None = None
+) -> RunCost:
+    """Return the costs of a run's layers on a device of a cluster.
+
+    costs: A file of `cornstarch profile`. Default: they are counted.
+    facts: Statistics of the data. Default: samples of the maximal length, with one item for each encoder.
+    """
+    if costs is None:
+        from cornstarch.planner import run_cost
+
+        split = _with_microbatches(config, cluster.devices)
+        return run_cost(split, cluster.device, facts, is_measured=cluster.measured)
+    from cornstarch.planner import read_costs
+
+    measured = read_costs(costs, cluster.device)
+    names, expected = [module.name for module in measured.modules], module_names(config)
+    if len(names) != len(expected) or (len(names) > 1 and names != expected):  # a whole model may have another name
+        raise ConfigError(
+            f"{costs}: it was measured for {', '.join(names)}; the run has {', '.join(expected)}.\n  Measure this run: "
+            "cornstarch profile CONFIG --output FILE."
+        )
+    return replace(measured, batch=config.loop.batch_size)
+
+
+def _with_microbatches(config: RunConfig, devices: int) -> RunConfig:
+    """Return a config with microbatches of about the size that a device gets: costs are those of a microbatch."""
+    batch = config.loop.batch_size
+    rows = next(rows for rows in range(max(1, batch // devices), 0, -1) if batch % rows == 0)
+    loop = config.loop.model_copy(update={"gradient_accumulation_steps": batch // rows})
+    return config.model_copy(update={"loop": loop})
+
+
+def plan_run(
+    config: RunConfig,
+    cluster: Cluster,
+    cost: RunCost | None = None,
+    runners_up: int = RUNNERS_UP,
+    space: SearchSpace | None = None,
+) -> SearchResult:
+    """Return the fastest plan of a run on a cluster, the best of other kinds, and why they lost.
+
+    The search chooses `parallel`, `loop.gradient_accumulation_steps` and `loop.activation_checkpointing`; the rest of
+    the config is kept.
+
+    cost: Costs of the run. Default: counted.
+    runners_up: How many, at most.
+    space: The choices. Default: everything that the rest of the config allows.
+    """
+    cost = cost or cost_of(config, cluster)
+    # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
+    polish = config.fp8 == "off"
+    return search(_restrict_sizes(config, cost), cluster, space or _space(config), runners_up, polish=polish)
+
+
+def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | None:
+    """Return the prediction for the config's own plan on a cluster; None if the config has none."""
+    parallel, loop = config.parallel, config.loop
+    if parallel.auto or parallel == ParallelConfig(verify=parallel.verify):
+        return None
+    plan = _with_every_module(parallel, [module.name for module in cost.modules], loop.activation_checkpointing)
+    try:
+        if reasons := unexecutable(plan):
+            raise ConfigError(reasons[0])
+        for module in cost.modules:
+            _check_layers(plan.modules[module.name], module)
+        dp = Layout.of(plan, cluster.devices, cluster.per_node).dp
+        return OwnPlan(
+            plan, predict(Candidate.of(plan, dp, loop.gradient_accumulation_steps, _starts(plan)), cost, cluster)
+        )
+    except ConfigError as error:
+        return OwnPlan(plan, None, " ".join(str(error).split()))
+
+
+def what_if(config: RunConfig, cluster: Cluster, cost: RunCost, sizes: Sequence[int]) -> Iterator[ScalingPoint]:
+    """Yield the best plan on clusters of other sizes, of the same devices and links and for the same batch."""
+    first: float | None = None
+    for size in sizes:
+        one = resize_cluster(cluster, size)
+        best = plan_run(config, one, cost, runners_up=0).best
+        rate = best.samples_per_second / size if best is not None else None
+        first = rate if first is None else first
+        yield ScalingPoint(one, best, rate / first if rate is not None and first else None)
+
+
+def _space(config: RunConfig) -> SearchSpace:
+    """Return the choices that the rest of a config leaves."""
+    return WITHOUT_PIPELINE if _needs_whole_modules(config) else SearchSpace()
+
+
+def _needs_whole_modules(config: RunConfig) -> bool:
+    """Return whether every process must have whole modules: see the checks of `RunConfig`."""
+    return config.features.cache or config.data.balance_encoders
+
+
+def _restrict_sizes(config: RunConfig, cost: RunCost) -> RunCost:
+    """Return costs with only the sizes that the rest of a config allows."""
+    no_tp, no_cp = _needs_whole_modules(config) or config.fp8 != "off", _needs_whole_modules(config)
+
+    def restrict(module: ModuleCost) -> ModuleCost:
+        tp, cp = ((1,) if no_tp else module.tp_sizes), ((1,) if no_cp else module.cp_sizes)
+        return replace(module, tp_sizes=tp, cp_sizes=cp)
+
+    return replace(cost, modules=tuple(map(restrict, cost.modules)), batch=config.loop.batch_size)
+
+
+def module_names(config: RunConfig) -> list[str]:
+    """Return the modules of a run's plan: encoders and the language model, or the whole model."""
+    return [*config.model.encoders, LANGUAGE_MODEL] if config.model.encoders else [WHOLE_MODEL]
+
+
+def _with_every_module(plan: Plan, names: Sequence[str], again: bool) -> Plan:
+    """Return a plan with an entry for each module, where `model` stands for all of them."""
+    every = [*plan.modules.values()]
+    modules = {name: plan.modules[name] if name in plan.modules else every[0] for name in names}
+    if again:
+        modules = {name: replace(module, activation_checkpointing=True) for name, module in modules.items()}
+    ranks = "shared" if plan.shared and len(names) > 1 else plan.ranks
+    return Plan(modules, plan.data, ranks, plan.schedule)
+
+
+def _check_layers(plan: ModulePlan, module: ModuleCost) -> None:
+    if plan.layers is not None and sum(plan.layers) != len(module.layers):
+        raise ConfigError(
+            f"modules.{module.name}.layers add up to {sum(plan.layers)}; the module has {len(module.layers)}."
+        )
+
+
+def _starts(plan: Plan) -> dict[str, tuple[int, ...]] | None:
+    """Return the first layer of each part, if a plan says how many layers they have."""
+    given = {name: module.layers for name, module in plan.modules.items() if module.layers is not None}
+    return {name: tuple(accumulate((0, *layers[:-1]))) for name, layers in given.items()} or None
+
+
+def format_plan_file(best: Prediction, config: RunConfig, cluster: Cluster) -> str:
+    """Return a plan file that `cornstarch train CONFIG --plan FILE` takes, with the prediction as comments."""
+    comments = [
+        f"The plan of {config.name} for {cluster.name or cluster.describe()}, chosen by Cornstarch {__version__}.",
+        best.candidate.describe(),
+        f"Predicted: {describe_prediction(best)}.",
+        f"To train with it: {build_train_command(best, cluster, 'CONFIG', 'THIS_FILE')}",
+    ]
+    return write_plan(best, config, comments)
+
+
+__all__ = [
+    "WITHOUT_PIPELINE", "cost_of", "format_plan_file", "module_names", "own_plan", "plan_run", "what_if", "with_plan",
+]  # fmt: skip

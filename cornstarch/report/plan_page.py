@@ -1,0 +1,315 @@
+"""The page of `cornstarch plan --html`: the best plan, a step over time, memory against the limit, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from cornstarch.plan.candidates import Candidate
+from cornstarch.plan.predict import PlaceMemory, Prediction
+from cornstarch.plan.search import SearchResult
+from cornstarch.plan.simulate import Timeline
+from cornstarch.report.charts import Chart, ChartLine, draw_chart
+from cornstarch.report.gantt import draw_gantt
+from cornstarch.report.html import Table, TableCell, render_page, write_html
+from cornstarch.report.number_format import MISSING, format_bytes, format_count, format_percent, pluralize
+from cornstarch.report.plan_text import (
+    TIME_PARTS,
+    build_train_command,
+    compare_with_best,
+    compute_token_price,
+    describe_auto_plan,
+    describe_choice,
+    describe_encoder_ranks,
+    describe_layer_split,
+    explain_choice,
+    format_rate,
+    format_step_time,
+    select_rate_unit,
+)
+from cornstarch.report.timelines import AFTER, KINDS, PipelineTimelines, StepTimeline, TimelineBar
+
+if TYPE_CHECKING:
+    from cornstarch.plan.cluster import Cluster
+    from cornstarch.plan.cost import RunCost
+    from cornstarch.plan.search import OwnPlan, ScalingPoint
+
+_MAX_PLACES = 64
+_SECTIONS = {
+    "why": "Why this plan",
+    "timeline": "A step over time",
+    "memory": "Memory",
+    "time": "Where the time goes",
+    "candidates": "Candidates",
+    "sizes": "Other sizes",
+    "file": "The plan",
+}
+_FILTERS = {
+    "encoders": "encoders",
+    "tp": "tp",
+    "stages": "stages",
+    "data": "data parallelism",
+    "again": "checkpointing",
+}
+_MEMORY_COLOURS = {"parameters": 1, "optimizer": 2, "gathered and buffers": 3, "gradients": 4, "activations": 5}
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The result of a plan search, as the page and the terminal show it."""
+
+    name: str
+    """The run's name."""
+    cluster: Cluster
+    cost: RunCost
+    found: SearchResult
+    own: OwnPlan | None
+    scaled: tuple[ScalingPoint, ...]
+    plan: str
+    """The plan as YAML."""
+    price: float | None = None
+    """Dollars per device and hour."""
+
+    @property
+    def best(self) -> Prediction:
+        """The plan that was found."""
+        assert self.found.best is not None
+        return self.found.best
+
+    @property
+    def sentence(self) -> str:
+        """The plan on one line."""
+        return describe_auto_plan(self.best, self.cluster)
+
+
+def write_plan_page(report: PlanReport, path: Path) -> None:
+    """Write the page into a file."""
+    write_html(path, render_plan(report))
+
+
+def render_plan(report: PlanReport) -> str:
+    """Render the page."""
+    cost, cluster = report.cost, report.cluster
+    tokens = f" of {format_count(cost.tokens)} tokens" if cost.tokens else ""
+    sizes = _build_sizes(report) if report.scaled else None
+    return render_page(
+        "plan.html",
+        title=f"{report.name} on {cluster.name}",
+        sections=[(id, title) for id, title in _SECTIONS.items() if id != "sizes" or sizes],
+        titles=_SECTIONS,
+        name=report.name[:200],
+        cluster={"name": cluster.name[:80], "description": cluster.describe()},
+        facts=[("batch", f"{cost.batch:,} samples{tokens}"), ("precision", cost.precision)],
+        key_figures=list(_build_key_figures(report)),
+        why=_build_reasons(report),
+        timeline=_build_timeline(report.best),
+        memory=_build_memory(report),
+        times=_build_times(report.best),
+        candidates=_build_candidates(report),
+        sizes=sizes,
+        file={
+            "plan": report.plan,
+            "lead": "Save it as plan.yaml, and train with it: "
+            + build_train_command(report.best, cluster, "CONFIG", "plan.yaml"),
+        },
+    )
+
+
+def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
+    best, devices = report.best, report.cluster.devices
+    idle = devices - best.candidate.world
+    yield "Step", format_step_time(best.step), f"{best.samples_per_second:.3g} samples a second"
+    yield f"{select_rate_unit(best).capitalize()} a second", format_rate(best), "of the whole cluster"
+    yield "MFU", format_percent(best.mfu), "of the peak FLOPs of the devices"
+    yield "Memory", format_bytes(best.peak), f"of {format_bytes(best.limit)} on the fullest device"
+    yield "Devices", f"{best.candidate.world:,}", f"{idle:,} more are idle" if idle else "all of them"
+    paid = None if report.price is None else compute_token_price(best, devices, report.price)
+    if paid is not None:
+        yield "A million tokens", f"${paid:.3g}", f"at ${report.price:g} per device and hour"
+    else:
+        yield "Waiting", format_percent(best.timeline.bubble), "of the pipeline's time"
+
+
+def _build_reasons(report: PlanReport) -> list[tuple[str, list[str]]]:
+    blocks = [
+        ("The plan", [*describe_choice(report.best.candidate), *describe_layer_split(report.best)]),
+        ("Reasons", explain_choice(report.found)),
+        ("Too large", [f"{text}." for text in report.found.refused]),
+    ]
+    return [(title, lines) for title, lines in blocks if lines]
+
+
+# ------------------------------------------------------------------------------------------------ time and memory
+
+
+def _build_timeline(best: Prediction) -> dict[str, Any]:
+    timeline, choice = best.timeline, best.candidate
+    names = tuple(place.holds for place in best.memory)
+    rows = tuple(tuple(_build_bars(timeline, place)) for place in range(len(timeline.events)))
+    step = StepTimeline(timeline.step, timeline.bubble, timeline.bubbles, (0.0,) * len(rows), rows)
+    stages = tuple(f"{node.module} {node.index}" for node in timeline.schedule.graph.nodes)
+    timelines = PipelineTimelines(choice.schedule, choice.microbatches, names, ((),) * len(names), stages, ())
+    lead = (
+        f"One replica: {pluralize(len(names), 'place')}, "
+        f"{pluralize(choice.microbatches, 'microbatch', 'microbatches')}; the same actions that a "
+        "run carries out. Gradients are reduced over replicas during the last backward pass; the rest of that, and the "
+        "optimizer, come at the end."
+    )
+    return {"lead": lead, "drawing": draw_gantt(timelines, {"Predicted": step})}
+
+
+def _build_bars(timeline: Timeline, place: int) -> Iterator[TimelineBar]:
+    """Yield the passes of a place, and the gradient sums and optimizer after the last of them."""
+    own = timeline.events[place]
+    for event in own:
+        yield TimelineBar(KINDS[event.kind], str(event.kind), event.stage, event.microbatch, event.start, event.end)
+    done = own[-1].end if own else 0.0
+    end = max((stretch.end for stretch in timeline.other_work[place]), default=done)
+    if end > done:
+        yield TimelineBar(AFTER, "", own[-1].stage if own else 0, timeline.schedule.microbatches - 1, done, end)
+
+
+def _build_memory(report: PlanReport) -> dict[str, Any]:
+    best = report.best
+    most = max(best.peak, best.limit)
+    shown = [(place, [part for part in _split_memory(place) if part[1]]) for place in best.memory[:_MAX_PLACES]]
+    used = {name for _, parts in shown for name, _ in parts}
+    omitted = len(best.memory) - len(shown)
+    return {
+        "lead": "Peak memory of a step on each rank of a place; the line marks the usable memory of a device, "
+        f"{format_bytes(best.limit)} of {format_bytes(report.cluster.device.memory)}.",
+        "legend": [(name, colour) for name, colour in _MEMORY_COLOURS.items() if name in used],
+        "limit": f"{100 * best.limit / most:.2f}",
+        "places": [
+            {
+                "name": place.holds[:60],
+                "title": place.holds[:200],
+                "description": ", ".join(f"{name} {format_bytes(size)}" for name, size in parts),
+                "parts": [(_MEMORY_COLOURS[name], f"{100 * size / most:.2f}") for name, size in parts],
+                "peak": format_bytes(place.peak),
+            }
+            for place, parts in shown
+        ],
+        "note": f"{omitted:,} more places are not drawn." if omitted > 0 else "",
+    }
+
+
+def _split_memory(place: PlaceMemory) -> list[tuple[str, int]]:
+    """Split the bytes of a place by use; gradients that are allocated as activations are freed count as activations."""
+    states = place.states
+    others = states.averages + states.buffers + states.buckets + states.gathered
+    lasting = states.parameters + states.optimizer + others
+    passing = max(0, place.peak - lasting)
+    activations = min(place.activations, passing)
+    return [
+        ("parameters", states.parameters),
+        ("optimizer", states.optimizer),
+        ("gathered and buffers", others),
+        ("gradients", passing - activations),
+        ("activations", activations),
+    ]
+
+
+def _build_times(best: Prediction) -> list[tuple[str, float, str]]:
+    parts = sorted(((getattr(best.breakdown, name), text) for name, text in TIME_PARTS.items()), reverse=True)
+    return [(text, seconds / best.step, format_step_time(seconds)) for seconds, text in parts if seconds > 0]
+
+
+# ------------------------------------------------------------------------------------------------ candidates
+
+
+def _build_candidates(report: PlanReport) -> dict[str, Any]:
+    """Return all plans that were found, with the traits by which the page filters them."""
+    best, own = report.best, report.own
+    found = [("best", best, "")]
+    found += [(str(n), one.prediction, one.reason) for n, one in enumerate(report.found.runners_up, 2)]
+    if own is not None and own.prediction is not None:
+        found.append(("config", own.prediction, compare_with_best(own.prediction, best)))
+    rows = [
+        {
+            "name": name,
+            "traits": _collect_traits(one.candidate),
+            "lines": describe_choice(one.candidate),
+            "numbers": [
+                f"{one.candidate.world:,}",
+                format_step_time(one.step),
+                format_rate(one),
+                format_percent(one.mfu),
+                TableCell(format_bytes(one.peak), fraction=one.peak / one.limit, colour=1 if one.fits else 2),
+            ],
+            "reason": reason,
+        }
+        for name, one, reason in found
+    ]
+    traits = [_collect_traits(one.candidate) for _, one, _ in found]
+    filters = [(key, label, sorted({one[key] for one in traits}, key=_order_value)) for key, label in _FILTERS.items()]
+    return {
+        "filters": [one for one in filters if len(one[2]) > 1],
+        "numbers": ["devices", "a step", f"{select_rate_unit(best)}/s", "MFU", "memory"],
+        "rows": rows,
+        "note": f"There is no prediction of the config's own plan: {own.trouble}"
+        if own is not None and not own.prediction
+        else "",
+    }
+
+
+def _collect_traits(choice: Candidate) -> dict[str, str]:
+    last = choice.modules[-1][1]
+    checkpointed = [name for name, plan in choice.modules if plan.activation_checkpointing]
+    return {
+        "encoders": describe_encoder_ranks(choice) if len(choice.modules) > 1 else "",
+        "tp": str(last.tp),
+        "stages": str(last.stages),
+        "data": choice.kind,
+        "again": "all" if len(checkpointed) == len(choice.modules) else " and ".join(checkpointed) or "none",
+    }
+
+
+def _order_value(value: str) -> tuple[bool, int, str]:
+    return not value.isdigit(), int(value) if value.isdigit() else 0, value
+
+
+# ------------------------------------------------------------------------------------------------ other sizes
+
+
+def _build_sizes(report: PlanReport) -> dict[str, Any]:
+    rows: list[list[str | TableCell]] = []
+    for one in report.scaled:
+        best, price = one.best, ""
+        cells: list[str | TableCell] = ["", "", "", "", "nothing fits"]
+        if best is not None:
+            text = TableCell(best.candidate.describe(), "span", "text")
+            cells = [
+                format_step_time(best.step), format_rate(best), format_percent(one.efficiency),
+                format_percent(best.mfu), text,
+            ]  # fmt: skip
+        if report.price is not None:
+            paid = None if best is None else compute_token_price(best, one.cluster.devices, report.price)
+            price = MISSING if paid is None else f"${paid:.3g}"
+        rows.append([one.cluster.name, *cells[:4], *([price] if price else []), cells[4]])
+    rate = select_rate_unit(report.best)
+    cost = ["a million tokens#"] if report.price is not None else []
+    columns = ["cluster", "a step#", f"{rate}/s#", "efficiency#", "MFU#", *cost, "plan"]
+    fitting = [(one.cluster.devices, one.best, one.efficiency) for one in report.scaled if one.best is not None]
+    return {
+        "lead": f"The best plan of each size, for the same batch of {report.cost.batch:,} samples.",
+        "charts": _draw_scaling(fitting, rate) if len(fitting) > 1 else [],
+        "table": Table(columns, rows, "Other sizes of the cluster"),
+    }
+
+
+def _draw_scaling(fitting: Sequence[tuple[int, Prediction, float | None]], unit: str) -> list[Markup]:
+    rates = [(float(devices), best.tokens_per_second or best.samples_per_second) for devices, best, _ in fitting]
+    least, first = rates[0]
+    ideal = [(devices, first * devices / least) for devices, _ in rates]
+    efficiency = [(float(devices), fraction) for devices, _, fraction in fitting if fraction is not None]
+    throughput = [ChartLine("predicted", rates, 1, "dots"), ChartLine("in proportion", ideal, 2, "raw")]
+    per_device = [ChartLine("of a device", efficiency, 3, "dots")]
+    return [
+        draw_chart(Chart(f"{unit.capitalize()} a second", throughput, "count", from_zero=True, across="devices")),
+        draw_chart(Chart("Efficiency", per_device, "percent", range=(0.0, 1.0), across="devices")),
+    ]

@@ -1,0 +1,230 @@
+"""A task is what the training loop needs to know: a model, its collator, its loss and measures, and its export.
+
+`register_task` adds a task; `cornstarch.tasks.build` builds the one that a config describes.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from cornstarch.config import DataConfig, RunConfig
+from cornstarch.data.collate import CollatedBatch
+from cornstarch.data.data_report import SampleInspector, SampleStats
+from cornstarch.data.formats import DataSource
+from cornstarch.data.loader import Collator
+from cornstarch.data.sample import MediaKind, Sample
+from cornstarch.errors import ConfigError
+from cornstarch.files import sync
+from cornstarch.models.multimodal_language_model.unwrap import disable_cache, is_peft, unwrap
+from cornstarch.tasks.build_model import GetPartShard
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Sums by name, each with its divisor, so that microbatches, sources and ranks add up exactly."""
+
+    sums: Mapping[str, tuple[float, float]]
+
+    def __add__(self, other: Measures) -> Measures:
+        sums = dict(self.sums)
+        for name, (total, count) in other.sums.items():
+            own_total, own_count = sums.get(name, (0.0, 0.0))
+            sums[name] = own_total + total, own_count + count
+        return Measures(sums)
+
+    def means(self) -> dict[str, float]:
+        """Return the means; those with nothing counted are left out."""
+        return {name: total / count for name, (total, count) in self.sums.items() if count}
+
+
+class Task(ABC):
+    """What is trained, and how. Subclass it, and register a function that builds it with `register_task`."""
+
+    name: str
+    """A registered name: `multimodal`, `causal-lm`, `seq2seq-lm`, `masked-lm`, `sequence-classification`,
+    `image-classification` or `module`."""
+    model: nn.Module
+    collator: Collator
+    wrapped: nn.Module | None = None
+    """Called instead of the model, where several ranks train it together."""
+
+    @abstractmethod
+    def loss(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the mean loss over the batch's `trained_tokens`."""
+
+    @abstractmethod
+    def measure(self, batch: CollatedBatch) -> Measures:
+        """Return loss and scores of a batch, whose inputs are on the model's device. Called in eval mode."""
+
+    @abstractmethod
+    def preview(self) -> SampleInspector:
+        """Return a function that shows samples as the model gets them."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the model, with its tokenizer and processors, to a new folder that its library loads."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> nn.Module:
+        """Return the model that `save` wrote."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the outputs that two models are compared by."""
+
+    def modalities(self) -> dict[str, MediaKind]:
+        """Return the media kind of each modality that texts refer to."""
+        return {}
+
+    def answer(self, samples: Sequence[Sample]) -> list[str]:
+        """Return the model's answers to samples, without showing it theirs; empty if the model gives none."""
+        return []
+
+    def truth(self, sample: Sample) -> str:
+        """Return the expected answer; empty if there is none."""
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------ registry
+
+
+class TaskInputs(NamedTuple):
+    """What a task may be built with, besides its config."""
+
+    train: DataSource | None = None
+    """The training data, if open already; labels may be read from it."""
+    evaluation: DataSource | None = None
+    get_shard: GetPartShard | None = None
+    """Which shard of each part this rank reads; None: all parts whole."""
+
+
+class TaskKind(NamedTuple):
+    """An entry of the registry."""
+
+    build: Callable[[RunConfig, TaskInputs], Task]
+    model_lists: tuple[str, ...]
+    """The lists of transformers, `MODEL_FOR_<name>_MAPPING_NAMES`, that name the task's model classes."""
+    auto_class: Any
+    """The Auto class of transformers; None if a config does not determine the class."""
+
+
+TASKS: dict[str, TaskKind] = {}
+"""All tasks by name, in the order in which detection tries them."""
+
+
+def register_task(
+    name: str,
+    build: Callable[[RunConfig, TaskInputs], Task],
+    model_lists: tuple[str, ...] = (),
+    auto_class: Any = None,
+) -> None:
+    """Make a task available as `model.whole.task`, and for models whose class is in one of the lists."""
+    TASKS[name] = TaskKind(build, model_lists, auto_class)
+
+
+def get_model_classes(task: str) -> dict[str, Any]:
+    """Return the names of a task's model classes by model type; the first of several lists has precedence."""
+    lists = [getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in TASKS[task].model_lists]
+    return {kind: names for listed in reversed(lists) for kind, names in listed.items()}
+
+
+def is_stored_as(config: PreTrainedConfig, task: str) -> bool:
+    """Whether a model was stored as one for a task, including its head."""
+    names = get_model_classes(task).get(config.model_type, ())
+    return bool(set(config.architectures or []) & ({names} if isinstance(names, str) else set(names)))
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+@dataclass(frozen=True)
+class SamplePreview:
+    """Shows samples as the model gets them; their lengths are counted in `unit`."""
+
+    unit: str
+    show: Callable[[Sample], SampleStats]
+
+    def __call__(self, sample: Sample) -> SampleStats:
+        """Prepare a sample as for training."""
+        return self.show(sample)
+
+
+@dataclass
+class WholeModelTask(Task):
+    """The common part of tasks that train one Hugging Face model."""
+
+    name: str
+    model: nn.Module
+    collator: Collator
+    companions: Sequence[Any]
+    """The tokenizer or image processor, stored beside the model."""
+
+    def loss(self, inputs: Mapping[str, Any]) -> Tensor:
+        return self._outputs(inputs).loss
+
+    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
+        return (self.wrapped or self.model)(**disable_cache(self.model, inputs))
+
+    def save(self, folder: Path) -> None:
+        """Write the model, adapters merged, and its companions, so that transformers loads the folder."""
+        model: Any = unwrap(self.model)
+        if is_peft(self.model):
+            with torch.no_grad():
+                model = copy.deepcopy(self.model).merge_and_unload()  # type: ignore[operator]
+        with create_folder(folder) as fresh:
+            model.save_pretrained(fresh)
+            for companion in self.companions:
+                companion.save_pretrained(fresh)
+
+    def load(self, folder: Path) -> nn.Module:
+        model_class: Any = type(unwrap(self.model))
+        return model_class.from_pretrained(folder, dtype="auto")
+
+    def logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the logits; of rows of tokens, those at trained tokens."""
+        logits: Tensor = model(**inputs).logits
+        labels = inputs["labels"]
+        return logits[labels != -100] if labels.dim() == 2 else logits
+
+    def _to_device(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        device = next(self.model.parameters()).device
+        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+
+def refuse_unused(data: DataConfig, task: str, *names: str) -> None:
+    """Refuse settings of `data` that a task does not use, rather than ignore them."""
+    for name in names:
+        value, default = getattr(data, name), type(data).model_fields[name].default
+        if value != default:
+            raise ConfigError(
+                f"data.{name} = {value}\n  A {task} run has no use for it. Leave it out (its default is {default})."
+            )
+
+
+@contextmanager
+def create_folder(folder: Path) -> Iterator[Path]:
+    """Let a block write a folder that appears under its name only when it is complete."""
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already. Give a new folder.")
+    fresh = folder.with_name(f"{folder.name}.tmp.{uuid.uuid4().hex[:8]}")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        sync(fresh)
+        fresh.rename(folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise

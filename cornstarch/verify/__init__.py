@@ -1,0 +1,1 @@
+"""Checks that a parallel plan computes what one process computes."""

@@ -1,0 +1,63 @@
+"""Trials of plans meet what plans have gone wrong with: microbatches without images, stored parts, a scaled loss."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from cornstarch.trainer.trial import STEPS, build_trial, choose_samples
+from cornstarch.verify.twin_trial import build_twin_run
+from tests.trainer.tiny import tiny_config
+
+STAGES = ["parallel.modules.vision={}", "parallel.modules.language_model.stages=4", "parallel.ranks=first_stage"]
+
+
+@pytest.mark.parametrize(("overrides", "portions"), [([], 2), (STAGES, 4)], ids=["2 microbatches", "4 microbatches"])
+def test_some_microbatches_have_no_items(tmp_path: Path, overrides: list[str], portions: int) -> None:
+    twin = build_twin_run(tiny_config(tmp_path, *overrides), tmp_path / "twin", replicas=1)
+    assert (twin.loop.batch_size, twin.loop.gradient_accumulation_steps) == (2 * portions, portions)
+    samples = choose_samples(twin)
+    has = [[bool(one.media) for one in samples[first : first + 2]] for first in range(0, len(samples), 2)]
+    assert len(has) == STEPS * portions
+    without = [number for number, found in enumerate(has) if not any(found)]
+    assert without == [2 * portions - 1, 2 * portions]  # the last of the second step, the first of the third
+
+
+def test_few_samples_are_taken_again_and_broken_ones_are_not(tmp_path: Path) -> None:
+    tiny_config(tmp_path)
+    rows = json.loads((tmp_path / "train.json").read_text())
+    (tmp_path / "train.json").write_text(json.dumps([{"conversations": "nothing"}, *rows[:3]]))
+    samples = choose_samples(build_twin_run(tiny_config(tmp_path), tmp_path / "twin", replicas=1))
+    assert len(samples) == STEPS * 4 and len({sample.id for sample in samples}) == 3
+
+
+def test_stored_parts_have_stored_twins(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    stored = {"model": {"language_model": {"path": str(tmp_path / "llama"), "config": None}}}
+    twin = build_twin_run(tiny_config(tmp_path, **stored), tmp_path / "trial" / "run", replicas=1)
+    text, vision = twin.model.language_model, twin.model.encoders["vision"]
+    assert text is not None and text.config is None and text.path is not None
+    assert AutoConfig.from_pretrained(text.path).num_hidden_layers == 2
+    assert vision.path is None and vision.config is not None  # made from its config, as in the run
+    assert text.tokenizer == str(tmp_path / "tokenizer")
+
+
+def test_a_trial_of_fp16_scales_its_loss_and_rounds_nothing(tmp_path: Path) -> None:
+    twin = build_twin_run(tiny_config(tmp_path, "precision=fp16"), tmp_path / "twin", replicas=1)
+    witness = build_trial(twin, console=Console(file=io.StringIO()))
+    witness.setup()
+    assert witness.scaler is not None and witness.placement.dtype == torch.float32
+    result = witness.step(next(iter(witness.batches())))
+    norm = torch.nn.utils.get_total_norm([one for one in witness.gradients[0].values() if one is not None])
+    torch.testing.assert_close(result.grad_norm, norm)  # what is recorded is not scaled
+    with witness.placement.forward_context():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
