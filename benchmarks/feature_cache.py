@@ -224,7 +224,7 @@ def measured(
         losses.append(result.loss)
         if batch.index + 1 == WARM:
             began = _now(trainer)
-        if batch.index + 1 == trainer.steps_of_epoch(batch.epoch):
+        if batch.index + 1 == trainer.data.steps_of_epoch(batch.epoch):
             seconds = _now(trainer) - began
             epoch = Epoch(seconds, len(losses) - WARM, torch.stack(losses).tolist())
             if trainer.run_model.features is not None:

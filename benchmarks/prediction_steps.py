@@ -26,8 +26,7 @@ from cornstarch.compat import divides_gradients, step_dividing
 from cornstarch.cost.analytic import CallCost
 from cornstarch.cost.profiled import measure_seconds
 from cornstarch.engine.acceleration import accelerate_model
-from cornstarch.engine.budget import copy_to_meta
-from cornstarch.engine.recompute import recompute_activations
+from cornstarch.engine.recompute import copy_to_meta, recompute_activations
 from cornstarch.kernels.adamw import select_optimizer_class
 from cornstarch.kernels.fused_loss import limit_trained_rows
 from cornstarch.models.multimodal_language_model.facts import BatchFacts

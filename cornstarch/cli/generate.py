@@ -14,7 +14,7 @@ from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cornstarch.data.sample import Message, Sample
-    from cornstarch.trainer.inference import LoadedRun
+    from cornstarch.trainer.checkpointer import LoadedRun
 
 MAX_TOKENS = 128
 _EMPTY = "(The answer is empty: the model ended it at once.)"
@@ -40,7 +40,7 @@ def export(
     if folder.exists():
         raise ConfigError(f"{folder} exists already.\n  Use a new folder.")
     which = _parse_checkpoint(checkpoint)
-    from cornstarch.trainer.inference import export_run, load_run
+    from cornstarch.trainer.checkpointer import export_run, load_run
 
     quiet_libraries()
     loaded = load_run(run, which)
@@ -81,7 +81,7 @@ def generate(
             raise ConfigError(f"There is no file {path}.")
     import torch
 
-    from cornstarch.trainer.inference import load_run
+    from cornstarch.trainer.checkpointer import load_run
 
     quiet_libraries()
     loaded = load_run(run, which, device)

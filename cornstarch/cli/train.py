@@ -166,4 +166,4 @@ def _fit(run: RunConfig, options: _TrainOptions, device: torch.device | None = N
     generates_text = trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
     if result.status == "finished" and generates_text and trainer.rank == 0:
         print(f"Try it: cornstarch generate {run.folder}")
-    return result.status == "stopped" and trainer.interrupted
+    return result.status == "stopped" and trainer.stop_signal.by_keyboard

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.attention.mask import CAUSAL, MaskSpec
-from cornstarch.cost.pairs import EVERYTHING
+from cornstarch.cost.meta_kernels import EVERYTHING
 from cornstarch.cost.scaling import HEAD, PROJECTOR, EncoderWork, ItemWork, PartFlops, RowWork, on_cpu
 from cornstarch.cost.tracer import Trace, trace_flops
 from cornstarch.kernels.shape_tracing import copy_as_shapes

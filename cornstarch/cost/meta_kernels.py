@@ -1,12 +1,14 @@
 """Kernels that shapes and the meta device lack: attention, grouped products, the fused loss, and autocast.
 
-Those of the meta device save for the backward pass what the real kernels save.
+Those of the meta device save for the backward pass what the real kernels save. Attention on shapes knows its mask as a
+`MaskPattern`, recognized from the mask function of transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
+from cornstarch.attention.mask import MaskFunction, MaskPattern
 from cornstarch.kernels.fused_loss import LazyLogits, fuse_head_with_loss
 from cornstarch.models.multimodal_language_model.shape_inference import ShapeTensor
 
@@ -36,6 +39,11 @@ _FULL = {
 _QKV = ("query", "key", "value")
 _GROUPED = ("grouped_mm", "_grouped_mm")
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
+_LONGEST = 1 << 17  # the longest window or chunk that is recognized
+_CHECKED = 512  # pairs that check a recognized pattern
+
+EVERYTHING = MaskPattern(causal=False)
+"""Every token sees all of its document."""
 
 
 # ---------------------------------------------------------------------------------------------------- on shapes
@@ -198,3 +206,40 @@ def attend_without_masks(model: nn.Module) -> Iterator[None]:
         for module, implementation in before:
             if module.config._attn_implementation != implementation:
                 module.set_attn_implementation(implementation)
+
+
+# ------------------------------------------------------------------------------------------------ mask patterns
+
+
+def recognize_pattern(rule: MaskFunction) -> MaskPattern | None:
+    """Return the pattern of a mask function of transformers; None if it is not a `MaskPattern`.
+
+    The queries that see the first token give the reach; whether the next query sees the second token distinguishes a
+    window from a chunk. Random pairs then check the pattern.
+    """
+    queries = torch.arange(_LONGEST)
+    causal = not bool(_ask(rule, torch.tensor([0]), torch.tensor([1])))
+    seers = _ask(rule, queries, torch.zeros_like(queries))
+    reach = int(seers.sum())
+    pattern = MaskPattern(causal=causal)
+    if 0 < reach < _LONGEST:
+        next_sees = bool(_ask(rule, torch.tensor([reach]), torch.tensor([1])))
+        is_window = reach == 1 or next_sees
+        pattern = MaskPattern(reach if is_window else None, None if is_window else reach, causal)
+    asking, asked = _draw_pairs(reach)
+    agree = torch.equal(_ask(rule, asking, asked), _ask(pattern, asking, asked))
+    return pattern if agree else None
+
+
+def _ask(rule: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:
+    none = torch.zeros_like(queries)
+    return torch.as_tensor(rule(none, none, queries, keys)).broadcast_to(queries.shape)
+
+
+@lru_cache(maxsize=64)
+def _draw_pairs(reach: int) -> tuple[Tensor, Tensor]:
+    """Return random pairs at distances around the reach."""
+    noise = torch.Generator().manual_seed(0)
+    queries = torch.randint(0, min(4 * reach + 4, _LONGEST), (_CHECKED,), generator=noise)
+    distance = torch.randint(-reach - 2, reach + 3, (_CHECKED,), generator=noise)
+    return queries, (queries - distance).clamp(0, _LONGEST - 1)

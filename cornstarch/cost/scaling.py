@@ -1,4 +1,8 @@
-"""Scale the FLOPs of a trace to any batch: by rows, tokens, pairs of tokens, and items (images, sounds)."""
+"""Scale the FLOPs of a trace to any batch: by rows, tokens, visible pairs of tokens, and items (images, sounds).
+
+The mask of a row of S tokens has S × S entries. The number of visible pairs follows from the lengths of documents and
+the positions of spans, in the time that sorting the tokens takes.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cornstarch.attention.mask import MaskPattern, MaskSpec
-from cornstarch.cost.pairs import visible_pairs
-from cornstarch.cost.tracer import AttentionCall, Operation, Trace, trace_flops
+from cornstarch.attention.mask import CAUSAL, MaskPattern, MaskSpec
+from cornstarch.cost.tracer import Operation, Trace, trace_flops
 from cornstarch.kernels.shape_tracing import convert_to_shapes, copy_as_shapes
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES, EncoderFeatures
@@ -22,8 +25,11 @@ from cornstarch.trees import tensors_in
 _TOKENS = 256  # length of the traced row; a second one is twice as long
 _MOST_TRACED = 16  # sizes of items that are traced; the work of other sizes is extrapolated
 _FEW = 8  # a tensor of at most this many integers gives the size of an item
+_FAR = np.int64(1) << 40  # more than any position
 PROJECTOR, HEAD = "projector", "head"
 """Sections of a trace that are counted separately."""
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,6 @@ class FlopCounts:
 
     @classmethod
     def of(cls, operation: Operation) -> FlopCounts:
-        """Return the work of one operation."""
         forward, own, idle = operation.flops, 1 - operation.idle, operation.idle
         if operation.is_recomputed:
             return cls(recomputed=forward * own, idle=forward * idle)
@@ -58,7 +63,6 @@ class FlopCounts:
 
     @property
     def numbers(self) -> tuple[float, float, float, float, float]:
-        """All fields."""
         return self.forward, self.inputs, self.weights, self.recomputed, self.idle
 
 
@@ -80,7 +84,7 @@ class PartFlops:
 
     @property
     def total(self) -> float:
-        """The FLOPs that the model needs."""
+        """The FLOPs that the model needs: MFU is computed from them."""
         return self.forward + self.backward_inputs + self.backward_weights
 
     @property
@@ -108,9 +112,7 @@ def _make_part(matrices: FlopCounts, attention: FlopCounts, head: float = 0.0, p
 class RowWork:
     """The work of a model of tokens per row, per token and per pair of tokens.
 
-    Args:
-        trace: Traces one row of a number of tokens.
-        pattern: What tokens see, where neither a mask nor a layer says it.
+    `trace` traces one row of a number of tokens; `pattern` is what tokens see where neither a mask nor a layer says it.
     """
 
     def __init__(self, trace: Callable[[int], Trace], pattern: MaskPattern) -> None:
@@ -127,9 +129,8 @@ class RowWork:
                 if other.attention.pairs > 3 * one.attention.pairs:
                     self._add_pairs(one.attention.pattern, work * (1 / _TOKENS**2))
                 else:
-                    self._attention_row, self._attention_token = _split(
-                        work, twice, self._attention_row, self._attention_token
-                    )
+                    sums = self._attention_row, self._attention_token
+                    self._attention_row, self._attention_token = _split(work, twice, *sums)
             # Attention in a model's own code: a product of queries and keys grows with the square of the length.
             elif not one.has_weights and sum(twice.numbers) / max(sum(work.numbers), 1.0) > 3:
                 self._add_pairs(own_code, work * (1 / _TOKENS**2))
@@ -164,8 +165,6 @@ def _split(short: FlopCounts, long: FlopCounts, row: FlopCounts, token: FlopCoun
 
 @dataclass(frozen=True)
 class _ItemFlops:
-    """The work of one item, or of one sample, by section."""
-
     matrices: Mapping[str, FlopCounts]
     attention: Mapping[str, FlopCounts]
     lengths: list[int]
@@ -177,12 +176,7 @@ class _ItemFlops:
 
 
 class ItemWork:
-    """The work of items; each size is traced once.
-
-    Args:
-        trace: Traces the inputs of one item.
-        lengths: Returns the numbers of tokens in a result.
-    """
+    """The work of items; `trace` traces each size once, and `lengths` returns the numbers of tokens in a result."""
 
     def __init__(self, trace: Callable[[Mapping[str, Any]], Trace], lengths: Callable[[Any], list[int]] | None = None):
         self._trace, self._lengths = trace, lengths
@@ -190,7 +184,6 @@ class ItemWork:
         self._sizes: dict[Any, int] = {}
 
     def list_items(self, inputs: dict[str, Any]) -> list[_ItemFlops]:
-        """Return the work of each item of a batch."""
         return [self._count_item(item) for item in _split_items(inputs)]
 
     def _count_item(self, item: dict[str, Any]) -> _ItemFlops:
@@ -209,8 +202,11 @@ class ItemWork:
             sums, work = matrices, FlopCounts.of(one)
             if (call := one.attention) is not None:
                 # All pairs have the same whole number of FLOPs, so the division is exact.
-                per_pair = FlopCounts(*(flops / call.pairs for flops in work.numbers))
-                sums, work = attention, per_pair * _visible_pairs(call)
+                per_pair, visible = FlopCounts(*(flops / call.pairs for flops in work.numbers)), call.pairs
+                if call.queries == call.keys:
+                    spec = call.spec or MaskSpec.from_documents(torch.ones(1, call.queries, dtype=torch.long))
+                    visible = visible_pairs(spec, call.pattern) * call.rows / len(spec.documents)
+                sums, work = attention, per_pair * visible
             sums[one.section] = sums.get(one.section, FlopCounts()) + work
         result = trace.result
         lengths = [] if self._lengths is None else self._lengths(result)
@@ -277,15 +273,6 @@ class EncoderWork(ItemWork):
         ]
 
 
-def _visible_pairs(call: AttentionCall) -> float:
-    if call.queries != call.keys:
-        return call.pairs
-    spec = call.spec
-    if spec is None:
-        spec = MaskSpec.from_documents(torch.ones(1, call.queries, dtype=torch.long))
-    return visible_pairs(spec, call.pattern) * call.rows / len(spec.documents)
-
-
 def _split_items(inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the inputs of each item; all inputs at once if they cannot be assigned to items."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
@@ -327,3 +314,59 @@ def _fit(points: Sequence[tuple[int, Sequence[float]]], size: int) -> list[float
     sizes = np.array([[n, n**2] for n, _ in points], dtype=np.float64) / size
     found, *_ = np.linalg.lstsq(sizes, np.array([values for _, values in points], dtype=np.float64), rcond=None)
     return [max(float(one), 0.0) for one in np.array([1.0, size]) @ found]
+
+
+# ---------------------------------------------------------------------------------------------------- pairs
+
+
+def visible_pairs(spec: MaskSpec, pattern: MaskPattern = CAUSAL) -> int:
+    """Return the number of visible pairs of a query and a key over all rows, without padding."""
+    documents, spans = _integers(spec.documents), _integers(spec.spans)
+    rows = np.arange(len(documents), dtype=np.int64)[:, None]
+    real = documents > 0
+    groups = (rows * (documents.max(initial=0) + 1) + documents)[real]
+    lengths, chunk = _counts(groups), pattern.chunk
+    if chunk is None:
+        seen = int(_in_one_chunk(lengths, pattern).sum())
+    else:
+        whole = _in_one_chunk(np.array([chunk], dtype=np.int64), pattern)
+        seen = int((lengths // chunk * whole + _in_one_chunk(lengths % chunk, pattern)).sum())
+    in_span = spans[real] >= 0
+    if not in_span.any():
+        return seen
+    # All tokens of a span see each other; the pairs that the pattern shows are counted already.
+    numbers = groups[in_span] * (spans.max(initial=0) + 1) + spans[real][in_span]
+    if pattern.causal and pattern.window is None and pattern.chunk is None:
+        sizes = _counts(numbers)
+        return seen + int((sizes * (sizes - 1) // 2).sum())
+    positions = _integers(spec.positions())[real][in_span]
+    return seen + int((_counts(numbers) ** 2).sum()) - _count_in_groups(numbers, positions, pattern)
+
+
+def _integers(tensor: Tensor) -> Integers:
+    return tensor.detach().cpu().numpy().astype(np.int64)
+
+
+def _counts(groups: Integers) -> Integers:
+    return np.unique(groups, return_counts=True)[1].astype(np.int64)
+
+
+def _in_one_chunk(lengths: Integers, pattern: MaskPattern) -> Integers:
+    near = lengths if pattern.window is None else np.minimum(lengths, pattern.window)
+    back = near * (near + 1) // 2 + (lengths - near) * near
+    return back if pattern.causal else 2 * back - lengths
+
+
+def _count_in_groups(groups: Integers, positions: Integers, pattern: MaskPattern) -> int:
+    """Return the number of pairs inside groups that a pattern shows."""
+    low = np.zeros_like(positions)
+    high = positions if pattern.causal else np.full_like(positions, _FAR - 1)
+    if pattern.window is not None:
+        low, high = np.maximum(low, positions - pattern.window + 1), np.minimum(high, positions + pattern.window - 1)
+    if pattern.chunk is not None:
+        start = positions // pattern.chunk * pattern.chunk
+        low, high = np.maximum(low, start), np.minimum(high, start + pattern.chunk - 1)
+    _, numbers = np.unique(groups, return_inverse=True)
+    offset = numbers.astype(np.int64) * _FAR
+    order = np.sort(offset + positions)
+    return int((np.searchsorted(order, offset + high, "right") - np.searchsorted(order, offset + low, "left")).sum())

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 from cornstarch.attention.interface import set_attention_function, set_mask_builder
 from cornstarch.attention.mask import CAUSAL, MaskPattern, MaskSpec
 from cornstarch.compat import TorchDispatchMode, multiply_groups
+from cornstarch.cost import meta_kernels
 from cornstarch.cost.activations import SavedTensors, storage_of
-from cornstarch.cost.meta_kernels import AttentionShape, MetaKernels, attend_without_masks, infer_grouped_shape
-from cornstarch.cost.pairs import EVERYTHING, recognize_pattern
+from cornstarch.cost.meta_kernels import EVERYTHING
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.kernels.shape_tracing import find_checkpointed_modules
 from cornstarch.models.multimodal_language_model.shape_inference import ShapeInferenceMode, ShapeTensor, is_float
@@ -196,10 +196,10 @@ def trace_memory(
     with ExitStack() as stack:
         for layer in wrapping_units(module):  # the units of activation checkpointing
             stack.enter_context(saved.record_layer(layer))
-        stack.enter_context(attend_without_masks(module))
+        stack.enter_context(meta_kernels.attend_without_masks(module))
         dtype = None if compute_dtype is torch.float32 else compute_dtype
         on_copy = saved.add_copy if casts_weights else saved.leave_out
-        stack.enter_context(MetaKernels(tracer, dtype, on_gpu, on_copy))
+        stack.enter_context(meta_kernels.MetaKernels(tracer, dtype, on_gpu, on_copy))
         stack.enter_context(tracer)
         stack.enter_context(saved_tensors_hooks(saved.add, lambda tensor: tensor))
         result = call()
@@ -266,7 +266,7 @@ class Tracer(TorchDispatchMode):
     def _run(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Compute a result, or reuse the form of an equal call: layers repeat, and inferring shapes is slow."""
         if function.overloadpacket in _GROUPED:
-            return infer_grouped_shape(*arguments, *named.values())
+            return meta_kernels.infer_grouped_shape(*arguments, *named.values())
         given = tensors_in([arguments, named])
         if not all(isinstance(tensor, ShapeTensor) for tensor in given):
             return function(*arguments, **named)
@@ -358,7 +358,7 @@ class Tracer(TorchDispatchMode):
         **_: Any,
     ) -> Tensor:
         """Return the shape of a mask and remember its pattern (`attention.interface.make_masks_by`)."""
-        pattern = recognize_pattern(mask_function) or CAUSAL
+        pattern = meta_kernels.recognize_pattern(mask_function) or CAUSAL
         spec = None
         known = attention_mask is not None and attention_mask.dim() == 2 and not isinstance(attention_mask, ShapeTensor)
         if known and q_length == kv_length == attention_mask.shape[1]:  # type: ignore[union-attr]
@@ -373,7 +373,7 @@ class Tracer(TorchDispatchMode):
     ) -> tuple[Tensor, None]:
         """Attend for a layer on shapes (`attention.interface.attend_by`)."""
         pattern, spec = self._find_mask(module, mask, options, query.shape[2] == key.shape[2])
-        result = AttentionShape.apply(query, key, value)
+        result = meta_kernels.AttentionShape.apply(query, key, value)
         call = AttentionCall(query.shape[0], query.shape[2], key.shape[2], pattern, spec)
         scores, sums = (2.0 * query.shape[1] * width * call.pairs for width in (query.shape[-1], value.shape[-1]))
         # The gradient of the scores is needed for both queries and keys.

@@ -17,7 +17,7 @@ from cornstarch.data.loader import Collator, SkipCounter, StepLoader
 from cornstarch.data.sample import SampleError
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.results import Position
+from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
 from cornstarch.parallel.mesh import Replica
 

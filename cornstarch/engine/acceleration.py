@@ -1,8 +1,8 @@
-"""What a run does to compute quickly on its device: compiled layers, a loss without all logits, products in 8 bits."""
+"""Acceleration of a model on its device: compiled layers, a fused loss without all logits, fp8 matrix products."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,32 +25,24 @@ Fp8Mode = Scaling | Literal["off"]
 
 @dataclass
 class Acceleration:
-    """What is done for speed, and what is not, with the reason."""
+    """What is done for speed."""
 
     compiled: dict[str, int] = field(default_factory=dict)
     """By part: layers that are compiled."""
     fused_loss: bool = False
     """Whether the loss is computed without all logits."""
     fp8: dict[str, int] = field(default_factory=dict)
-    """By part: linear layers that multiply in 8 bits."""
+    """By part: linear layers that multiply in fp8."""
     notes: list[str] = field(default_factory=list)
     """Why something is not done."""
-    tell: Callable[[str], None] = field(default=lambda words: None, repr=False)
-    """Hears of each of them once, when it is found out."""
+    log: Callable[[str], None] = field(default=lambda text: None, repr=False)
+    """Shows each note to the user once, when it is found out."""
 
-    def note(self, words: str) -> None:
-        """Write down why something is not done; the same only once."""
-        if words not in self.notes:
-            self.notes.append(words)
-            self.tell(words)
-
-
-def _parts_with_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what has layers of its own, by name."""
-    if isinstance(model, MultimodalModel):
-        encoders = {name: encoder.module for name, encoder in model.encoders.items()}
-        return {**encoders, "language_model": model.language_model}
-    return {"model": model}
+    def note(self, text: str) -> None:
+        """Remember why something is not done; the same only once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.log(text)
 
 
 def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
@@ -67,12 +59,12 @@ def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
 
 
 def compiles(compile: CompileMode, device: torch.device) -> bool:
-    """Say whether layers are compiled on a device."""
+    """Return whether layers are compiled on a device."""
     return compile == "layers" or (compile == "auto" and device.type == "cuda" and has_triton())
 
 
 def check_fp8(fp8: Fp8Mode, device: torch.device) -> None:
-    """Refuse products in 8 bits on a device that has none."""
+    """Refuse fp8 on a device that has none."""
     if fp8 != "off" and (reason := explain_no_fp8(device)) is not None:
         raise ConfigError(
             f"fp8 = {fp8}\n  fp8 needs an NVIDIA GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
@@ -86,33 +78,44 @@ def accelerate_model(
     compile: CompileMode = "auto",
     activation_budget: float = 1.0,
     whole: Mapping[str, str] | None = None,
-    tell: Callable[[str], None] = lambda words: None,
+    log: Callable[[str], None] = lambda text: None,
     fp8: Fp8Mode = "off",
 ) -> Acceleration:
     """Make a model compute quickly, in place; names and values of parameters stay.
 
     Args:
-        model: What is trained, after it was spread over processes.
+        model: The model, after it was parallelized.
         device: Where it computes.
         compile: `layers`: every layer is compiled, and one that cannot be is an error. `auto`: on a GPU, where it can.
-        activation_budget: The share of the activations of compiled layers that is kept for the backward pass; the rest
-            is computed again, what is cheapest first.
+        activation_budget: The fraction of the activations of compiled layers that is kept for the backward pass; the
+            rest is recomputed, the cheapest first.
         whole: Parts whose layers are not to be compiled, with the reason.
-        tell: Told why something is not done, now or when it is tried.
-        fp8: Large linear layers where something is trained multiply in 8 bits, scaled by rows or by matrices.
+        log: Shows the user why something is not done, now or when it is tried.
+        fp8: Large linear layers where something is trained multiply in fp8, scaled by rows or by matrices.
     """
     check_fp8(fp8, device)
-    speed = Acceleration(tell=tell)
-    whole = whole or {}
-    can = has_triton() if device.type == "cuda" else True
-    if compile == "layers" and not can:
+    speed, whole = Acceleration(log=log), whole or {}
+    if compile == "layers" and device.type == "cuda" and not has_triton():
         raise ConfigError("compile = layers\n  Triton, which makes kernels for GPUs, is not there. Use compile: off.")
-    parts = _parts_with_layers(model)
+    parts: dict[str, nn.Module] = {"model": model}
+    if isinstance(model, MultimodalModel):
+        parts = {name: encoder.module for name, encoder in model.encoders.items()}
+        parts["language_model"] = model.language_model
     for part in parts.values():
         why = fuse_head_with_loss(unwrap(part))
         speed.fused_loss = speed.fused_loss or why is None
-    if fp8 != "off":  # before layers are compiled: what is scaled becomes part of their kernels
-        _multiply_in_fp8(parts, fp8, speed, [name for name in parts if name in whole or not compiles(compile, device)])
+    if fp8 != "off":  # before layers are compiled: the scaling becomes part of their kernels
+        found = {name: multiply_in_fp8(wrapping_units(unwrap(part)), fp8) for name, part in parts.items()}
+        speed.fp8 = {name: count for name, count in found.items() if count}
+        if not speed.fp8:
+            speed.note(
+                f"nothing is computed in fp8: no linear layer inside trained layers has {MIN_DIM} or more inputs and "
+                "outputs, both multiples of 16"
+            )
+        for name, count in speed.fp8.items():
+            log(f"{name}: {count} linear layers multiply in fp8 ({fp8})")
+            if name in whole or not compiles(compile, device):
+                speed.note(f"{name} is not compiled: in fp8 it is likely to be slower than in bf16")
     if not compiles(compile, device):
         return speed
     set_activation_budget(activation_budget)
@@ -126,18 +129,3 @@ def accelerate_model(
         if layers:
             speed.compiled[name] = compile_layers(layers, speed.note if compile == "auto" else None)
     return speed
-
-
-def _multiply_in_fp8(parts: Mapping[str, nn.Module], fp8: Scaling, speed: Acceleration, plain: Collection[str]) -> None:
-    """Let parts multiply in 8 bits, and tell what comes of it; `plain`: those that will not be compiled."""
-    found = {name: multiply_in_fp8(wrapping_units(unwrap(part)), fp8) for name, part in parts.items()}
-    speed.fp8 = {name: count for name, count in found.items() if count}
-    if not speed.fp8:
-        speed.note(
-            f"nothing is computed in fp8: no linear layer inside trained layers has {MIN_DIM} or more inputs and "
-            "outputs, both multiples of 16"
-        )
-    for name, count in speed.fp8.items():
-        speed.tell(f"{name}: {count} linear layers multiply in fp8 ({fp8})")
-        if name in plain:
-            speed.note(f"{name} is not compiled: in fp8 it is likely to be slower than in bf16")

@@ -22,8 +22,7 @@ from cornstarch.plan.plan import Plan
 def build_layout(plan: Plan) -> Layout:
     """Return which rank holds what; refuses a plan that the runtime cannot execute, also in one process."""
     check_executable(plan)
-    world_size = distributed.world_size()
-    return Layout.of(plan, world_size, ranks_per_node())
+    return Layout.of(plan, distributed.world_size(), ranks_per_node())
 
 
 def ranks_per_node() -> int:
@@ -56,22 +55,18 @@ class DistributedContext:
 
     @property
     def plan(self) -> Plan:
-        """The plan that the layout was made from."""
         return self.layout.plan
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
         return self.placement.device
 
     @cached_property
     def rank(self) -> int:
-        """The rank of this process."""
         return distributed.rank()
 
     @property
     def world_size(self) -> int:
-        """The number of processes."""
         return self.layout.world
 
     @cached_property
@@ -98,12 +93,8 @@ class DistributedContext:
     @property
     def random_source(self) -> int:
         """The first rank that draws the same random numbers as this one."""
-        same = (
-            rank
-            for rank in range(self.world_size)
-            if Replica.of(self.layout, rank).token_shard == self.replica.token_shard
-        )
-        return next(same)
+        own = self.replica.token_shard
+        return next(rank for rank in range(self.world_size) if Replica.of(self.layout, rank).token_shard == own)
 
     @cached_property
     def meshes(self) -> DeviceMeshes:

@@ -1,14 +1,17 @@
-"""Failures: losses that are NaN, memory that runs out, and one rank's error raised on all ranks."""
+"""What ends a run early: losses that are NaN, memory that runs out, an error of another rank, a signal."""
 
 from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +50,7 @@ class LossWatch:
     Reading a number from a GPU waits until it has computed it. So there each step's numbers are read while the next one
     runs, and those of the last step before anything is saved; on a CPU, before the weights change.
 
-    Args:
-        config: The run.
-        placement: Where it computes.
-        late: Whether a step is judged in the next one. Default: on a GPU.
+    `late` says whether a step is judged in the next one; the default is True on a GPU.
     """
 
     def __init__(self, config: RunConfig, placement: DevicePlacement, late: bool | None = None) -> None:
@@ -70,23 +70,12 @@ class LossWatch:
     def check(self, *, all_steps: bool = True) -> None:
         """Read what is waiting, the newest step's numbers only if all are asked for."""
         while len(self._pending) > (0 if all_steps else 1):
-            self._judge(self._pending.pop(0))
+            watched = self._pending.pop(0)
+            self.last, norm = watched.values.numbers()
+            if not (math.isfinite(self.last) and math.isfinite(norm)):
+                raise self._explain(watched, self.last, norm)
 
-    def _judge(self, watched: _Watched) -> None:
-        loss, norm = watched.values.numbers()
-        self.last = loss
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        what = f"The loss is {loss}" if not math.isfinite(loss) else f"The norm of the gradient is {norm}"
-        shown = ", ".join(watched.sample_ids[:_SHOWN])
-        more = len(watched.sample_ids) - _SHOWN
-        raise TrainingError(
-            f"{what} in step {watched.step}. Nothing was saved after it.\n"
-            f"  Samples of this step: {shown}{f' and {more} more' if more > 0 else ''}.\n"
-            f"  Try: {'; '.join(self._remedies())}. Look at these samples with `cornstarch data check`."
-        )
-
-    def _remedies(self) -> list[str]:
+    def _explain(self, watched: _Watched, loss: float, norm: float) -> TrainingError:
         config = self._config
         remedies = [f"a smaller optimizer.learning_rate (now {config.optimizer.learning_rate:g})"]
         if config.schedule.warmup == 0:
@@ -95,7 +84,14 @@ class LossWatch:
             remedies.append("optimizer.max_grad_norm=1.0")
         if config.precision == "fp16":
             remedies.append("precision=bf16 or fp32")
-        return remedies
+        what = f"The loss is {loss}" if not math.isfinite(loss) else f"The norm of the gradient is {norm}"
+        shown = ", ".join(watched.sample_ids[:_SHOWN])
+        more = len(watched.sample_ids) - _SHOWN
+        return TrainingError(
+            f"{what} in step {watched.step}. Nothing was saved after it.\n"
+            f"  Samples of this step: {shown}{f' and {more} more' if more > 0 else ''}.\n"
+            f"  Try: {'; '.join(remedies)}. Look at these samples with `cornstarch data check`."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -111,8 +107,14 @@ def out_of_memory(
     held = {f"weights of the {part.name}": part.bytes for part in parts}
     held |= {"gradients": gradients, "states of the optimizer (about)": states}
     lines = [f"  {name}: {_gigabytes(size)}" for name, size in held.items() if size]
-    total = _capacity(placement)
-    fixed = sum(held.values())
+    fixed, total = sum(held.values()), None
+    if placement.device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(placement.device).total_memory)
+    else:
+        with suppress(ImportError):
+            import psutil
+
+            total = int(psutil.virtual_memory().total)
     if total is not None:
         lines.append(f"  together {_gigabytes(fixed)} of {_gigabytes(total)}; the rest is for activations")
     return TrainingError(
@@ -141,16 +143,6 @@ def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[ModelP
     return f"{kind} of the {max(fitting)[1]}{inside}" if fitting else f"{kind}{inside}"
 
 
-def _capacity(placement: DevicePlacement) -> int | None:
-    if placement.device.type == "cuda":
-        return int(torch.cuda.get_device_properties(placement.device).total_memory)
-    with suppress(ImportError):
-        import psutil
-
-        return int(psutil.virtual_memory().total)
-    return None
-
-
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
@@ -166,10 +158,10 @@ def _remedies(config: RunConfig, fixed: int, total: int | None) -> list[str]:
         ]
     remedies = []
     if microbatch > 1:
-        more = loop.gradient_accumulation_steps + 1
-        smaller = next(n for n in range(more, loop.batch_size + 1) if loop.batch_size % n == 0)
-        while loop.batch_size // smaller > microbatch // 2 and smaller < loop.batch_size:
-            smaller = next(n for n in range(smaller + 1, loop.batch_size + 1) if loop.batch_size % n == 0)
+        # The next divisor of the batch size that at least halves the microbatch.
+        more = range(loop.gradient_accumulation_steps + 1, loop.batch_size + 1)
+        divisors = [steps for steps in more if loop.batch_size % steps == 0]
+        smaller = next(n for n in divisors if loop.batch_size // n <= microbatch // 2)
         remedies.append(
             f"loop.gradient_accumulation_steps={smaller}, microbatches of {loop.batch_size // smaller} samples "
             f"instead of {microbatch} (the same gradient)"
@@ -212,7 +204,12 @@ class SharedFailure:
                 yield
             said = self._alarm.get_report()
         except Exception as error:
-            own, is_echo = _encode(error), _is_line_cut(error)
+            is_refusal, words = isinstance(error, ConfigError), str(error)
+            what = words if is_refusal else f"{type(error).__name__}: {words}"
+            own = json.dumps([is_refusal, what, distributed.rank()])
+            # An error of a line that another rank has cut is an echo of that rank's own error.
+            is_cut = any(one in words.lower() for one in _CUT)
+            is_echo = isinstance(error, RuntimeError) and not is_refusal and is_cut
             if not is_echo:
                 record_failure(error)  # before others fail because of it: the launcher shows the first
             said = self._alarm.report(own, is_echo)
@@ -231,16 +228,45 @@ class SharedFailure:
             abort_group(group)
 
 
-def _encode(error: BaseException) -> str:
-    what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    return json.dumps([isinstance(error, ConfigError), what, distributed.rank()])
-
-
 def _decode(said: str) -> Exception:
     is_refusal, what, rank = json.loads(said)
     return ConfigError(what) if is_refusal else RuntimeError(f"Rank {rank} has failed. {what}")
 
 
-def _is_line_cut(error: BaseException) -> bool:
-    words = str(error).lower()
-    return isinstance(error, RuntimeError) and not isinstance(error, ConfigError) and any(one in words for one in _CUT)
+# ---------------------------------------------------------------------------------------------------- signals
+
+
+class StopSignal:
+    """Whether this process received a signal to end: after the step that is running, so that the run can be saved."""
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there was a signal."""
+        return self._signal is not None
+
+    @property
+    def by_keyboard(self) -> bool:
+        """Whether it was Ctrl-C."""
+        return self._signal == signal.SIGINT
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Remember SIGTERM, and the first Ctrl-C, while a block runs; a second Ctrl-C ends at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            if self._signal is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._signal = number
+
+        before: dict[int, Any] = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,11 +1,15 @@
-"""The feature cache: store the outputs of frozen encoders while a run trains; refuse encoders that cannot be cached."""
+"""Frozen encoders: the feature cache stores their outputs; the encoder prefetch runs them for several microbatches.
+
+Both need encoders that give an item the same features beside any other: `check_task` and `check_encoder` refuse others.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,35 +18,25 @@ from PIL import Image
 from torch import Tensor
 
 from cornstarch.config import RunConfig
-from cornstarch.data.feature_store import (
-    CachedItem,
-    CacheFolder,
-    FeatureLookup,
-    FeatureStore,
-    encoder_key,
-    key_digest,
-)
+from cornstarch.data import feature_store
+from cornstarch.data.feature_store import FeatureStore
+from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
+from cornstarch.models.multimodal_language_model.encoder import route_batch
 from cornstarch.models.multimodal_language_model.encoder_features import (
     CACHED_FEATURES,
     fresh_lengths,
     get_token_states,
     split_items,
 )
-from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import (
-    build_noise_item,
-    get_item_argument,
-    get_item_dimensions,
-    get_item_kind,
-)
+from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
 from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
-from cornstarch.parallel.device import DevicePlacement
+from cornstarch.models.multimodal_language_model.unwrap import is_sharded
+from cornstarch.parallel.device import DevicePlacement, pin_batch
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task
 
-FOLDER = "feature_cache"
-"""The default folder of features, beside the run's folder."""
 _MAX_PENDING = 1 << 30  # bytes that wait to be written before training waits, too
 
 
@@ -66,8 +60,8 @@ class FeatureCache:
     """
 
     def __init__(self, task: ConversationTask, config: RunConfig, placement: DevicePlacement) -> None:
-        self.folder = config.features.folder or config.folder.absolute().parent / FOLDER
-        self._space = CacheFolder(self.folder, config.features.limit_bytes)
+        self.folder = config.features.folder or config.folder.absolute().parent / "feature_cache"
+        self._space = feature_store.CacheFolder(self.folder, config.features.limit_bytes)
         self._task = task
         self._writer = _BackgroundWriter()
         self.stores: dict[str, FeatureStore] = {}
@@ -77,12 +71,12 @@ class FeatureCache:
         for name, encoder in task.model.encoders.items():
             check_encoder(task, name, placement)
             processor = task.collator.processor.encoder_processors[name]
-            key = encoder_key(encoder.module, processor, reading, placement)
-            self.stores[name] = FeatureStore(self._space, key_digest(key))
+            key = feature_store.encoder_key(encoder.module, processor, reading, placement)
+            self.stores[name] = FeatureStore(self._space, feature_store.key_digest(key))
         self._recorders = {name: _Recorder(store, self._writer, placement) for name, store in self.stores.items()}
         for name, encoder in task.model.encoders.items():
             encoder.keep = self._recorders[name]
-        task.collator.features = FeatureLookup(self.stores)
+        task.collator.features = feature_store.FeatureLookup(self.stores)
 
     @property
     def hits(self) -> int:
@@ -152,30 +146,22 @@ class _Recorder:
             return
         digests = [d for d, is_known in zip(known["digests"], known["is_known"], strict=True) if not is_known]
         tokens = fresh.detach() if self._dtype is None else fresh.detach().to(self._dtype)
-        wait_for_copy = _copy_to_cpu(tokens)
+        arrived = None
+        if tokens.device.type == "cuda":
+            copy = tokens.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        else:
+            copy = tokens.cpu().clone()  # the encoder's own output: something may change it in place later
         lengths = fresh_lengths(known)
 
         def write() -> None:
-            for digest, item in zip(digests, wait_for_copy().split(lengths), strict=True):
+            if arrived is not None:
+                arrived.synchronize()
+            for digest, item in zip(digests, copy.split(lengths), strict=True):
                 self._store.save(digest, item)
 
         self._writer.add(write, tokens.nbytes)
-
-
-def _copy_to_cpu(tokens: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the CPU; return a function that waits for it."""
-    if tokens.device.type != "cuda":
-        copy = tokens.cpu().clone()  # the encoder's own output: something may change it in place later
-        return lambda: copy
-    copy = tokens.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def wait() -> Tensor:
-        arrived.synchronize()
-        return copy
-
-    return wait
 
 
 class _BackgroundWriter:
@@ -190,12 +176,12 @@ class _BackgroundWriter:
         """Queue a write; wait first if too many bytes are pending."""
         if self.problem is not None:
             return
-        while self._pending and (self._pending[0][0].done() or self._pending_bytes() + size > _MAX_PENDING):
-            self._pending.popleft()[0].result()
+        pending = sum(bytes_waiting for _, bytes_waiting in self._pending)
+        while self._pending and (self._pending[0][0].done() or pending + size > _MAX_PENDING):
+            future, written = self._pending.popleft()
+            future.result()
+            pending -= written
         self._pending.append((self._executor.submit(self._try, write), size))
-
-    def _pending_bytes(self) -> int:
-        return sum(size for _, size in self._pending)
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
@@ -214,7 +200,108 @@ class _BackgroundWriter:
         self._executor.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------ refusal
+# ---------------------------------------------------------------------------------------------------- prefetch
+
+_FEW = 8  # items of a microbatch: with more, one microbatch alone keeps an encoder busy
+_MAX_ITEMS = 32  # encoded together: limits the encoder's activation memory
+
+
+def build_encoder_prefetch(task: Task, config: RunConfig, placement: DevicePlacement) -> EncoderPrefetch | None:
+    """Return the encoder prefetch of a model that is ready to train; None if the run cannot use one."""
+    if not config.features.ahead or config.features.cache or config.loop.gradient_accumulation_steps == 1:
+        return None
+    if config.parallel.is_pipeline:  # encoders have stages of their own
+        return None
+    try:
+        checked = check_task(task)
+        for name, encoder in checked.model.encoders.items():
+            if is_sharded(encoder):  # other ranks take part in each run of the encoder: all must run it equally often
+                return None
+            check_encoder(checked, name, placement)
+    except ConfigError:
+        return None
+    return EncoderPrefetch(checked, placement)
+
+
+class EncoderPrefetch:
+    """Runs frozen encoders once for the items of several microbatches of a step that have few items each.
+
+    The features replace the items; projectors, which may be trained, run with their microbatch.
+    """
+
+    def __init__(self, task: ConversationTask, placement: DevicePlacement) -> None:
+        self._model, self._placement = task.model, placement
+
+    def __call__(self, batch: StepBatch) -> StepBatch:
+        """Replace items by features, except in microbatches with many items."""
+        inputs = [dict(one.inputs) for one in batch.microbatches]
+        for name in self._model.encoders:
+            for group in self._groups(name, inputs):
+                self._encode(name, [inputs[number] for number in group])
+        microbatches = []
+        for one, own in zip(batch.microbatches, inputs, strict=True):
+            is_unchanged = own.keys() == one.inputs.keys() and all(own[key] is one.inputs[key] for key in own)
+            microbatches.append(one if is_unchanged else replace(one, inputs=own))
+        return replace(batch, microbatches=microbatches)
+
+    def _groups(self, name: str, inputs: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+        """Yield the numbers of microbatches whose items are encoded together."""
+        group: list[int] = []
+        items, form = 0, None
+        for number, microbatch in enumerate(inputs):
+            own = route_batch(self._model.encoders, microbatch)[0].get(name)
+            if own is None or CACHED_FEATURES in own or (count := count_items(own)) > _FEW:
+                continue
+            if group and (items + count > _MAX_ITEMS or _form(own) != form):
+                yield group
+                group, items = [], 0
+            group, items, form = [*group, number], items + count, _form(own)
+        yield group
+
+    def _encode(self, name: str, microbatches: Sequence[dict[str, Any]]) -> None:
+        """Replace the items in the inputs of microbatches by an encoder's features."""
+        if len(microbatches) < 2:
+            return
+        encoder = self._model.encoders[name]
+        given = [route_batch(self._model.encoders, one)[0][name] for one in microbatches]
+        joined = {
+            key: torch.cat([own[key] for own in given]) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in given[0].items()
+        }
+        moved = self._placement.move_batch(pin_batch(joined) if self._placement.device.type == "cuda" else joined)
+        with self._placement.forward_context():
+            found = encoder.tokens(moved, joined)
+        counts = [count_items(own) for own in given]
+        if found.lengths is None or len(found.lengths) != sum(counts):
+            return  # it is unknown which tokens belong to which item
+        first = start = 0
+        for microbatch, count in zip(microbatches, counts, strict=True):
+            lengths = found.lengths[first : first + count]
+            tokens = found.tokens[start : start + sum(lengths)]
+            first, start = first + count, start + sum(lengths)
+            if not isinstance(microbatch.get(name), Mapping):
+                for key in encoder.input_names:
+                    microbatch.pop(key, None)
+            known = {"lengths": lengths, "is_known": [True] * count, "digests": [""] * count, "tokens": tokens}
+            microbatch[name] = {CACHED_FEATURES: known}
+
+
+def count_items(inputs: Mapping[str, Any]) -> int:
+    """Return the number of items in an encoder's inputs: of its size tensors, or else the first dimension."""
+    sizes = [value for key, value in inputs.items() if key.endswith(("grid_thw", "image_sizes"))]
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    return len((sizes or tensors)[0])
+
+
+def _form(inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the properties that inputs must share to be concatenated."""
+    return [
+        (key, (value.shape[1:], value.dtype) if isinstance(value, Tensor) and value.dim() else repr(value))
+        for key, value in sorted(inputs.items())
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- checks
 
 _CALLBACKS = ("preprocess_callback", "postprocess_module_callback", "postprocess_projector_callback")
 _TOKENWISE = ("linear", "mlp")  # projectors that treat each token alone
@@ -258,7 +345,7 @@ def _find_obstacle(model: MultimodalModel, name: str) -> str | None:
 
 def check_encoder(task: ConversationTask, name: str, placement: DevicePlacement) -> None:
     """Encode two items together and alone; ConfigError unless each gives the same features."""
-    items = build_noise_items(task.collator.processor.encoder_processors[name])
+    items = _build_noise_items(task.collator.processor.encoder_processors[name])
     where = f"features.cache: the outputs of the {name} encoder cannot be cached:"
     try:
         first, second = _process(task, name, items), _process(task, name, items)
@@ -271,26 +358,30 @@ def check_encoder(task: ConversationTask, name: str, placement: DevicePlacement)
     if not _are_equal(first, second):
         raise ConfigError(f"{where} its processor is random: it returns other inputs for the same item every time.")
     for one, other in zip(alone, together, strict=True):
-        if one.shape != other.shape or _relative_difference(one, other) > _ROUNDING.get(placement.dtype, 0.0):
+        is_same = one.shape == other.shape
+        if is_same:
+            difference = float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
+            is_same = not difference > _ROUNDING.get(placement.dtype, 0.0)
+        if not is_same:
             raise ConfigError(
                 f"{where} an item gives other features beside another item (by padding, or by a norm over all items), "
                 "so the features of one batch are wrong in the next."
             )
 
 
-def build_noise_items(processor: Any) -> list[Any]:
+def _build_noise_items(processor: Any) -> list[Any]:
     """Return two items of noise of different sizes for a processor."""
-    first = build_noise_item(processor)
+    first = modality_processors.build_noise_item(processor)
     random = np.random.default_rng(1)
-    if get_item_kind(get_item_argument(processor)) == "images":
+    if modality_processors.get_item_kind(modality_processors.get_item_argument(processor)) == "images":
         return [first, Image.fromarray(random.integers(0, 256, (96, 72, 3), dtype=np.uint8))]
-    if get_item_dimensions(processor) == 2:
+    if modality_processors.get_item_dimensions(processor) == 2:
         return [first, first[:1] + 1]
     return [first, random.standard_normal(len(first) * 5 // 8).astype(np.float32)]
 
 
 def _process(task: ConversationTask, name: str, items: list[Any]) -> dict[str, Any]:
-    return task.collator.encoder_inputs({name: [CachedItem("", item, None) for item in items]})[name]
+    return task.collator.encoder_inputs({name: [feature_store.CachedItem("", item, None) for item in items]})[name]
 
 
 def _encode(task: ConversationTask, name: str, items: list[Any], placement: DevicePlacement) -> list[Tensor]:
@@ -301,10 +392,6 @@ def _encode(task: ConversationTask, name: str, items: list[Any], placement: Devi
         arguments = encoder.rename_inputs(inputs)
         tokens = split_items(encoder.module, arguments, get_token_states(encoder.encode(arguments))).tokens
     return list(tokens.float().split(known["lengths"]))
-
-
-def _relative_difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
 
 
 def _are_equal(one: Any, other: Any) -> bool:

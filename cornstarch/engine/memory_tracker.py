@@ -24,19 +24,17 @@ from cornstarch.trees import tensors_in
 _MATRIX, _VECTOR = (6, 10), (7,)  # a state of one of these sizes has it from the parameter
 
 
-# ---------------------------------------------------------------------------------------------------- sizes
-
-
 def model_size(model: nn.Module, data: DataPlan, optimizer: OptimizerConfig, averaged: bool = False) -> ModelSize:
-    """Return the sizes of a model's parameters and optimizer states. The model must not be sharded yet.
+    """Return the sizes of a model's parameters and optimizer states.
 
-    Args:
-        model: On any device, its parameters in the precisions of the run.
-        data: Determines which parameters are gathered together.
-        optimizer: Has states for trained parameters.
-        averaged: Whether an average of the weights is kept.
+    The model must not be sharded yet, and have the precisions of the run; it may be on any device. `data` determines
+    which parameters are gathered together, and `averaged` whether an average of the weights is kept.
     """
-    units = _number_units(model, data)
+    units: dict[int, int] = {}  # the number of the innermost unit of each parameter that is in one
+    if data.kind not in ("ddp", "zero1"):
+        found = [*find_fsdp_units(model, data), *(find_frozen_modules(model) if data.kind == "fsdp1" else ())]
+        numbered = sorted(enumerate(found), key=lambda pair: -sum(1 for _ in pair[1].parameters()))
+        units = {id(parameter): number for number, unit in numbered for parameter in unit.parameters()}
     parameters = tuple(
         ParameterSize(tuple(p.shape), p.element_size(), p.requires_grad, units.get(id(p))) for p in model.parameters()
     )
@@ -45,15 +43,6 @@ def model_size(model: nn.Module, data: DataPlan, optimizer: OptimizerConfig, ave
         kinds |= {(dtype, False) for dtype, _ in kinds}  # it flattens all parameters
     states = {(dtype.itemsize, is_matrix): state_size(optimizer, dtype, is_matrix) for dtype, is_matrix in kinds}
     return ModelSize(parameters, _count_bytes(model.buffers()), states, averaged)
-
-
-def _number_units(model: nn.Module, data: DataPlan) -> dict[int, int]:
-    """Return the number of the innermost unit of each parameter that is in one."""
-    if data.kind in ("ddp", "zero1"):
-        return {}
-    units = [*find_fsdp_units(model, data), *(find_frozen_modules(model) if data.kind == "fsdp1" else ())]
-    numbered = sorted(enumerate(units), key=lambda pair: -sum(1 for _ in pair[1].parameters()))
-    return {id(parameter): number for number, unit in numbered for parameter in unit.parameters()}
 
 
 def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> StateSize:
@@ -82,9 +71,6 @@ def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> 
     return StateSize(**sizes)
 
 
-# ---------------------------------------------------------------------------------------------------- measured
-
-
 def measure_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, averages: AveragedWeights | None = None
 ) -> dict[str, int]:
@@ -110,9 +96,6 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-# ---------------------------------------------------------------------------------------------------- in a run
-
-
 class MeasuredRun(Protocol):
     """The attributes of a `Trainer` that are read."""
 
@@ -127,12 +110,8 @@ class MeasuredRun(Protocol):
 class MemoryTracker:
     """Compares, once in a run, the measured memory with the estimate.
 
-    Build it before the model is sharded, call `measure` before each optimizer step, and read `line` afterwards.
-
-    Args:
-        model: The model, its parameters in the precisions of the run.
-        config: The run.
-        copies: hsdp: the number of copies of the model (`Layout.replicate`).
+    Build it before the model is sharded, when its parameters have the precisions of the run. Call `measure` before each
+    optimizer step, and read `line` afterwards. `copies`: with hsdp, the number of copies of the model.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, copies: int | None = None) -> None:

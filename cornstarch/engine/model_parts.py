@@ -19,7 +19,7 @@ from cornstarch.parallel.device import DTYPES
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Some of a model's parameters, and what is said about them."""
+    """Some of a model's parameters, and how they are trained."""
 
     name: str
     kind: str
@@ -27,13 +27,13 @@ class ModelPart:
     module_names: tuple[str, ...]
     """Where it is in the model."""
     mode: str
-    """What its description says."""
+    """The `train` of its config: full, lora, projector or frozen."""
     learning_rate: float
     weight_decay: float
     dtype: Precision | None
     parameters: dict[str, nn.Parameter] = field(default_factory=dict, compare=False, repr=False)
     shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False, repr=False)
-    """The shapes of whole parameters, where their own do not tell: FSDP 1 flattens them and keeps a piece."""
+    """The shapes of whole parameters, where their own differ: FSDP 1 flattens them and keeps a piece."""
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a whole parameter."""
@@ -44,7 +44,7 @@ class ModelPart:
         return len(self.shape(name)) <= 1
 
     def without_storage(self) -> ModelPart:
-        """Return it without the memory of its parameters, to be told of when they are elsewhere."""
+        """Return a copy without parameter storage, to describe a part whose parameters are on other ranks."""
         bare = {n: nn.Parameter(p.detach().to("meta"), p.requires_grad) for n, p in self.parameters.items()}
         return replace(self, parameters=bare)
 
@@ -60,12 +60,12 @@ class ModelPart:
 
     @property
     def count(self) -> int:
-        """Parameters."""
+        """The number of parameters."""
         return sum(self.shape(name).numel() for name in self.parameters)
 
     @property
     def trained_count(self) -> int:
-        """Parameters that change."""
+        """The number of parameters that change."""
         return sum(self.shape(name).numel() for name in self.trained)
 
     @property
@@ -79,11 +79,11 @@ def split_into_parts(
 ) -> list[ModelPart]:
     """Return the parts of a model; every parameter is in exactly one.
 
-    Of a stage of a model (`is_stage`) there may be nothing to train: other stages have that.
+    A stage of a model (`is_stage`) may have nothing to train.
     """
     parts = list(_iter_described_parts(model, config, optimizer))
     for name, parameter in named_parameters(model).items():
-        longest = max((part for part in parts), key=lambda part: _match(name, part.module_names))
+        longest = max(parts, key=lambda part: _match(name, part.module_names))
         if _match(name, longest.module_names) < 0:
             raise ConfigError(f"The parameter {name} belongs to no part of the model.")
         longest.parameters[name] = parameter
@@ -105,13 +105,13 @@ def _iter_described_parts(model: nn.Module, config: ModelConfig, optimizer: Opti
         yield _part("model", model, ("",), config.whole, optimizer)
         return
     for name, encoder in model.encoders.items():
-        said = config.encoders.get(name, config.whole)
-        rate = getattr(said, "projector_learning_rate", None)
+        described = config.encoders.get(name, config.whole)
+        rate = getattr(described, "projector_learning_rate", None)
         where = f"{name}_encoder"
-        yield _part(f"{name} encoder", encoder.module, (f"{where}.module",), said, optimizer)
+        yield _part(f"{name} encoder", encoder.module, (f"{where}.module",), described, optimizer)
         assert encoder.projector is not None
         places = (f"{where}.projector", where)
-        yield replace(_part(f"{name} projector", encoder.projector, places, said, optimizer, rate), mode="full")
+        yield replace(_part(f"{name} projector", encoder.projector, places, described, optimizer, rate), mode="full")
     yield _part(
         "language model", model.language_model, ("language_model", ""), config.language_model or config.whole, optimizer
     )
@@ -121,29 +121,24 @@ def _part(
     name: str,
     module: nn.Module,
     places: tuple[str, ...],
-    said: PartConfig | None,
+    described: PartConfig | None,
     optimizer: OptimizerConfig,
     rate: float | None = None,
 ) -> ModelPart:
-    own = said.learning_rate if said is not None else None
-    decay = said.weight_decay if said is not None else None
-    return ModelPart(
-        name,
-        type(unwrap(module)).__name__,
-        places,
-        said.train if said is not None else "full",
-        next(value for value in (rate, own, optimizer.learning_rate) if value is not None),
-        optimizer.weight_decay if decay is None else decay,
-        said.dtype if said is not None else None,
-    )
+    kind, train, dtype, decay = type(unwrap(module)).__name__, "full", None, None
+    if described is not None:
+        train, dtype, decay = described.train, described.dtype, described.weight_decay
+        rate = described.learning_rate if rate is None else rate
+    rate = optimizer.learning_rate if rate is None else rate
+    return ModelPart(name, kind, places, train, rate, optimizer.weight_decay if decay is None else decay, dtype)
 
 
 @torch.no_grad()
 def cast_parts(parts: list[ModelPart], computed_in: torch.dtype) -> None:
     """Bring each part's weights into the precision in which they are kept.
 
-    By default weights that change are kept in float32, because small changes would be lost in fewer bits, and those
-    that do not in what is computed in. Buffers stay as they are: positions and statistics need their precision.
+    By default weights that change are kept in float32, because small changes would be lost in fewer bits, and frozen
+    ones in the precision of the computation. Buffers stay as they are: positions and statistics need their precision.
     """
     for part in parts:
         for parameter in part.parameters.values():
@@ -153,7 +148,7 @@ def cast_parts(parts: list[ModelPart], computed_in: torch.dtype) -> None:
             wanted = DTYPES[part.dtype] if part.dtype is not None else default
             if parameter.dtype == wanted:
                 continue
-            if isinstance(parameter, DTensor):  # its data are those of the tensor inside of it, which has a type too
+            if isinstance(parameter, DTensor):  # `.data` would change its local tensor alone, which has a dtype too
                 kept = nn.Parameter(parameter.detach().to(wanted), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, kept)
             else:

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW
 """Optimizers that `optimizer.name` knows by a short name; any other is given as `package.module.Class`."""
 ELEMENTWISE = {"adamw", "sgd"}
 """Those that step each number by itself, so that ranks may hold any shard of a parameter; others are tried first."""
-# What has a key of its own, because parts may differ in it.
+# Arguments that have a key of their own, because parts may differ in them.
 _SAID_ELSEWHERE = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.weight_decay"}
 _IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
 
@@ -45,21 +45,20 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of all parts: a group for each part, its biases and norms in one without weight decay.
 
-    Args:
-        config: Which one, and its settings.
-        parts: What is trained.
-        only: The names of the parameters whose states this process holds. Default: all.
+    `only` names the parameters whose states this process holds; default: all.
     """
     kind = _optimizer_class(config)
     options = _options(config, kind)
-    decays = "weight_decay" in _arguments(kind)
+    takes = inspect.signature(kind).parameters
+    decays = "weight_decay" in takes
     if not decays and any(part.weight_decay for part in parts if part.trained):
         raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
     # A process of a pipeline may have nothing to train; its optimizer then has nothing to do.
     groups = [group for part in parts for group in _groups(part, decays, only)] or [{"params": []}]
-    if "fused" in _arguments(kind) and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, parts):
+    trained = [parameter for part in parts for parameter in part.trained.values()]
+    if "fused" in takes and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, trained):
         options["fused"] = True
-        if any(parameter.is_cuda for part in parts for parameter in part.trained.values()):
+        if any(parameter.is_cuda for parameter in trained):
             kind = select_optimizer_class(kind)
     try:
         return kind(groups, **options)
@@ -70,7 +69,7 @@ def make_optimizer(
 def make_plain_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer of parameters that all have the config's own rate and weight decay."""
     kind = _optimizer_class(config)
-    decay = {"weight_decay": config.weight_decay} if "weight_decay" in _arguments(kind) else {}
+    decay = {"weight_decay": config.weight_decay} if "weight_decay" in inspect.signature(kind).parameters else {}
     return kind([{"params": list(parameters), "lr": config.learning_rate, **decay}], **_options(config, kind))
 
 
@@ -80,7 +79,7 @@ def apply_hyperparameters(
     parts: Sequence[ModelPart],
     only: Collection[str] | None = None,
 ) -> None:
-    """Give an optimizer, restored from a checkpoint, what the config says now."""
+    """Give an optimizer that was restored from a checkpoint the hyperparameters of the config."""
     fresh = make_optimizer(config, parts, only)
     for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
         group.update({key: value for key, value in wanted.items() if key not in ("params", "foreach", "fused")})
@@ -140,12 +139,8 @@ def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     return found
 
 
-def _arguments(kind: type) -> Mapping[str, Any]:
-    return inspect.signature(kind).parameters
-
-
 def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
-    takes = _arguments(kind)
+    takes = inspect.signature(kind).parameters
     for name, key in _SAID_ELSEWHERE.items():
         if name in config.arguments:
             raise ConfigError(f"optimizer.arguments has {name!r}. Give it as {key}, or in a part of the model.")
@@ -163,8 +158,7 @@ def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
     return {**options, **config.arguments}
 
 
-def _can_fuse(kind: type[torch.optim.Optimizer], parts: Sequence[ModelPart]) -> bool:
-    trained = [parameter for part in parts for parameter in part.trained.values()]
+def _can_fuse(kind: type[torch.optim.Optimizer], trained: Sequence[nn.Parameter]) -> bool:
     if not issubclass(kind, torch.optim.Adam) and any(isinstance(parameter, DTensor) for parameter in trained):
         return False  # torch 2.11 to 2.13 can fuse only Adam and AdamW of sharded parameters
     devices = {parameter.device.type for parameter in trained}
@@ -192,11 +186,8 @@ def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
 class LearningRate:
     """Sets the rates of an optimizer's groups before each step; it has no state of its own.
 
-    Args:
-        optimizer: Of this rank, which may step some of the parameters only, or none.
-        config: How the rates change.
-        total: Steps of the run.
-        highest: The highest rate of all parts of the model, wherever they are. Default: that of the optimizer's groups.
+    The optimizer of this rank may step some of the parameters only, or none, so `highest` is the highest rate of all
+    parts of the model, wherever they are; default: that of the optimizer's groups. `total`: steps of the run.
     """
 
     def __init__(
@@ -230,7 +221,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take one step's weights in."""
+        """Add the weights of a step."""
         if not self._parameters:  # a stage that trains nothing
             return
         now = [to_local_tensor(parameter.detach()).float() for parameter in self._parameters.values()]

@@ -11,20 +11,13 @@ from torch import nn
 
 from cornstarch.compat import move_present
 from cornstarch.engine.context import DistributedContext
-from cornstarch.engine.partial_model import apply_mask_attention, check_cp, find_whole_modules
 from cornstarch.engine.recompute import recompute_activations, recompute_planned
+from cornstarch.engine.sharded_loading import apply_mask_attention, check_cp, find_whole_modules
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.apply import (
-    apply_cp,
-    apply_encoder_balancing,
-    apply_tp,
-    iter_planned_modules,
-    needs_mask_attention,
-    record_unreached_parameters,
-)
+from cornstarch.parallel import apply
 from cornstarch.parallel.data import apply_data_parallel, check_data_plan, get_measured_bucket
 from cornstarch.parallel.encoder_balancing import balance_encoders, has_encoder_balancing
 from cornstarch.parallel.loading import record_full_read
@@ -41,13 +34,13 @@ class ParallelModel:
     """A model as this rank trains it, after `parallelize`."""
 
     module: nn.Module
-    """The model itself, changed in place. Parameters keep their names."""
+    """The model, changed in place. Parameters keep their names."""
     wrapped: nn.Module | None = None
     """The DDP or FSDP module to call instead; None if there is none, or if the model is split into stages."""
     pipeline: Pipeline | None = None
     """This rank's stages, if the model is split into stages."""
     call: Call = field(default=lambda model, inputs: model(**inputs))
-    """Runs the model, or the stage that takes its place, on a microbatch; what it returns goes to the loss."""
+    """Runs the model, or the stage that takes its place, on a microbatch; the result goes to the loss."""
 
     def set_call(self, call: Call) -> None:
         """Set how the model is run on a microbatch: a function of the model and its inputs."""
@@ -57,7 +50,7 @@ class ParallelModel:
 
     @property
     def callable_module(self) -> nn.Module:
-        """What a process calls that has all of the model."""
+        """The module to call on a rank that has all of the model."""
         return self.module if self.wrapped is None else self.wrapped
 
     @property
@@ -120,9 +113,14 @@ def parallelize(
     """
     options = options or ParallelizeOptions()
     plan, device = context.plan, context.device
-    check_undivided(model, context)
-    stages = _assign_stages(model, context, options)
-    if stages is not None:
+    _check_undivided(model, context)
+    stages = None
+    if context.is_pipeline:
+        # The assignment that weights were read for is carried over to the real model.
+        if options.stages is not None:
+            stages = options.stages.bind(model)
+        else:
+            stages = StageAssignment(model, context.layout, options.templates)
         _release_remote(model, stages, options)  # before the move: the device need not hold other stages' weights
     cast_weights()  # before the move, too: in half precision it copies half as much
     if options.activation_checkpointing:
@@ -138,22 +136,27 @@ def parallelize(
         return ParallelModel(model)
 
     check_data_plan(model, plan.data)
-    if options.stand_ins is not None and must_run_in_step(context):
+    # Stages whose parameters are whole have no collectives in a pass: gradients are reduced after all microbatches.
+    has_collectives = not context.is_pipeline or context.layout.exchanges_in_passes
+    if options.stand_ins is not None and has_collectives and plan.data.kind not in UNSYNCHRONIZED:
         options.stand_ins(model)  # before FSDP, whose collectives hang if one rank skips an encoder
+    pipeline, meshes = None, context.meshes if stages is None else context.stage_groups.meshes
     if stages is None:
-        record_unreached_parameters(model, plan.data)  # before tp: it runs the encoders as they are
-    meshes = context.meshes if stages is None else context.stage_groups.meshes
-    # Refuses microbatches that the schedule cannot run, so before weights are sharded.
-    pipeline = None if stages is None else _build_pipeline(stages, context, options)
-    local = iter_planned_modules(model, context.layout) if stages is None else ((m, p) for _, m, p in stages.here())
+        apply.record_unreached_parameters(model, plan.data)  # before tp: it runs the encoders as they are
+        local = apply.iter_planned_modules(model, context.layout)
+    else:
+        local = ((module, module_plan) for _, module, module_plan in stages.here())
+        # Refuses microbatches that the schedule cannot run, so before weights are sharded.
+        forward = context.placement.forward_context
+        pipeline = Pipeline(stages, context.stage_groups, device, options.microbatches, forward)
     for module, module_plan in local:  # while the model is whole: that is when both passes verify that they fit it
         check_cp(module, module_plan, meshes, device)
-        apply_tp(module, module_plan, meshes)  # before cp, whose check runs the module as it will be
-        apply_cp(module, module_plan, meshes)
+        apply.apply_tp(module, module_plan, meshes)  # before cp, whose check runs the module as it will be
+        apply.apply_cp(module, module_plan, meshes)
     _route_masks(model, context, stages, options.packed)  # after tp: adapters are sharded like the matrices they adapt
     if pipeline is None:
         if options.balance_encoders and context.layout.dp > 1:
-            apply_encoder_balancing(model, context.meshes)  # before FSDP: its hooks must run inside of FSDP's
+            apply.apply_encoder_balancing(model, context.meshes)  # before FSDP: its hooks must run inside of FSDP's
         if context.meshes.data.size() == 1 and plan.data.kind == "ddp":
             return ParallelModel(model, model)  # there is nobody to average with
         return ParallelModel(model, apply_data_parallel(model, context.meshes.data, plan.data))  # last: owns parameters
@@ -164,10 +167,7 @@ def parallelize(
     return ParallelModel(model, None, pipeline)
 
 
-# ---------------------------------------------------------------------------------------------------- single passes
-
-
-def check_undivided(model: nn.Module, context: DistributedContext) -> None:
+def _check_undivided(model: nn.Module, context: DistributedContext) -> None:
     """Refuse a plan that shards a model which can only be trained in one piece."""
     sharded = context.is_pipeline or any(plan.tp > 1 or plan.cp > 1 for plan in context.plan.modules.values())
     if isinstance(model, UndividedModel) and sharded:
@@ -175,23 +175,6 @@ def check_undivided(model: nn.Module, context: DistributedContext) -> None:
             f"parallel: {type(unwrap(model.language_model)).__name__} is trained in one piece: it has no stages, and "
             f"neither its matrices nor its tokens are cut, so tp, cp and stages must be 1. {model.reason}"
         )
-
-
-def must_run_in_step(context: DistributedContext) -> bool:
-    """Whether all ranks must run the same modules in every microbatch, because collectives run inside of them."""
-    # Stages whose parameters are whole need not: their gradients are reduced after all microbatches.
-    has_collectives = not context.is_pipeline or context.layout.exchanges_in_passes
-    return has_collectives and context.plan.data.kind not in UNSYNCHRONIZED
-
-
-def _assign_stages(
-    model: nn.Module, context: DistributedContext, options: ParallelizeOptions
-) -> StageAssignment | None:
-    if not context.is_pipeline:
-        return None
-    if options.stages is not None:
-        return options.stages.bind(model)
-    return StageAssignment(model, context.layout, options.templates)
 
 
 def _release_remote(model: nn.Module, stages: StageAssignment, options: ParallelizeOptions) -> None:
@@ -206,12 +189,6 @@ def _release_remote(model: nn.Module, stages: StageAssignment, options: Parallel
     release_remote_parameters(model, local)
 
 
-def _build_pipeline(stages: StageAssignment, context: DistributedContext, options: ParallelizeOptions) -> Pipeline:
-    return Pipeline(
-        stages, context.stage_groups, context.device, options.microbatches, context.placement.forward_context
-    )
-
-
 def _route_masks(model: nn.Module, context: DistributedContext, stages: StageAssignment | None, packed: bool) -> None:
     """Let the language model attend through `MaskSpec`s, if its rows need more than causal masks.
 
@@ -219,5 +196,5 @@ def _route_masks(model: nn.Module, context: DistributedContext, stages: StageAss
     masks would wait in it for ranks whose batches do not. Split into stages, a model cannot be changed any more.
     """
     is_local = stages is None or any(map(stages.is_last, stages.place_of_rank.modules))
-    if is_local and isinstance(model, MultimodalModel) and needs_mask_attention(model, packed):
+    if is_local and isinstance(model, MultimodalModel) and apply.needs_mask_attention(model, packed):
         apply_mask_attention(model.language_model, context.device)

@@ -10,7 +10,8 @@ loss over all tokens of a batch (`output_router_logits`), which differs between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -35,7 +36,7 @@ Scope = Literal["number", "matrix", "all"]
 """What the step of a number depends on: itself alone, its matrix, or other parameters."""
 
 _STEPS = 3
-_SAME = 1e-3  # of the largest movement; rounding is far below
+_SAME_STEP = 1e-3  # of the largest movement; rounding is far below
 _CUTS: tuple[Callable[[Tensor], Sequence[Tensor]], ...] = (
     lambda matrix: matrix.chunk(2, 0),  # fsdp2, tp
     lambda matrix: matrix.chunk(2, 1),  # tp
@@ -51,12 +52,11 @@ def check_optimizer(config: RunConfig, layout: Layout) -> None:
     name = config.optimizer.name
     if name.lower() in ELEMENTWISE or config.parallel.verify == "never":  # tests have tried those
         return
-
-    def build(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-        return make_plain_optimizer(config.optimizer, parameters)
-
+    parts = {LANGUAGE_MODEL: config.model.language_model, **config.model.encoders}
+    frozen = {name for name, part in parts.items() if part is not None and part.train in ("frozen", "projector")}
+    build = partial(make_plain_optimizer, config.optimizer)
     try:
-        refuse_pieces(build, f"optimizer.name = {name}", layout, _list_trained_modules(config, layout))
+        refuse_pieces(build, f"optimizer.name = {name}", layout, set(layout.plan.modules) - frozen)
     except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -70,14 +70,15 @@ def check_optimizer(config: RunConfig, layout: Layout) -> None:
 def refuse_pieces(build: Build, said: str, layout: Layout, trained: Collection[str]) -> None:
     """Refuse an optimizer that needs more than the ranks of a layout hold.
 
-    Args:
-        build: Makes the optimizer.
-        said: How the user asked for it.
-        layout: Who holds what.
-        trained: The modules whose own parameters, not only those of a projector, are trained.
+    `said` is how the user asked for it; `trained` are the modules whose own parameters, not only those of a projector,
+    are trained.
     """
-    cuts = list(_cuts(layout, trained))
-    deals = list(_deals(layout))
+    plan = layout.plan
+    cuts = [f"parallel.data.kind = {plan.data.kind}"] if layout.exchanges_in_passes else []  # of trained matrices
+    cuts += [f"tp = {one.tp} for {name}" for name, one in plan.modules.items() if one.tp > 1 and name in trained]
+    kinds = {plan.kind(name) for name in plan.modules if layout.data_shape(name)[1] > 1}
+    deals = ["zero1"] if "zero1" in kinds else []  # give ranks different parameters, each of them whole
+    deals += ["several stages"] if plan.is_pipeline and layout.world > 1 else []
     if not cuts and not deals:
         return
     scope = find_scope(build)
@@ -93,33 +94,6 @@ def refuse_pieces(build: Build, said: str, layout: Layout, trained: Collection[s
             f"them ({', '.join([*cuts, *deals])}).\n  Use the kind ddp with one stage and tp = 1, or an optimizer such "
             "as adamw."
         )
-
-
-def _cuts(layout: Layout, trained: Collection[str]) -> Iterator[str]:
-    """Yield what cuts trained matrices into pieces."""
-    if layout.exchanges_in_passes:
-        yield f"parallel.data.kind = {layout.plan.data.kind}"
-    for name, plan in layout.plan.modules.items():
-        if plan.tp > 1 and name in trained:
-            yield f"tp = {plan.tp} for {name}"
-
-
-def _deals(layout: Layout) -> Iterator[str]:
-    """Yield what gives ranks different parameters, each of them whole."""
-    kinds = {layout.plan.kind(name) for name in layout.plan.modules if layout.data_shape(name)[1] > 1}
-    if "zero1" in kinds:
-        yield "zero1"
-    if layout.plan.is_pipeline and layout.world > 1:
-        yield "several stages"
-
-
-def _list_trained_modules(config: RunConfig, layout: Layout) -> set[str]:
-    parts = {LANGUAGE_MODEL: config.model.language_model, **config.model.encoders}
-    frozen = {name for name, part in parts.items() if part is not None and part.train in ("frozen", "projector")}
-    return set(layout.plan.modules) - frozen
-
-
-# ---------------------------------------------------------------------------------------------------- trying it
 
 
 def find_scope(build: Build) -> Scope:
@@ -167,45 +141,33 @@ def _step_together(build: Build, starts: Sequence[Tensor], gradients: Sequence[S
 def _differ(found: Sequence[Tensor], expected: Sequence[Tensor], starts: Sequence[Tensor]) -> bool:
     largest = max(float((one - start).abs().max()) for one, start in zip(expected, starts, strict=True))
     off = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    return not off <= _SAME * largest  # also where something is no number
+    return not off <= _SAME_STEP * largest  # also where something is no number
 
 
 # ---------------------------------------------------------------------------------------------------- losses
 
-
 _ROWS, _TOKENS = 4, 12
-_SAME = 2e-6  # of the loss; rounding is below 5e-7, a router's loss that is weighted with 1e-3 makes more than 1e-5
+_SAME_LOSS = 2e-6  # of the loss; rounding is below 5e-7, a router's loss with a weight of 1e-3 makes more than 1e-5
 
 
 def check_loss(model: nn.Module, layout: Layout) -> None:
-    """Refuse a loss that ranks would compute over other tokens than one process does.
-
-    Args:
-        model: The model, not cut yet.
-        layout: How it will be.
-    """
-    cuts = _list_loss_splits(layout)
+    """Refuse a loss that ranks would compute over other tokens than one process does; the model is not sharded yet."""
+    plans = layout.plan.modules.values()
+    splits = [f"{layout.dp} replicas"] if layout.dp > 1 and layout.plan.data.kind not in UNSYNCHRONIZED else []
+    splits += ["context parallelism"] if any(plan.cp > 1 for plan in plans) else []
+    splits += ["several stages"] if any(plan.stages > 1 for plan in plans) else []
     inner = unwrap(model.language_model) if isinstance(model, MultimodalModel) else unwrap(model)
-    if not cuts or not isinstance(inner, PreTrainedModel) or not depends_on_batch(inner):
+    if not splits or not isinstance(inner, PreTrainedModel) or not depends_on_batch(inner):
         return
     router = getattr(inner.config.get_text_config(), "output_router_logits", False)
     why = " (output_router_logits = True adds a loss over all tokens of a batch)" if router else ""
     advice = "Set output_router_logits to false in the model's config.json" if router else "Use one replica"
     raise ConfigError(
         f"The loss of {type(inner).__name__} is no mean over tokens: of two rows it is another one than of each row by "
-        f"itself{why}. With {cuts} no rank has all that it is computed from, and the run would train something else "
-        f"than one process.\n  {advice}. Replicas that each compute it over their own rows, as most libraries have it: "
-        "parallel.verify=never."
+        f"itself{why}. With {', '.join(splits)} no rank has all that it is computed from, and the run would train "
+        f"something else than one process.\n  {advice}. Replicas that each compute it over their own rows, as most "
+        "libraries have it: parallel.verify=never."
     )
-
-
-def _list_loss_splits(layout: Layout) -> str:
-    """Return what deals the tokens of a batch, or the layers that see them, out to ranks; empty if nothing does."""
-    plans = layout.plan.modules.values()
-    found = [f"{layout.dp} replicas"] if layout.dp > 1 and layout.plan.data.kind not in UNSYNCHRONIZED else []
-    found += ["context parallelism"] if any(plan.cp > 1 for plan in plans) else []
-    found += ["several stages"] if any(plan.stages > 1 for plan in plans) else []
-    return ", ".join(found)
 
 
 def depends_on_batch(model: PreTrainedModel) -> bool:
@@ -243,4 +205,4 @@ def _differs(twin: PreTrainedModel) -> bool:
     each = torch.stack([loss(*row) for row in zip(ids.split(1), labels.split(1), strict=True)])
     counts = (labels != IGNORE_INDEX).sum(1)
     mean = (each * counts).sum() / counts.sum()
-    return bool((together - mean).abs() > _SAME * mean.abs())
+    return bool((together - mean).abs() > _SAME_LOSS * mean.abs())

@@ -13,19 +13,18 @@ from transformers import PreTrainedModel
 
 from cornstarch.checkpoint.random_state import seed_all
 from cornstarch.config import RunConfig
-from cornstarch.data.collate import ChatCollator, CollatedBatch
+from cornstarch.data.collate import ChatCollator
 from cornstarch.data.run_data import RunData
 from cornstarch.engine.acceleration import accelerate_model, find_uncompiled_modules
-from cornstarch.engine.budget import Recomputation, fit_activations
 from cornstarch.engine.context import DistributedContext
-from cornstarch.engine.encoder_prefetch import build_encoder_prefetch
 from cornstarch.engine.failure import out_of_memory
-from cornstarch.engine.feature_cache import FeatureCache, use_feature_cache
-from cornstarch.engine.flops import RunFlops
+from cornstarch.engine.feature_cache import FeatureCache, build_encoder_prefetch, use_feature_cache
 from cornstarch.engine.memory_tracker import MemoryTracker
 from cornstarch.engine.model_parts import ModelPart, cast_parts, split_into_parts
 from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
+from cornstarch.engine.recompute import Recomputation, fit_activations
 from cornstarch.engine.sharded_loading import ShardedLoading, features_need_weights
+from cornstarch.engine.step_counter import RunFlops
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import LOSS
 from cornstarch.metrics.profiler import record_range
@@ -37,7 +36,6 @@ from cornstarch.parallel.apply import explain_full_reads
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.parallel.encoder_balancing import has_encoder_balancing
 from cornstarch.pipeline.split import analyze_model
-from cornstarch.plan.plan import Plan
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task
 
@@ -46,10 +44,10 @@ class RunModel:
     """The model of a run: cast, parallelized, compiled. All ranks must build it.
 
     Args:
-        task: What is trained.
+        task: Has the model.
         config: The run.
         context: The plan and this rank's place in it.
-        data: The run's data; budgets and surveys run a batch of it.
+        data: The run's data; the activation budget and the analysis of a user's own module need a batch of it.
         loading: Which weights this rank has read.
         resources: Takes what must be closed when the run ends.
         log: Prints a line for the user.
@@ -84,11 +82,13 @@ class RunModel:
         self.module: nn.Module = task.model
         self.parts = self.all_parts = []
         is_distributed = context.world_size > 1
-        if is_distributed:
-            survey_own_module(self.module, context.plan, lambda: data.peek_batch(task.collator))
+        # A module of the user's own, of which no config says how it is made, is run to find where it can be cut.
+        is_own = not isinstance(unwrap(self.module), MultimodalModel | PreTrainedModel | nn.Sequential)
+        if context.is_pipeline and is_own and (batch := data.peek_batch(task.collator)) is not None:
+            analyze_model(self.module, lambda twin: batch.inputs)
         self.parallel = self._parallelize(loading, verify_plan)
         # Not a method: a trainer would hold itself, and its claim on the run folder would outlive it.
-        self.parallel.set_call(partial(compute_loss, task, context.placement))
+        self.parallel.set_call(partial(_compute_loss, task, context.placement))
         if is_distributed:
             task.wrapped = self.parallel.wrapped
             if self.parallel.bucket_size is not None:
@@ -112,11 +112,10 @@ class RunModel:
                 encoder.enable_inference_mode()
         if self.acceleration.compiled and isinstance(task.collator, ChatCollator):
             task.collator.expect_compiled()
-        # Encoders that are balanced over replicas run once for each microbatch, on every replica.
-        self.prefetch = (
-            None if has_encoder_balancing(self.module) else build_encoder_prefetch(task, config, context.placement)
-        )
+        self.prefetch = None
         """Runs frozen encoders once for the images of several microbatches, where that is possible."""
+        if not has_encoder_balancing(self.module):  # balanced encoders run once for each microbatch, on every replica
+            self.prefetch = build_encoder_prefetch(task, config, context.placement)
 
     def _parallelize(self, loading: ShardedLoading, verify_plan: Callable[[nn.Module], None]) -> ParallelModel:
         config = self._config
@@ -155,19 +154,15 @@ class RunModel:
         self._shapes = {name: one.shape for part in self.parts for name, one in part.parameters.items()}
         if context.world_size > 1:
             self.all_parts = [part.without_storage() for part in self.parts]
-            self._log_warnings()
+            for warning in context.layout.warnings:
+                self._log(warning)
+            if isinstance(self.module, UndividedModel):
+                self._log(f"The model is trained in one piece, by its own forward. {self.module.reason}")
+            for name, reason in explain_full_reads(self.module, context.layout).items():
+                self._log(f"{name} was read whole by every process before it was cut: {reason}.")
             verify_plan(self.module)
 
-    def _log_warnings(self) -> None:
-        for warning in self._context.layout.warnings:
-            self._log(warning)
-        if isinstance(self.module, UndividedModel):
-            self._log(f"The model is trained in one piece, by its own forward. {self.module.reason}")
-        for name, reason in explain_full_reads(self.module, self._context.layout).items():
-            self._log(f"{name} was read whole by every process before it was cut: {reason}.")
-
     def _set_stand_ins(self, model: nn.Module) -> None:
-        """Give encoders something to run on in microbatches without images or sounds."""
         if not isinstance(self._task, ConversationTask):
             return
         processor = self._task.collator.processor
@@ -190,7 +185,7 @@ class RunModel:
         return context.layout.dp > 1
 
 
-def compute_loss(task: Task, placement: DevicePlacement, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+def _compute_loss(task: Task, placement: DevicePlacement, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the mean loss of a microbatch, computed by the model or by the stage that takes its place."""
     before, task.wrapped = task.wrapped, model
     try:
@@ -199,18 +194,3 @@ def compute_loss(task: Task, placement: DevicePlacement, model: nn.Module, input
             return task.loss(moved)
     finally:
         task.wrapped = before
-
-
-def survey_own_module(model: nn.Module, plan: Plan, some_batch: Callable[[], CollatedBatch | None]) -> None:
-    """Find out where a module can be cut, if a plan cuts it and no config says how it is made; it is remembered.
-
-    Args:
-        model: The whole model.
-        plan: How it is spread.
-        some_batch: Returns something to run it on.
-    """
-    inner = unwrap(model)
-    if not plan.is_pipeline or isinstance(inner, MultimodalModel | PreTrainedModel | nn.Sequential):
-        return
-    if (batch := some_batch()) is not None:
-        analyze_model(model, lambda twin: batch.inputs)

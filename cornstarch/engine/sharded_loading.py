@@ -1,4 +1,9 @@
-"""Decides which slices of a model's weights this rank reads, before any weight is read."""
+"""Decides which slices of a model's weights this rank reads, and checks models of which it has only some stages.
+
+Whether a language model obeys masks, and whether its tokens can be sharded, is found by running it. A rank that never
+read the other stages cannot run the model, but what can go wrong depends on its class and options, not on its size: so
+a tiny twin runs instead.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from cornstarch.attention import attend_through_masks
+from cornstarch.attention.mask_verification import is_on_meta, mark_verified
 from cornstarch.checkpoint.weights import strip_adapter_names
 from cornstarch.config import RunConfig
 from cornstarch.data.formats import DataSource
 from cornstarch.engine.context import DistributedContext
-from cornstarch.engine.partial_model import find_whole_modules
 from cornstarch.engine.plan_requirements import check_loss
-from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.errors import UnsupportedModelError
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.apply import TensorSharder, build_tensor_sharder
-from cornstarch.parallel.mesh import DeviceMeshes
+from cornstarch.models.twin import add_noise, build_twin_config
+from cornstarch.parallel.apply import TensorSharder, build_tensor_sharder, needs_mask_attention
+from cornstarch.parallel.context import shard_tokens
+from cornstarch.parallel.mesh import DeviceMeshes, StageMeshes
 from cornstarch.pipeline.stages import StageAssignment
 from cornstarch.plan.layout import Layout
-from cornstarch.plan.plan import LANGUAGE_MODEL
+from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
 from cornstarch.tasks.build import resolve_task_name
 from cornstarch.tasks.build_model import GetPartShard, PartShard
 from cornstarch.tasks.meta_model import build_meta_model
 
-FEATURES_NEED_WEIGHTS = "its features are kept, under a name made of its weights"
+_NO_TWIN = "it is run before it is cut, and there is no small model of its kind that could be run in its place"
 
 
 class ShardedLoading:
-    """How this rank reads the weights of a run's model.
-
-    Args:
-        config: The run.
-        context: The plan and this rank's place in it.
-    """
+    """How this rank reads the weights of a run's model."""
 
     def __init__(self, config: RunConfig, context: DistributedContext) -> None:
         self._config, self._context = config, context
@@ -41,24 +45,17 @@ class ShardedLoading:
         """The stages that weights are read for, if they were assigned on a model without weights."""
 
     def cuts(self, train: DataSource) -> GetPartShard | None:
-        """Return what of each part this rank reads; None: all of it.
-
-        Args:
-            train: The training data; it may say which kind of model there is.
-        """
-        context = self._context
-        if context.is_pipeline:
-            return self._stage_cuts(train) if self._is_read_by_part(train) else None
-        if all(plan.tp == 1 for plan in context.plan.modules.values()):
-            return None
-        return tensor_cuts(context.layout, context.meshes)
-
-    def _is_read_by_part(self, train: DataSource) -> bool:
-        """Whether the parts of the model are read one by one, so that each can be read by stages."""
-        model = self._config.model
+        """Return what of each part this rank reads; None: all of it. The training data may tell the kind of model."""
+        context, model = self._context, self._config.model
+        if not context.is_pipeline:
+            is_whole = all(plan.tp == 1 for plan in context.plan.modules.values())
+            return None if is_whole else tensor_cuts(context.layout, context.meshes)
+        # Only a model whose parts are read one by one can be read by stages.
         if model.start_from is not None or (model.language_model is None and model.whole is None):
-            return False
-        return model.whole is None or resolve_task_name(self._config, model.whole, train) == "causal-lm"
+            return None
+        if model.whole is not None and resolve_task_name(self._config, model.whole, train) != "causal-lm":
+            return None
+        return self._stage_cuts(train)
 
     def _stage_cuts(self, train: DataSource) -> GetPartShard:
         """Assign stages on a model without weights; return what of each part this rank's stages have."""
@@ -72,7 +69,14 @@ class ShardedLoading:
         held, here = stages.local_parameters(), {name: plan for name, _, plan in stages.here()}
         modules: dict[str, nn.Module] = {name: encoder.module for name, encoder in bare.encoders.items()}
         modules[LANGUAGE_MODEL] = bare.language_model
-        names = {name: _list_stored_names(module, held) for name, module in modules.items()}
+        stored_names = {  # in the folder of a part, where there are no adapters
+            part: frozenset(
+                strip_adapter_names(name)
+                for name, parameter in unwrap(module).named_parameters(remove_duplicate=False)
+                if id(parameter) in held
+            )
+            for part, module in modules.items()
+        }
         if any(plan.tp > 1 for plan in self._context.plan.modules.values()):
             _ = self._context.stage_groups  # all ranks make their groups now, also those that shard no tensor
 
@@ -82,7 +86,7 @@ class ShardedLoading:
             tensors = None
             if name in here and here[name].tp > 1:
                 tensors = TensorSharder(here[name], self._context.stage_groups.meshes, is_encoder)
-            return PartShard(tensors, names[name])
+            return PartShard(tensors, stored_names[name])
 
         return of
 
@@ -91,7 +95,7 @@ def features_need_weights(model: Any, config: RunConfig) -> dict[str, str]:
     """Return the encoders that must be whole because their outputs are cached under a digest of their weights."""
     if not config.features.cache or not isinstance(model, MultimodalModel):
         return {}
-    return dict.fromkeys(model.encoders, FEATURES_NEED_WEIGHTS)
+    return dict.fromkeys(model.encoders, "its features are kept, under a name made of its weights")
 
 
 def tensor_cuts(layout: Layout, meshes: DeviceMeshes) -> GetPartShard:
@@ -104,7 +108,61 @@ def tensor_cuts(layout: Layout, meshes: DeviceMeshes) -> GetPartShard:
     return of
 
 
-def _list_stored_names(module: nn.Module, held: set[int]) -> frozenset[str]:
-    """Return the names that the local parameters of a part have in its folder, where there are no adapters."""
-    named = unwrap(module).named_parameters(remove_duplicate=False)
-    return frozenset(strip_adapter_names(name) for name, parameter in named if id(parameter) in held)
+# ---------------------------------------------------------------------------------------------------- twins
+
+
+def find_whole_modules(stages: StageAssignment, packed: bool) -> dict[str, str]:
+    """Return the modules that this rank needs whole until they are sharded, by name, with the reason."""
+    found: dict[str, str] = {}
+    masks = needs_mask_attention(stages.model, packed)
+    for name, module, plan in stages.here():
+        is_run = (masks and name == LANGUAGE_MODEL) or _shards_tokens(module, plan)
+        if is_run and _build_twin(module, plan.cp) is None:
+            found[name] = _NO_TWIN
+    return found
+
+
+def apply_mask_attention(language_model: nn.Module, device: torch.device) -> None:
+    """Let a language model attend through masks as data, after checking that it, or its twin, really does."""
+    on_meta = is_on_meta(language_model)
+    if on_meta:
+        attend_through_masks(_require_twin(language_model, 1, device))
+    attend_through_masks(language_model)
+    if on_meta:
+        mark_verified(unwrap(language_model))
+
+
+def check_cp(module: nn.Module, plan: ModulePlan, meshes: DeviceMeshes | StageMeshes, device: torch.device) -> None:
+    """Check on a twin that the tokens of a module can be sharded, if other stages own some of its layers.
+
+    Otherwise `apply_cp` runs the module itself to check that.
+    """
+    if _shards_tokens(module, plan) and is_on_meta(module):
+        twin = _require_twin(module, plan.cp, device)
+        shard_tokens(twin, meshes.context(plan.cp), mode=plan.cp_mode, distribution=plan.cp_distribution)
+
+
+def _shards_tokens(module: nn.Module, plan: ModulePlan) -> bool:
+    return plan.cp > 1 and not isinstance(module, ModalEncoderModule)
+
+
+def _require_twin(model: nn.Module, multiple: int, device: torch.device) -> nn.Module:
+    twin = _build_twin(model, multiple)
+    if twin is None:
+        raise UnsupportedModelError(f"{type(unwrap(model)).__name__} is not all here: {_NO_TWIN}.")
+    return twin.to(device)
+
+
+def _build_twin(model: nn.Module, multiple: int) -> nn.Module | None:
+    """Return a tiny transformers model of the same class and options with random weights, or None if there is none.
+
+    Sharded dimensions stay a multiple of `multiple`, the number of ranks.
+    """
+    inner = unwrap(model)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            twin: nn.Module = type(inner)(build_twin_config(inner.config, multiple))  # type: ignore[arg-type]
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+        return None
+    add_noise(twin)
+    return twin

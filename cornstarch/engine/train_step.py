@@ -25,7 +25,7 @@ from cornstarch.parallel.gradients import LossScale, clip_gradients, compute_cli
 
 Inputs = Mapping[str, Any]
 LossOf = Callable[[int, Any], Tensor]
-"""Takes the number of a microbatch and what the model made of it; returns its weighed loss."""
+"""Takes the number of a microbatch and the model's output; returns the weighed loss."""
 
 
 class TrainStep:
@@ -71,7 +71,8 @@ class TrainStep:
             and divides_gradients(optimizer)
         )
         self._divisor: Tensor | None = None
-        self._is_finite = True
+        self.is_finite = True
+        """Whether the gradients of the last fp16 step were finite; if not, the step is left out."""
 
     def __call__(self, microbatches: Sequence[Inputs], loss_of: LossOf) -> Tensor | None:
         """Do a whole step; return the norm of the gradients before clipping, None if nothing is clipped."""
@@ -132,17 +133,15 @@ class TrainStep:
                 assert self.max_grad_norm is not None
                 norm, self._divisor = compute_clip_divisor(self._trained, self.max_grad_norm)
                 return norm
-            norm = self._clip(float("inf") if self.max_grad_norm is None else self.max_grad_norm)
+            max_norm = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+            if (pipeline := self.model.pipeline) is None:
+                norm = clip_gradients(self.model.wrapped, self._trained, max_norm)
+            else:  # a tied weight counts on the first stage that has it, or the norm would count it twice
+                shared = pipeline.holders, pipeline.copies(), pipeline.device
+                norm = clip_gradients(None, self._trained, max_norm, *shared)
             if self.scaler is not None:
-                self._is_finite = bool(torch.isfinite(norm))  # the norm is that of all ranks, so they agree
+                self.is_finite = bool(torch.isfinite(norm))  # the norm is that of all ranks, so they agree
             return None if self.max_grad_norm is None else norm
-
-    def _clip(self, max_norm: float) -> Tensor:
-        pipeline = self.model.pipeline
-        if pipeline is None:
-            return clip_gradients(self.model.wrapped, self._trained, max_norm)
-        # A tied weight counts on the first stage that has it, or the norm would count it twice.
-        return clip_gradients(None, self._trained, max_norm, pipeline.holders, pipeline.copies(), pipeline.device)
 
     def update(self) -> None:
         """Step the optimizer, drop the gradients, and update the moving average of the weights."""
@@ -151,7 +150,7 @@ class TrainStep:
                 assert self.optimizer is not None
                 step_dividing(self.optimizer, self._divisor)
                 self._divisor = None
-            elif self._is_finite and self.optimizer is not None:
+            elif self.is_finite and self.optimizer is not None:
                 self.optimizer.step()
             self.finish_update()
             self.zero_grad()
@@ -161,17 +160,11 @@ class TrainStep:
     def finish_update(self) -> None:
         """Adjust the loss scale, and with ZeRO-1 send every rank the parameters that others have stepped."""
         if self.scaler is not None:  # a step whose gradients overflow was left out
-            self.scaler.update(self._is_finite)
+            self.scaler.update(self.is_finite)
         if self.owned is not None:
             self.owned.broadcast()
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the gradients of the last fp16 step were finite; if not, the step is left out."""
-        return self._is_finite
-
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for parameter in self._trained:
             parameter.grad = None
 

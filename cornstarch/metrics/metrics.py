@@ -1,7 +1,7 @@
-"""metrics.jsonl, one JSON object per line, and the measurement of throughput and step times.
+"""The results of steps and runs, metrics.jsonl, and the measurement of throughput and step times.
 
-The file is strict JSON, which has no NaN and no infinity: they are written as the strings "NaN", "Infinity" and
-"-Infinity", and `read_metrics` returns them as numbers. Importing this module does not import torch.
+metrics.jsonl has one JSON object per line. JSON has no NaN and no infinity: they are written as the strings "NaN",
+"Infinity" and "-Infinity", and `read_metrics` returns them as numbers. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,92 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, SupportsFloat
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+Status = Literal["finished", "stopped"]
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAYBE_NOT_FINITE = (b'"NaN"', b'Infinity"')
+
+
+@dataclass
+class Position:
+    """The progress of a run; a checkpoint stores it beside weights and states."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    batch: int = 0
+    """The next batch of the epoch."""
+    tokens: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    """Time spent training, over all starts."""
+    broken: int = 0
+    too_long: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    evaluations_without_improvement: int = 0
+    ended: bool = False
+    """Whether the run is complete."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """The counts of a step, summed over all ranks: `items` by modality, `broken` and `too_long` samples skipped."""
+
+    trained_tokens: int
+    tokens: int
+    samples: int
+    items: Mapping[str, int]
+    broken: int
+    too_long: int
+    stop: bool
+    """Whether a rank received a stop signal."""
+    flops: int = 0
+    """FLOPs of forward and backward; 0 if they are not counted."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one step."""
+
+    step: int
+    """Counted from 1."""
+    loss: Tensor
+    """The mean over all trained tokens of the step, on the device; with several ranks, this rank's summand of it."""
+    learning_rate: float
+    grad_norm: Tensor | None
+    """Before clipping; None if gradients are not clipped."""
+    totals: StepTotals
+    waited: float = 0.0
+    """Seconds that this rank waited for the batch."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended."""
+
+    status: Status
+    """finished, or stopped by a signal (the same call resumes)."""
+    step: int
+    evaluation: dict[str, Any] | None
+    """The measures of the last evaluation."""
+    exchanged: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By modality: the measures with its items shuffled between samples."""
+    folder: Path = Path()
+    report: Path | None = None
+
+
+# ------------------------------------------------------------------------------------------------ metrics.jsonl
 
 
 class MetricsFile:
@@ -35,7 +110,6 @@ class MetricsFile:
         self._file: int | None = None
         try:
             self._open()
-            self._repair_last_line()
         except OSError as error:
             raise self._failure(error) from error
 
@@ -69,18 +143,21 @@ class MetricsFile:
         """Drop the lines after a step, so that a run resumed there logs each step once."""
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if _is_until(line, step)]
+            kept = []
+            for line in lines:
+                record = _parse_or_none(line)
+                at = None if record is None else record.get("step")
+                is_later = isinstance(at, int | float) and at > step
+                if record is not None and line.endswith(b"\n") and not is_later:
+                    kept.append(line)
             if len(kept) < len(lines):
                 self._replace(b"".join(kept))
         except OSError as error:
             raise self._failure(error) from error
 
     def _open(self) -> None:
+        """Open the file, and remove a line that a killed run left unfinished: the next one would be appended to it."""
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def _repair_last_line(self) -> None:
-        """Remove a line that a killed run left unfinished; the next line would be appended to it."""
-        assert self._file is not None
         size = os.fstat(self._file).st_size
         if not size or os.pread(self._file, 1, size - 1) == b"\n":
             return
@@ -145,14 +222,6 @@ def _parse_or_none(line: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _is_until(line: bytes, step: int) -> bool:
-    record = _parse_or_none(line)
-    if record is None or not line.endswith(b"\n"):
-        return False
-    found = record.get("step")
-    return not (isinstance(found, int | float) and found > step)
-
-
 def _encode(record: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False, default=_as_python)
@@ -193,11 +262,7 @@ def _as_number(value: Any) -> Any:
 
 
 class Throughput:
-    """Accumulates steps and reports their loss and speed since the last report.
-
-    Args:
-        clock: Returns seconds; it must be monotonic.
-    """
+    """Accumulates steps and reports their loss and speed since the last report; `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -246,17 +311,10 @@ class Throughput:
         waited: float = 0.0,
         flops: float = 0.0,
     ) -> None:
-        """Count one step.
+        """Count one step: its items by modality, the seconds that it waited for data, its FLOPs (0: not counted).
 
-        Args:
-            samples: Samples of the step.
-            tokens: All tokens, trained on or not.
-            trained_tokens: Tokens that the loss is over.
-            loss: The sum over the trained tokens. A tensor must be detached; it is not read before `line`, so that
-                the CPU does not wait for the GPU.
-            items: Images or sounds, by modality.
-            waited: Seconds spent waiting for the step's data.
-            flops: FLOPs of the model; 0 if they are not counted.
+        The loss is the sum over the trained tokens. A tensor must be detached; it is not read before `line`, so that
+        the CPU does not wait for the GPU.
         """
         self.steps += 1
         self._waited += waited
@@ -328,10 +386,8 @@ class StepClock:
     """Times steps by events on the device's stream.
 
     The CPU enqueues a step long before the GPU has done it, so that the CPU's clock shows when steps were enqueued, not
-    how long they took. Events are read once the GPU has passed them; nothing waits for them.
-
-    Args:
-        record: Records an event on the device's stream. None: steps run on the CPU, whose own clock is exact.
+    how long they took. Events are read once the GPU has passed them; nothing waits for them. `record` records an event
+    on the device's stream; None: steps run on the CPU, whose own clock is exact.
     """
 
     def __init__(self, record: Callable[[], TimingEvent] | None) -> None:
@@ -343,7 +399,6 @@ class StepClock:
 
     @classmethod
     def for_device(cls, device: torch.device) -> StepClock:
-        """Return the clock of a device."""
         if device.type != "cuda":
             return cls(None)
         import torch

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from cornstarch.config.run_folder import RunFolder
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import HEAD, MERGING, RANGE, STEP, WINDOW, attribute
-from cornstarch.metrics.results import Position
+from cornstarch.metrics.metrics import Position
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import distributed

@@ -7,8 +7,8 @@ from cornstarch.lazily import names_of
 if TYPE_CHECKING:
     from cornstarch.config import RunConfig
     from cornstarch.config.config_file import config_difference, dump_config, load_config
-    from cornstarch.metrics.results import RunResult, StepResult
-    from cornstarch.trainer.inference import export_run, load_run
+    from cornstarch.metrics.metrics import RunResult, StepResult
+    from cornstarch.trainer.checkpointer import export_run, load_run
     from cornstarch.trainer.trainer import Trainer
 
 __all__ = [
@@ -19,11 +19,11 @@ __all__ = [
 # Looked up when first asked for (PEP 562): the command line reads configs and must not wait for torch.
 _MODULES = {
     "RunConfig": "cornstarch.config",
-    "RunResult": "cornstarch.metrics.results",
-    "StepResult": "cornstarch.metrics.results",
+    "RunResult": "cornstarch.metrics.metrics",
+    "StepResult": "cornstarch.metrics.metrics",
     "Trainer": "cornstarch.trainer.trainer",
-    "export_run": "cornstarch.trainer.inference",
-    "load_run": "cornstarch.trainer.inference",
+    "export_run": "cornstarch.trainer.checkpointer",
+    "load_run": "cornstarch.trainer.checkpointer",
     "config_difference": "cornstarch.config.config_file",
     "dump_config": "cornstarch.config.config_file",
     "load_config": "cornstarch.config.config_file",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cornstarch.data.loader import StepBatch
 from cornstarch.engine.memory_tracker import MemoryTracker
 from cornstarch.errors import ConfigError
+from cornstarch.metrics.metrics import Status, StepResult
 from cornstarch.metrics.profiler import StepProfiler
-from cornstarch.metrics.results import Status, StepResult
 from cornstarch.metrics.timeline import TimelineRecorder
 
 if TYPE_CHECKING:
@@ -74,7 +75,17 @@ def build_callbacks(wanted: Iterable[Callback | str]) -> list[Callback]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- built in
+def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, profile: bool) -> None:
+    """Add the callbacks of the product itself to those of a trainer that is ready for its first step."""
+    trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
+    if trainer.pipeline is not None:
+        recorder = TimelineRecorder(trainer.pipeline, trainer.folder, trainer.position.step, trace)
+        trainer.callbacks.append(TimelineCallback(recorder))
+    if profile:
+        profiler = StepProfiler(trainer, trainer.logger.pause, trainer.logger.log)
+        resources.callback(profiler.close)
+        # First: its range of a step encloses what other callbacks do.
+        trainer.callbacks.insert(0, ProfilerCallback(profiler))
 
 
 class ProfilerCallback(Callback):
@@ -89,11 +100,9 @@ class ProfilerCallback(Callback):
         return not self.profiler.is_done
 
     def on_batch_begin(self, trainer: Trainer) -> None:
-        """Begin the range of a step."""
         self.profiler.start_step()
 
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
-        """End the range of a step."""
         self.profiler.end_step(result.step)
 
     def on_pause(self, trainer: Trainer) -> None:
@@ -112,15 +121,12 @@ class TimelineCallback(Callback):
         self._recorder = recorder
 
     def on_step_begin(self, trainer: Trainer, batch: StepBatch) -> None:
-        """Note when the passes of a step begin."""
         self._recorder.start_step()
 
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
-        """Keep the events of a step that is logged."""
         self._recorder.end_step(result.step, len(batch.microbatches), is_logged)
 
     def on_train_end(self, trainer: Trainer, status: Status) -> None:
-        """Write the timeline."""
         self._recorder.finish()
 
 
@@ -131,12 +137,5 @@ class MemoryCallback(Callback):
         self.tracker = tracker
 
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
-        """Log the comparison when it was made."""
         if (line := self.tracker.line()) is not None:
             trainer.logger.log(line)
-
-
-def call_all(callbacks: Sequence[Callback], name: str, *arguments: Any) -> None:
-    """Call one method of all callbacks, in their order."""
-    for callback in callbacks:
-        getattr(callback, name)(*arguments)

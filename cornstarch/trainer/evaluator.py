@@ -1,46 +1,53 @@
-"""How good a model is on data that it is not trained on, source by source."""
+"""Evaluation: metrics on data that is not trained on, source by source, and answers to some samples for the report."""
 
 from __future__ import annotations
 
+import shutil
+import wave
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.checkpoint.random_state import random_state, restore_random_state
 from cornstarch.config import RunConfig
+from cornstarch.config.run_folder import SAMPLES
 from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.formats import DataSource
 from cornstarch.data.loader import SkipCounter, StepLoader
-from cornstarch.data.sample import BrokenSample, MediaKind
+from cornstarch.data.media import load_audio, load_image
+from cornstarch.data.sample import BrokenSample, Media, MediaKind, Sample, SampleError
 from cornstarch.data.sampler import EpochOrder, ShuffledMedia
-from cornstarch.engine.train_state import TrainState
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.results import Position
+from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
 from cornstarch.parallel.apply import use_whole_sequences
-from cornstarch.parallel.data import reshard, use_full_model
+from cornstarch.parallel.data import use_full_model
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.mesh import Replica
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.tasks.task import Measures, Task
 
-_AT_ONCE = 8  # batches that are on their way through a pipeline
+_AT_ONCE = 8  # batches that are in flight in a pipeline
+_MAX_SIDE = 256  # pixels of an image in the report
+_SAMPLE_RATE = 16_000
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured on each source."""
+    """The measures of each source."""
 
     sources: Mapping[str, Measures] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     """Samples."""
     chances: Mapping[str, float] = field(default_factory=dict)
-    """With exchanged items: how often a model that looks is right by chance, where that is known."""
+    """With shuffled items: how often a model that looks is right by chance, where that is known."""
 
     def means(self) -> dict[str, float]:
         """Return the measures over all sources together."""
@@ -55,16 +62,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates a task on sources; training goes on as if nothing had happened.
+    """Evaluates a task on sources, given by name; training goes on as if nothing had happened.
 
-    Args:
-        task: What is trained.
-        config: The run.
-        sources: The evaluation data, by name.
-        placement: Where it computes, and in what.
-        replica: The processes that evaluate the same samples.
-        pipeline: This rank's stages, if the model is split into stages.
-        use_weights: Makes the context in which the model has the weights that it would be used with.
+    `replica` has the ranks that evaluate the same samples, `pipeline` this rank's stages, if the model is split into
+    stages, and `use_weights` makes the context in which the model has the weights that it would be used with.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class Evaluator:
         try:
             with use_eval_mode(self._task.model) if self._pipeline is None else self._pipeline.use_eval_mode():
                 for name, source in self._sources.items():
-                    looked_at = view(source)
-                    if len(looked_at):
-                        sources[name], counts[name] = self._measure_source(looked_at)
-                        if isinstance(looked_at, ShuffledMedia) and looked_at.chance is not None:
-                            chances[name] = looked_at.chance
+                    viewed = view(source)
+                    if len(viewed):
+                        sources[name], counts[name] = self._measure_source(viewed)
+                        if isinstance(viewed, ShuffledMedia) and viewed.chance is not None:
+                            chances[name] = viewed.chance
         finally:
             restore_random_state(before)
         return Evaluation(sources, counts, chances)
@@ -185,9 +186,8 @@ class Evaluator:
         return sum(found, Measures({})), good
 
     def _batches(self, source: DataSource) -> Iterator[Any]:
-        loop, data = self._config.loop, self._config.data
+        loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
-        replica = self._replica
         size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
         return iter(
             StepLoader(
@@ -204,57 +204,128 @@ class Evaluator:
         )
 
 
-@contextmanager
-def use_evaluation_weights(state: TrainState) -> Iterator[None]:
-    """Run a block with weights averaged over processes and over time, where the run has such."""
-    with state.exchange.use_averaged_weights(), state.step.use_averages():
-        try:
-            yield
-        finally:
-            # Before the trained weights return: what is still gathered would keep the averaged ones, and the next
-            # step would be computed with them.
-            reshard(state.wrapped_module)
+# ---------------------------------------------------------------------------------------------------- the best step
 
 
-# ---------------------------------------------------------------------------------------------------- what is best
+def record_best(config: RunConfig, position: Position, record: Mapping[str, Any]) -> tuple[float, bool]:
+    """Remember an evaluation (`Evaluation.record`) in the position of the run.
 
-
-def read_metric(config: RunConfig, record: Mapping[str, Any]) -> float:
-    """Return what decides which moment is the best, from what `Evaluation.record` returned."""
+    Return the metric that decides which step is the best, and whether this one is the best so far.
+    """
     name = config.checkpoint.best_by
     metric = record.get(name)
     if metric is None:
         there = ", ".join(key for key in record if key != "sources")
         raise ConfigError(f"checkpoint.best_by = {name}, but the evaluation has only {there}.")
-    return metric
-
-
-def record_metric(config: RunConfig, position: Position, metric: float) -> bool:
-    """Remember an evaluation in the position of the run; say whether it is the best so far."""
-    improved = _is_improvement(config, position.best, metric)
+    if position.best is None:
+        improved = metric == metric  # not NaN
+    else:
+        gain = position.best - metric if name == "loss" else metric - position.best
+        stopping = config.loop.early_stopping
+        improved = gain > (0.0 if stopping is None else stopping.min_delta)
     position.evaluations_without_improvement = 0 if improved else position.evaluations_without_improvement + 1
     if improved:
         position.best, position.best_step = metric, position.step
-    return improved
-
-
-def _is_improvement(config: RunConfig, best: float | None, metric: float) -> bool:
-    if best is None:
-        return metric == metric
-    stopping = config.loop.early_stopping
-    least = stopping.min_delta if stopping is not None else 0.0
-    gain = best - metric if config.checkpoint.best_by == "loss" else metric - best
-    return gain > least
+    return float(metric), improved
 
 
 def should_stop_early(config: RunConfig, position: Position) -> bool:
-    """Say whether the run has not become better for so long that it ends."""
+    """Return whether the run has not become better for so long that it ends."""
     stopping = config.loop.early_stopping
     return stopping is not None and position.evaluations_without_improvement >= stopping.patience
 
 
-def should_save(config: RunConfig, position: Position, metric: float | None) -> bool:
-    """Say whether a checkpoint is made after a step, in which `metric` was measured if there was an evaluation."""
-    every, step = config.checkpoint.every, position.step
-    is_best = metric is not None and position.best_step == step
-    return is_best or (every is not None and step % every == 0)
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def collect_answers(
+    task: Task, sources: Mapping[str, DataSource], count: int, folder: Path | None, max_pixels: int
+) -> list[dict[str, Any]]:
+    """Return the model's answers to some samples of each source, and store their media in the run's folder.
+
+    All ranks must call it, since they generate together; only the rank with a `folder` writes and gets the answers.
+    """
+    chosen = list(_choose_samples(task, sources, count))
+    with use_eval_mode(task.model):
+        answers = task.answer([sample for _, sample in chosen])
+    if folder is None:
+        return []
+    found = []
+    try:
+        shutil.rmtree(folder / SAMPLES, ignore_errors=True)
+        (folder / SAMPLES).mkdir(exist_ok=True)
+        for number, ((source, sample), answer) in enumerate(zip(chosen, answers, strict=False)):
+            truth = task.truth(sample)
+            found.append(
+                {
+                    "id": sample.id,
+                    "source": source,
+                    "question": _write_question(sample, folder, number, max_pixels),
+                    "truth": truth,
+                    "answer": answer,
+                    "right": answer.strip() == truth.strip(),
+                }
+            )
+    except OSError as error:
+        raise ConfigError(f"{folder / SAMPLES} cannot be written: {error.strerror or error}.") from error
+    return found
+
+
+def _choose_samples(task: Task, sources: Mapping[str, DataSource], count: int) -> Iterator[tuple[str, Sample]]:
+    """Yield samples that have an answer, evenly from each source."""
+    counts = [len(part) for part in np.array_split(np.arange(count), max(len(sources), 1))]
+    for (name, source), wanted in zip(sources.items(), counts, strict=True):
+        found = 0
+        # Indices all over the source, and then more: the first samples may be broken, or have no answer.
+        places = (np.linspace(0, len(source) - 1, number).astype(int).tolist() for number in (wanted, 4 * wanted))
+        for index in dict.fromkeys(index for some in places for index in some):
+            if found == wanted:
+                break
+            try:
+                sample = source[index]
+                task.collator.prepare(sample)
+            except SampleError:
+                continue
+            if task.truth(sample):
+                found += 1
+                yield name, sample
+
+
+def _write_question(sample: Sample, folder: Path, number: int, max_pixels: int) -> list[dict[str, str]]:
+    """Return the question as texts and names of files, which are written."""
+    if sample.messages:
+        content = [part for message in sample.messages[:-1] for part in (*message.content, "\n")][:-1]
+    else:
+        content = [value for value in sample.fields.values() if isinstance(value, Media)] or [
+            str(sample.fields[name]) for name in ("source", "text") if name in sample.fields
+        ]
+    return [
+        {"text": part}
+        if isinstance(part, str)
+        else {part.kind: _write_media(part, folder, f"{SAMPLES}/{number}_{place}", max_pixels)}
+        for place, part in enumerate(content)
+    ]
+
+
+def _write_media(media: Media, folder: Path, name: str, max_pixels: int) -> str:
+    """Write a medium small enough for a page; return its name in the folder."""
+    if media.kind == "image":
+        image = load_image(media, max_pixels)
+        image.thumbnail((_MAX_SIDE, _MAX_SIDE))
+        image.save(folder / f"{name}.png")
+        return f"{name}.png"
+    source, features = media.source, None  # a sound may be given as features
+    if isinstance(source, str) and source.endswith(".npy"):
+        features = np.asarray(np.load(source, allow_pickle=False), dtype=np.float32)
+    elif isinstance(source, np.ndarray) and source.ndim == 2:
+        features = source.astype(np.float32)
+    if features is not None:
+        np.save(folder / f"{name}.npy", features, allow_pickle=False)
+        return f"{name}.npy"
+    sound = load_audio(media, _SAMPLE_RATE)
+    with wave.open(str(folder / f"{name}.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(_SAMPLE_RATE)
+        file.writeframes((np.clip(sound, -1, 1) * 32767).astype("<i2").tobytes())
+    return f"{name}.wav"

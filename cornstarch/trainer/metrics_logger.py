@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from cornstarch.config.run_folder import METRICS, REPORT, RunFolder
 from cornstarch.data.sample import BrokenSample
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.metrics import MetricsFile, StepClock, Throughput
+from cornstarch.metrics.metrics import MetricsFile, Position, StepClock, StepResult, Throughput
 from cornstarch.metrics.progress import Progress
 from cornstarch.metrics.trackers import Tracker, TrackerStatus, flatten, open_trackers
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -28,11 +29,9 @@ from cornstarch.parallel import distributed
 from cornstarch.plan.cluster import peak_flops
 from cornstarch.plan.validation import as_data
 from cornstarch.report import write_report
-from cornstarch.trainer.answers import collect_answers
+from cornstarch.trainer.evaluator import collect_answers
 
 if TYPE_CHECKING:
-    from cornstarch.engine.feature_cache import FeatureCache
-    from cornstarch.metrics.results import Position, StepResult
     from cornstarch.trainer.trainer import Trainer
 
 _SKIPPED_SHOWN = 5
@@ -75,7 +74,8 @@ class MetricsLogger:
         self._summary = self._describe_run(trainer)
         if resumed_from is not None:
             self._restore_summary(self._folder.read_summary(), step)
-        self._write_summary()
+        if self._is_main_process:
+            self._folder.write_summary(self._summary)
         self._console.print(part_table(trainer.run_model.all_parts, self._console.width), soft_wrap=False)
         for kind, lines in self._summary["data"].items():
             for line in lines:
@@ -91,10 +91,6 @@ class MetricsLogger:
         if resumed_from is not None and not trainer.position.ended:
             self._log_event(resumed_from, "resumed", f"resumes after step {resumed_from}")
 
-    def _write_summary(self) -> None:
-        if self._is_main_process:
-            self._folder.write_summary(self._summary)
-
     def _restore_summary(self, previous: Mapping[str, Any], step: int) -> None:
         """Keep the results of earlier starts of the run, unless they are newer than the checkpoint."""
         if (previous.get("evaluation") or {}).get("step", 0) > step:
@@ -107,7 +103,7 @@ class MetricsLogger:
             self.last_evaluation = {key: evaluation[key] for key in evaluation if key not in _RECORD_KEYS}
 
     def _describe_run(self, trainer: Trainer) -> dict[str, Any]:
-        model = trainer.run_model
+        model, again = trainer.run_model, trainer.run_model.recomputation
         return {
             "name": self._config.name,
             "status": "running",
@@ -137,7 +133,7 @@ class MetricsLogger:
             "skipped": {"broken": 0, "too_long": 0},
             "answers": [],
             "features": None if model.features is None else model.features.describe(),
-            "recomputation": None if model.recomputation is None else model.recomputation.to_dict(),
+            "recomputation": None if again is None else {**asdict(again), "line": again.line()},
             "buckets": model.parallel.bucket_size,
         }
 
@@ -213,7 +209,7 @@ class MetricsLogger:
         means = {"step_time": step_time, "data_wait": data_wait, "copy_wait": copy_wait}
         line |= {name: total / trainer.ranks for name, total in means.items()}
         position = trainer.position
-        epoch_steps = max(trainer.steps_of_epoch(position.epoch), 1)
+        epoch_steps = max(trainer.data.steps_of_epoch(position.epoch), 1)
         record = {
             "kind": "train",
             "step": result.step,
@@ -224,27 +220,22 @@ class MetricsLogger:
             **line,
             "memory": trainer.placement.memory(),
             "skipped": position.broken + position.too_long,
-            **trainer.exchange.figures(),
+            **trainer.replica_sync.figures(),
         }
         peak = peak_flops(_device_name(trainer.placement.device), trainer.placement.precision)
         if peak is not None and "flops_per_second" in line:
             record["mfu"] = line["flops_per_second"] / (peak * trainer.ranks)
         if features is not None:
-            record["features"] = self._describe_features(features, *map(int, counts))
+            now = {**features.describe(), "hits": int(counts[0]), "misses": int(counts[1])}
+            if now["problem"] is not None and self._summary["features"]["problem"] is None:  # reported once
+                self.log(f"features are no longer cached: {now['problem']}")
+            self._summary["features"] = now
+            record["features"] = {name: now[name] for name in ("hits", "misses", "bytes")}
         self._write(record)
         if self._progress is not None:
             self._progress.metrics(record)
 
-    def _describe_features(self, features: FeatureCache, hits: int, misses: int) -> dict[str, Any]:
-        """Return the state of the feature cache; report once that it can no longer store features."""
-        before, now = self._summary["features"], {**features.describe(), "hits": hits, "misses": misses}
-        if now["problem"] is not None and before["problem"] is None:
-            self.log(f"features are no longer cached: {now['problem']}")
-        self._summary["features"] = now
-        return {name: now[name] for name in ("hits", "misses", "bytes")}
-
     def log_evaluation(self, record: Mapping[str, Any], position: Position, improved: bool) -> None:
-        """Log an evaluation."""
         line = {"kind": "evaluation", "step": position.step, "time": time.time(), **record}
         name = self._config.checkpoint.best_by
         self.last_evaluation, self.last_evaluation_step = dict(record), position.step
@@ -263,6 +254,12 @@ class MetricsLogger:
         self._write(line)
         self.log(f"with {modality} items shuffled between samples: {_format_evaluation(record)}")
 
+    def metric_at(self, step: int) -> float | None:
+        """Return the metric that decides which checkpoint is the best, if the last evaluation was at this step."""
+        if self.last_evaluation is None or self.last_evaluation_step != step:
+            return None
+        return self.last_evaluation.get(self._config.checkpoint.best_by)
+
     def read_shuffled(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, the evaluations with shuffled items of an earlier start."""
         return {
@@ -271,7 +268,6 @@ class MetricsLogger:
         }
 
     def log_checkpoint(self, path: Path, step: int) -> None:
-        """Log that a checkpoint was written."""
         self._write_event(step, "saved", path.name)
 
     def _log_event(self, step: int, event: str, text: str) -> None:
@@ -298,7 +294,6 @@ class MetricsLogger:
         self.finish("stopped", position)
 
     def show_at_end(self, table: Table | None) -> None:
-        """Print a table at the end of the run."""
         self._final_table = table
 
     def log_answers(self, trainer: Trainer) -> None:
@@ -314,7 +309,7 @@ class MetricsLogger:
             self._summary["answers"] = collect_answers(
                 trainer.task, trainer.evaluation_sources, count, folder, self._config.data.max_pixels
             )
-        batch = trainer.some_batch()
+        batch = trainer.data.peek_batch(trainer.task.collator)
         found = None if batch is None else trainer.run_model.flops.step(batch.inputs)
         if batch is not None and found is not None:
             for entry in self._summary["parts"]:
@@ -334,7 +329,7 @@ class MetricsLogger:
         )
         if not self._is_main_process:
             return self._folder / REPORT if status != "failed" else None
-        self._write_summary()
+        self._folder.write_summary(self._summary)
         for tracker in self._trackers:
             tracker.close(status)
         if status == "finished" and write_event:
@@ -355,7 +350,7 @@ def _sum_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
 
     Unsynchronized ranks must not wait for each other: each logs its own loss, and the others are taken to be alike.
     """
-    if not trainer.exchange.is_unsynchronized:
+    if not trainer.replica_sync.is_unsynchronized:
         return distributed.sum_over_ranks(values)
     loss, *others = values
     return [loss, *(value * trainer.ranks for value in others)]

@@ -1,11 +1,10 @@
-"""`Trainer`: from a run's description to a trained model."""
+"""`Trainer`: from a run's description to a trained model. `fit` is the whole run, `_train` its loop, `step` a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ from cornstarch.checkpoint.random_state import seed_all
 from cornstarch.config import RunConfig
 from cornstarch.config.config_file import load_config
 from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
-from cornstarch.data.collate import CollatedBatch
-from cornstarch.data.formats import DataSource, JoinedSources
-from cornstarch.data.load_balancing import LoadBalancer, build_balancer, describe_gain
+from cornstarch.data.formats import JoinedSources
+from cornstarch.data.load_balancing import build_balancer, describe_gain
 from cornstarch.data.loader import DevicePrefetcher, SkipCounter, StepBatch, StepLoader
 from cornstarch.data.run_data import open_data
 from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group, ranks_per_node
-from cornstarch.engine.failure import LossWatch, SharedFailure, out_of_memory
-from cornstarch.engine.optimizer import LearningRate, highest_rate
+from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
 from cornstarch.engine.plan_requirements import check_optimizer
 from cornstarch.engine.run_model import RunModel
 from cornstarch.engine.sharded_loading import ShardedLoading
@@ -34,39 +31,20 @@ from cornstarch.engine.train_state import build_train_state
 from cornstarch.engine.train_step import WeighedLosses
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import COUNTING, DATA, LOGGING
-from cornstarch.metrics.metrics import StepClock
-from cornstarch.metrics.profiler import StepProfiler, record_calls, record_range, record_waits
-from cornstarch.metrics.results import Position, RunResult, Status, StepResult, StepTotals
-from cornstarch.metrics.timeline import TimelineRecorder
+from cornstarch.metrics.metrics import Position, RunResult, Status, StepClock, StepResult
+from cornstarch.metrics.profiler import record_calls, record_range, record_waits
 from cornstarch.parallel import distributed
 from cornstarch.parallel.data import drop_idle_gradients
 from cornstarch.parallel.device import choose_placement, is_out_of_memory
 from cornstarch.parallel.mesh import Replica
-from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.planner.auto_plan import choose_plan
 from cornstarch.tasks import build_task
 from cornstarch.tasks.module import CollateFunction, LossFunction, build_module_task
 from cornstarch.tasks.task import Task
-from cornstarch.trainer.callbacks import (
-    Callback,
-    MemoryCallback,
-    ProfilerCallback,
-    TimelineCallback,
-    build_callbacks,
-    call_all,
-)
+from cornstarch.trainer.callbacks import Callback, add_builtin_callbacks, build_callbacks
 from cornstarch.trainer.checkpointer import Checkpointer, build_store, find_checkpoint
-from cornstarch.trainer.evaluator import (
-    Evaluation,
-    Evaluator,
-    read_metric,
-    record_metric,
-    should_save,
-    should_stop_early,
-    use_evaluation_weights,
-)
+from cornstarch.trainer.evaluator import Evaluation, Evaluator, record_best, should_stop_early
 from cornstarch.trainer.metrics_logger import MetricsLogger
-from cornstarch.trainer.signals import StopSignal
 from cornstarch.verify.plan_check import verify_plan
 
 
@@ -110,33 +88,28 @@ class Trainer:
         callbacks: Sequence[Callback | str] = (),
     ) -> None:
         check_process_group()
-        self.config, self._decision = config, None
+        self._auto_plan = None
         if config.parallel.auto:
-            self._decision = choose_plan(config, distributed.world_size(), ranks_per_node(), device)
-            self.config = self._decision.config
-        layout = build_layout(self.config.parallel)
-        check_optimizer(self.config, layout)
+            self._auto_plan = choose_plan(config, distributed.world_size(), ranks_per_node(), device)
+            config = self._auto_plan.config
+        self.config, self._layout = config, build_layout(config.parallel)
+        check_optimizer(config, self._layout)
         if trace:
-            check_trace(layout.plan.is_pipeline)
+            check_trace(self._layout.plan.is_pipeline)
         self._given_task, self._rows, self._device = task, (train_data, evaluation_data), device
-        self._allow_changes, self._trace, self._is_profiled = allow_changes, trace, profile
-        self._layout = layout
-        self.replica, self.rank, self.ranks = (
-            Replica.of(layout, distributed.rank()),
-            distributed.rank(),
-            distributed.world_size(),
-        )
-        self.callbacks = build_callbacks(callbacks)
+        self._allow_changes, self._trace, self._profile = allow_changes, trace, profile
+        self.rank, self.ranks = distributed.rank(), distributed.world_size()
+        self.replica = Replica.of(self._layout, self.rank)
         self.position = Position()
+        self.callbacks = build_callbacks(callbacks)
+        self.folder = RunFolder(config.folder)
+        self.logger = MetricsLogger(config, self.folder, console or Console(soft_wrap=True), command, self.rank == 0)
+        self.checkpoints = build_store(config, self.folder)
         self.stop_signal = StopSignal()
-        self.folder = RunFolder(self.config.folder)
-        console = console or Console(soft_wrap=True)
-        self.logger = MetricsLogger(self.config, self.folder, console, command, self.rank == 0)
-        self.checkpoints = build_store(self.config, self.folder)
+        self._failure = SharedFailure()
         self._resources = ExitStack()
         self._is_ready = False
         self._skips: SkipCounter | None = None
-        self._failure = SharedFailure()
 
     @classmethod
     def from_objects(
@@ -175,6 +148,31 @@ class Trainer:
             run, task=task, train_data=train_data, evaluation_data=evaluation_data, console=console, callbacks=callbacks
         )
 
+    def fit(self) -> RunResult:
+        """Train to the end, from the newest checkpoint if there is one, and write a report."""
+        with self._failure.shared(), self._resources:
+            was_finished = self.folder.read_summary().get("status") == "finished"
+            self.setup()
+            if was_finished and self.position.ended:
+                self.logger.log(
+                    f"The run has ended already, after {self.position.step} steps. To train on, raise loop.steps or "
+                    "loop.epochs and give --allow-changes; to begin anew: --restart."
+                )
+                return self.close_run(self.logger.read_shuffled(), write_event=False)
+            with self.logger.show_progress(self.position, self.total_steps), self.stop_signal.listen():
+                try:
+                    status = self._train() if not self.position.ended else "finished"
+                    result = self._finish(status)
+                    self.replica_sync.finish()
+                    return result
+                except BaseException as error:
+                    with suppress(ConfigError):  # a full disk must not hide what went wrong first
+                        self.logger.finish("failed", self.position)
+                    if is_out_of_memory(error):
+                        parts = self.run_model.parts
+                        raise out_of_memory(error, self.model, parts, self.config, self.placement) from None
+                    raise
+
     # ------------------------------------------------------------------ setting up
 
     def setup(self) -> None:
@@ -196,25 +194,30 @@ class Trainer:
         self.placement = replace(placement, exact=self.exact)
         self.context = DistributedContext(self._layout, self.placement)
         check_fp8(config.fp8, self.placement.device)
+
         self.data = open_data(config, *self._rows)
+        self.sources, self.evaluation_sources = self.data.train, self.data.evaluation
         loading = ShardedLoading(config, self.context)
         self.task: Task = self.build_task(loading)
         self.model: nn.Module = self.task.model
         self.run_model = RunModel(
             self.task, config, self.context, self.data, loading, self._resources, log, self.verify_plan
         )
+        self.pipeline = self.run_model.parallel.pipeline
+        """This rank's stages, if the model is split into stages."""
         self._build_step()
-        if self._decision is not None:
-            log(self._decision.text)
+
+        if self._auto_plan is not None:
+            log(self._auto_plan.text)
         if self.rank == 0:
             self.folder.store_config(config)
-            if self._decision is not None:
-                self.folder.write(PLAN, self._decision.file)
+            if self._auto_plan is not None:
+                self.folder.write(PLAN, self._auto_plan.file)
         if checkpoint is not None:
             self.position = self._checkpointer.restore(checkpoint, log)
-        self._add_callbacks()
+        add_builtin_callbacks(self, self._resources, self._trace, self._profile)
         self.logger.log_start(self, resumed_from=None if checkpoint is None else checkpoint.step)
-        call_all(self.callbacks, "on_train_begin", self)
+        self._call("on_train_begin")
 
     def build_task(self, loading: ShardedLoading) -> Task:
         """Return what is trained: the given task, or the described one with the weights that this rank needs."""
@@ -226,65 +229,89 @@ class Trainer:
             )
         if given is not None:
             return given
-        evaluation = JoinedSources(list(self.data.evaluation.values()))
-        return build_task(self.config, self.data.train, evaluation, loading.cuts(self.data.train))
+        evaluation = JoinedSources(list(self.evaluation_sources.values()))
+        return build_task(self.config, self.sources, evaluation, loading.cuts(self.sources))
+
+    def verify_plan(self, model: nn.Module) -> None:
+        """Refuse a plan under which a tiny twin of the model computes something else than in one process."""
+        verify_plan(model, self._layout, self.config, self.logger.log)
 
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
-        config, replica = self.config, self.replica
-        self.total_steps = self.data.total_steps()
+        config, data, flops = self.config, self.data, self.run_model.flops
+        self.total_steps = data.total_steps()
         state = build_train_state(config, self.context, self.task, self.run_model, self.total_steps)
-        self.train_step, self.exchange = state.step, state.exchange
+        self.train_step, self.replica_sync, self.rates = state.step, state.replica_sync, state.rates
         self.optimizer, self.scaler, self.averages = state.optimizer, state.step.scaler, state.step.averages
-        highest = highest_rate(config.optimizer, self.run_model.all_parts, replica.count)
-        self.rates = LearningRate(self.optimizer, config.schedule, self.total_steps, highest)
-        self._counter = self._build_counter()
-        self._balancer = self._build_balancer()
+        kind = UnsynchronizedStepCounter if self.context.is_unsynchronized else StepCounter
+        count_flops = record_calls(COUNTING, flops.total) if self.counts_flops else None
+        signal = self.stop_signal  # a function of `self` would keep the trainer, and its claim on the folder, alive
+        self._counter = kind(list(self.task.modalities()), self.replica.size, lambda: signal.is_set, count_flops)
+        self._balancer = build_balancer(config, self.task.collator, data.train, flops.step, self._layout, self.folder)
+        if self._balancer is not None:
+            self.logger.log(describe_gain(self._balancer, data.order, config, self.replica.count))
+
         self.watch = LossWatch(config, self.placement)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)
-        use_weights = partial(use_evaluation_weights, state)
+        use_weights = state.use_evaluation_weights
         self.evaluator = Evaluator(
-            self.task, config, self.data.evaluation, self.placement, replica, self.pipeline, use_weights
+            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights
         )
         self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
-    def _build_counter(self) -> StepCounter:
-        kind = UnsynchronizedStepCounter if self.context.is_unsynchronized else StepCounter
-        flops, signal = record_calls(COUNTING, self.run_model.flops.total), self.stop_signal
-        counter = kind(list(self.task.modalities()), self.replica.size, lambda: signal.is_set, flops)
-        if not self.counts_flops:
-            counter.count_no_flops()
-        return counter
+    def _call(self, name: str, *arguments: Any) -> None:
+        """Call one method of all callbacks, in their order."""
+        for callback in self.callbacks:
+            getattr(callback, name)(self, *arguments)
 
-    def _build_balancer(self) -> LoadBalancer | None:
-        """Return what deals out samples by their cost, if the run asks for it."""
-        data, collator = self.data, self.task.collator
-        found = build_balancer(self.config, collator, data.train, self.run_model.flops.step, self._layout, self.folder)
-        if found is not None:
-            self.logger.log(describe_gain(found, data.order, self.config, self.replica.count))
-        return found
+    # ------------------------------------------------------------------ the loop
 
-    def _add_callbacks(self) -> None:
-        self.callbacks.append(MemoryCallback(self.run_model.memory_tracker))
-        if self.pipeline is not None:
-            recorder = TimelineRecorder(self.pipeline, self.folder, self.position.step, self._trace)
-            self.callbacks.append(TimelineCallback(recorder))
-        if self._is_profiled:
-            profiler = StepProfiler(self, self.logger.pause, self.logger.log)
-            self._resources.callback(profiler.close)
-            # First: its range of a step encloses what other callbacks do.
-            self.callbacks.insert(0, ProfilerCallback(profiler))
-
-    # ------------------------------------------------------------------ for a loop of your own
+    def _train(self) -> Status:
+        config, position = self.config, self.position
+        batches = self.batches()
+        while True:
+            self._call("on_batch_begin")
+            if (batch := next(batches, None)) is None:
+                return "finished"
+            if self.stop_signal.is_set and self.ranks == 1:  # the batch is left for the next start
+                return "stopped"
+            result = self.step(batch)
+            if not result.totals.trained_tokens and not self.replica_sync.is_unsynchronized:
+                continue
+            with record_range(LOGGING):
+                self.logger.log_step(result, self)
+            is_logged = self.logger.is_logged(result.step, self.total_steps)
+            self._call("on_step_end", result, batch, is_logged)
+            self._checkpointer.check()
+            position.seconds = self.logger.seconds
+            metric = None
+            if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
+                metric = self._evaluate_and_log()
+            stops_early = should_stop_early(config, position)
+            is_best = metric is not None and position.best_step == position.step
+            is_due = config.checkpoint.every is not None and position.step % config.checkpoint.every == 0
+            ends = position.step >= self.total_steps or stops_early
+            if (is_best or is_due) and not ends:  # the end of a run saves it, once
+                self._save_and_log(metric)
+            if stops_early:
+                return "finished"
+            if result.totals.stop:  # ranks know of one another's signals since the step has begun
+                return "stopped"
 
     def batches(self) -> Iterator[StepBatch]:
         """Yield the batches that are left to train on."""
         self.setup()
         if self.position.step >= self.total_steps:
             return
+
+        def steps_ahead() -> int:
+            """Return for how many steps batches may be drawn at once."""
+            is_single = any(callback.wants_single_steps for callback in self.callbacks)
+            return 1 if is_single else self.total_steps - self.position.step
+
         self._skips = self.data.build_skip_counter(self.position)
-        for batch in self._counter.ahead(record_waits(DATA, self.build_loader()), self._steps_ahead):
+        for batch in self._counter.ahead(record_waits(DATA, self.build_loader()), steps_ahead):
             self.logger.log_skipped(batch.skipped)
             # Stages take what they need themselves, and a prefetch replaces the images.
             if self.pipeline is None and self.run_model.prefetch is None:
@@ -293,43 +320,10 @@ class Trainer:
             if self.position.step >= self.total_steps:
                 return
 
-    def _steps_ahead(self) -> int:
-        """Return for how many steps batches may be drawn at once."""
-        if any(callback.wants_single_steps for callback in self.callbacks):
-            return 1
-        return self.total_steps - self.position.step
-
     def build_loader(self) -> StepLoader:
         """Return the loader of the batches that are left; `batches` is what a loop wants."""
         pin = self.placement.device.type == "cuda"
         return self.data.build_loader(self.task.collator, self.position, self.replica, self._balancer, pin)
-
-    def steps_of_epoch(self, epoch: int) -> int:
-        """Return how many batches an epoch has."""
-        return self.data.steps_of_epoch(epoch)
-
-    def some_batch(self) -> CollatedBatch | None:
-        """Return a batch from the beginning of each source, to look at; None if no sample can be used."""
-        return self.data.peek_batch(self.task.collator)
-
-    @property
-    def sources(self) -> JoinedSources:
-        """The training data."""
-        return self.data.train
-
-    @property
-    def evaluation_sources(self) -> Mapping[str, DataSource]:
-        """The evaluation data, by name."""
-        return self.data.evaluation
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """This rank's stages, if the model is split into stages."""
-        return self.run_model.parallel.pipeline
-
-    def verify_plan(self, model: nn.Module) -> None:
-        """Refuse a plan under which a tiny twin of the model computes something else than in one process."""
-        verify_plan(model, self._layout, self.config, self.logger.log)
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do one optimizer step: forward and backward of every microbatch, then the weights.
@@ -341,14 +335,27 @@ class Trainer:
         self.clock.start_step()
         # The totals of all ranks travel while the first microbatch is computed.
         totals_of_all = self._counter.totals(batch)
-        position = self.position
-        rate = self.rates.set(position.step)
-        self.exchange.before_step()
-        call_all(self.callbacks, "on_step_begin", self, batch)
-        loss = self._forward_backward(batch, lambda: totals_of_all().trained_tokens)
+        position, rate = self.position, self.rates.set(self.position.step)
+        self.replica_sync.before_step()
+        self._call("on_step_begin", batch)
+
+        count, weights = len(batch.microbatches), [one.trained_tokens for one in batch.microbatches]
+        losses = WeighedLosses(self.train_step, weights, lambda: totals_of_all().trained_tokens)
+        if self.pipeline is not None:
+            inputs = iter([one.inputs for one in batch.microbatches])
+        else:
+            encoded = batch if self.run_model.prefetch is None else self.run_model.prefetch(batch)
+            inputs = (self.feed.inputs(encoded, number) for number in range(count))
+        self.train_step.forward_backward(inputs, count, losses)
+        loss = losses.sum(self.placement.device)
         self.train_step.unscale()
+
         totals = totals_of_all()
-        self._check_skipped(batch, totals)
+        # All ranks alike refuse data of which too much is broken; one process does so while it reads.
+        if self._skips is not None and self.replica.count > 1 and not self.context.is_unsynchronized:
+            self._skips.count(totals.samples, totals.broken, totals.too_long, batch.skipped)
+            if batch.ends_epoch:
+                self._skips.end_epoch()
         position.epoch, position.batch = batch.epoch, batch.index + 1
         position.broken += totals.broken
         position.too_long += totals.too_long
@@ -359,26 +366,14 @@ class Trainer:
             norm = self.update_weights(batch, loss)
         else:
             self.train_step.zero_grad()
-            if not self.exchange.is_unsynchronized:  # others count this step
+            if not self.replica_sync.is_unsynchronized:  # others count this step
                 return StepResult(position.step, loss, rate, None, totals)
         position.step += 1
-        self.exchange.after_step(position.step)
+        self.replica_sync.after_step(position.step)
         position.tokens += totals.tokens
         position.samples += totals.samples
         self.clock.end_step(batch.waited)
         return StepResult(position.step, loss, rate, norm, totals, batch.waited)
-
-    def _forward_backward(self, batch: StepBatch, trained_tokens: Any) -> Tensor:
-        """Add the gradients of a step to the parameters; return this rank's part of the loss."""
-        losses = WeighedLosses(self.train_step, [one.trained_tokens for one in batch.microbatches], trained_tokens)
-        count = len(batch.microbatches)
-        if self.pipeline is not None:
-            inputs = iter([one.inputs for one in batch.microbatches])
-        else:
-            encoded = batch if self.run_model.prefetch is None else self.run_model.prefetch(batch)
-            inputs = (self.feed.inputs(encoded, number) for number in range(count))
-        self.train_step.forward_backward(inputs, count, losses)
-        return losses.sum(self.placement.device)
 
     def update_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
         """Clip the gradients, step the optimizer, and return the norm that the gradients had."""
@@ -389,152 +384,67 @@ class Trainer:
         self.train_step.update()
         return norm
 
-    def _check_skipped(self, batch: StepBatch, totals: StepTotals) -> None:
-        """Refuse, on all ranks alike, data of which too much is broken; one process does so while it reads."""
-        if self.replica.count == 1 or self._skips is None or self.context.is_unsynchronized:
-            return
-        self._skips.count(totals.samples, totals.broken, totals.too_long, batch.skipped)
-        if batch.ends_epoch:
-            self._skips.end_epoch()
+    def evaluate(self) -> Evaluation:
+        """Measure the model, with its averaged weights if there are any, on the evaluation data."""
+        return self.evaluator.evaluate()
 
     def save(self, metric: float | None = None) -> Path:
         """Write a checkpoint of this moment; with `checkpoint.background`, while training goes on."""
         self.watch.check()
         return self._checkpointer.save(self.position, metric)
 
-    def evaluate(self) -> Evaluation:
-        """Measure the model, with its averaged weights if there are any, on the evaluation data."""
-        return self.evaluator.evaluate()
-
-    def close(self) -> None:
-        """Release the run folder; `fit` does so itself."""
-        self._resources.close()
-
-    # ------------------------------------------------------------------ the loop
-
-    def fit(self) -> RunResult:
-        """Train to the end, from the newest checkpoint if there is one, and write a report."""
-        with self._failure.shared(), self._resources:
-            was_finished = self.folder.read_summary().get("status") == "finished"
-            self.setup()
-            if was_finished and self.position.ended:
-                return self._return_finished_run()
-            with self.logger.show_progress(self.position, self.total_steps), self.stop_signal.listen():
-                try:
-                    status = self._train() if not self.position.ended else "finished"
-                    result = self._finish(status)
-                    self.exchange.finish()
-                    return result
-                except BaseException as error:
-                    with suppress(ConfigError):  # a full disk must not hide what went wrong first
-                        self.logger.finish("failed", self.position)
-                    if is_out_of_memory(error):
-                        parts = self.run_model.parts
-                        raise out_of_memory(error, self.model, parts, self.config, self.placement) from None
-                    raise
-
-    def _train(self) -> Status:
-        config, position = self.config, self.position
-        batches = self.batches()
-        while True:
-            call_all(self.callbacks, "on_batch_begin", self)
-            if (batch := next(batches, None)) is None:
-                return "finished"
-            if self.stop_signal.is_set and self.ranks == 1:  # the batch is left for the next start
-                return "stopped"
-            result = self.step(batch)
-            if not result.totals.trained_tokens and not self.exchange.is_unsynchronized:
-                continue
-            with record_range(LOGGING):
-                self.logger.log_step(result, self)
-            is_logged = self.logger.is_logged(result.step, self.total_steps)
-            call_all(self.callbacks, "on_step_end", self, result, batch, is_logged)
-            self._checkpointer.check()
-            position.seconds = self.logger.seconds
-            metric = None
-            if config.loop.evaluate_every and position.step % config.loop.evaluate_every == 0:
-                metric = self._evaluate_and_log()
-            stops_early = should_stop_early(config, position)
-            ends = position.step >= self.total_steps or stops_early
-            if should_save(config, position, metric) and not ends:  # the end of a run saves it, once
-                self._save_and_log(metric)
-            if stops_early:
-                return "finished"
-            if result.totals.stop:  # ranks know of one another's signals since the step has begun
-                return "stopped"
-
     def _evaluate_and_log(self) -> float | None:
         """Evaluate, remember what is best, and return the metric that decides it."""
         if not self.evaluation_sources:
             return None
-        call_all(self.callbacks, "on_pause", self)
+        self._call("on_pause")
         self.watch.check()
         with self.logger.pause():
             record = self.evaluate().record()
-        metric = read_metric(self.config, record)
-        improved = record_metric(self.config, self.position, metric)
+        metric, improved = record_best(self.config, self.position, record)
         self.logger.log_evaluation(record, self.position, improved)
-        call_all(self.callbacks, "on_evaluate", self, record)
-        return float(metric)
+        self._call("on_evaluate", record)
+        return metric
 
     def _save_and_log(self, metric: float | None) -> None:
-        call_all(self.callbacks, "on_pause", self)
+        self._call("on_pause")
         with self.logger.pause():
             self._checkpointer.check(wait=True)
             path = self.save(metric)
         self._checkpointer.check()
-        call_all(self.callbacks, "on_save", self, path)
-
-    # ------------------------------------------------------------------ the end
+        self._call("on_save", path)
 
     def _finish(self, status: Status) -> RunResult:
-        call_all(self.callbacks, "on_train_end", self, status)
+        position, logger = self.position, self.logger
+        self._call("on_train_end", status)
         if status == "stopped":
-            if self._checkpointer.saved_at != self.position.step:
-                self._save_and_log(self._last_metric())
+            if self._checkpointer.saved_at != position.step:
+                self._save_and_log(logger.metric_at(position.step))
             self._checkpointer.check(wait=True)
-            self.logger.log_stop(self.position)
-            return RunResult("stopped", self.position.step, None, folder=self.folder.path)
-        if not self.position.ended:
-            self._save_end()
+            logger.log_stop(position)
+            return RunResult("stopped", position.step, None, folder=self.folder.path)
+        if not position.ended:
+            if self.evaluation_sources and logger.last_evaluation_step != position.step:
+                if self._checkpointer.saved_at != position.step:
+                    self._save_and_log(None)  # before an evaluation, which may fail
+                self._evaluate_and_log()
+            position.ended = True
+            self._save_and_log(logger.metric_at(position.step))
         self._checkpointer.check(wait=True)
         shuffled = {}
         for modality, record in self.evaluator.evaluate_shuffled():
             shuffled[modality] = record
-            self.logger.log_shuffled(modality, record, self.position)
+            logger.log_shuffled(modality, record, position)
         with self.evaluator.use_model():
-            self.logger.log_answers(self)
+            logger.log_answers(self)
         return self.close_run(shuffled)
 
-    def _return_finished_run(self) -> RunResult:
-        self.logger.log(
-            f"The run has ended already, after {self.position.step} steps. To train on, raise loop.steps or "
-            "loop.epochs and give --allow-changes; to begin anew: --restart."
-        )
-        return self.close_run(self.logger.read_shuffled(), write_event=False)
-
     def close_run(self, shuffled: dict[str, dict[str, Any]], write_event: bool = True) -> RunResult:
-        """Write the report, and return what the run came to."""
+        """Write the report, and return the result of the run."""
         report = self.logger.finish("finished", self.position, write_event=write_event)
         last = self.logger.last_evaluation
         return RunResult("finished", self.position.step, last, shuffled, self.folder.path, report)
 
-    def _save_end(self) -> None:
-        """Evaluate and save what the last step left, unless that was done."""
-        is_evaluated = not self.evaluation_sources or self.logger.last_evaluation_step == self.position.step
-        if not is_evaluated:
-            if self._checkpointer.saved_at != self.position.step:
-                self._save_and_log(None)  # before an evaluation, which may fail
-            self._evaluate_and_log()
-        self.position.ended = True
-        self._save_and_log(self._last_metric())
-
-    def _last_metric(self) -> float | None:
-        if self.logger.last_evaluation is None or self.logger.last_evaluation_step != self.position.step:
-            return None
-        return self.logger.last_evaluation.get(self.config.checkpoint.best_by)
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C ended the run."""
-        return self.stop_signal.by_keyboard
+    def close(self) -> None:
+        """Release the run folder; `fit` does so itself."""
+        self._resources.close()

@@ -196,7 +196,7 @@ def _launch_trial(place: Path, name: str, ranks: int) -> None:
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     heard = io.StringIO()
     console = Console(file=heard, soft_wrap=True)
-    command = [sys.executable, "-m", "cornstarch.trainer.trial", *files]
+    command = [sys.executable, "-m", "cornstarch.trainer.recording_trainer", *files]
     code = launch(command, ranks, place / f"logs of {name}", environment=environment, console=console)
     if code:
         said = heard.getvalue().strip()  # nothing if the first process has told it itself

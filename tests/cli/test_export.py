@@ -27,7 +27,7 @@ from cornstarch.checkpoint.weights import open_checkpoint
 from cornstarch.data.formats import open_sources
 from cornstarch.tasks import build_task
 from cornstarch.train import Trainer, load_config, load_run
-from cornstarch.trainer.inference import LoadedRun
+from cornstarch.trainer.checkpointer import LoadedRun
 from tests.cli.small_runs import AUDIO, Command, add_sounds
 from tests.models import local_processors, small
 from tests.tasks.small_tasks import LLAMA, T5, tokenizer_folder

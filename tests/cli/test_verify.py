@@ -56,7 +56,7 @@ def test_a_correct_pipeline_passes(run: Run) -> None:
 def test_a_trial_process_starts_in_a_fresh_interpreter(tmp_path: Path) -> None:
     """As users have it: with an interpreter that has imported nothing yet."""
     ran = subprocess.run(
-        [sys.executable, "-m", "cornstarch.trainer.trial", "nowhere.yaml", "record"],
+        [sys.executable, "-m", "cornstarch.trainer.recording_trainer", "nowhere.yaml", "record"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

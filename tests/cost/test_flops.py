@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cornstarch.attention.interface import DENSE_IMPLEMENTATION, set_attention_function
 from cornstarch.attention.mask import CAUSAL, MaskPattern, MaskSpec
 from cornstarch.cost.flops import FlopCounter, PartFlops, StepFlops, flops_of_step
-from cornstarch.cost.pairs import visible_pairs
+from cornstarch.cost.scaling import visible_pairs
 from cornstarch.engine.recompute import recompute_activations
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel

@@ -16,7 +16,8 @@ from transformers.masking_utils import (
 )
 
 from cornstarch.attention.mask import CAUSAL, MaskPattern, MaskSpec
-from cornstarch.cost.pairs import EVERYTHING, recognize_pattern, visible_pairs
+from cornstarch.cost.meta_kernels import EVERYTHING, recognize_pattern
+from cornstarch.cost.scaling import visible_pairs
 
 PATTERNS = [
     CAUSAL,

@@ -50,7 +50,7 @@ def test_parts_that_talk_to_others_are_left_with_the_reason() -> None:
     told: list[str] = []
     model = composed()
     accelerate_model(
-        model, torch.device("cuda") if torch.cuda.is_available() else CPU, "auto", whole=whole, tell=told.append
+        model, torch.device("cuda") if torch.cuda.is_available() else CPU, "auto", whole=whole, log=told.append
     )
     assert bool(told) == torch.cuda.is_available()
 

@@ -17,7 +17,7 @@ from cornstarch.cost.activations import OUTSIDE, LayerActivations, SavedTensors,
 from cornstarch.cost.meta_kernels import use_fused_loss
 from cornstarch.cost.tracer import trace_memory
 from cornstarch.data.formats import JoinedSources
-from cornstarch.engine.budget import (
+from cornstarch.engine.recompute import (
     BatchShape,
     Recomputation,
     choose_layers,

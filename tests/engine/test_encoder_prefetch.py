@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cornstarch.engine.encoder_prefetch import count_items
+from cornstarch.engine.feature_cache import count_items
 from cornstarch.train import Trainer
 from tests.trainer.tiny import losses, tiny_config, trainer_of
 

@@ -21,7 +21,7 @@ from cornstarch.data.loader import StepBatch
 from cornstarch.data.sample import Media, Message, Sample
 from cornstarch.engine.feature_cache import use_feature_cache
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.results import StepResult
+from cornstarch.metrics.metrics import StepResult
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProcessor
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.tasks.conversation import ConversationTask

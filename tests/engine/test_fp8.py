@@ -149,5 +149,5 @@ def test_a_model_without_large_layers_hears_so() -> None:
     told: list[str] = []
     with small_on_cpu():
         model = zoo.LANGUAGE_MODELS["llama"].build().requires_grad_(False)
-        speed = accelerate_model(model, torch.device("cpu"), fp8="rowwise", tell=told.append)
+        speed = accelerate_model(model, torch.device("cpu"), fp8="rowwise", log=told.append)
     assert speed.fp8 == {} and told == speed.notes and "nothing is computed in fp8" in told[0]

@@ -52,7 +52,7 @@ def trained(folder: str, output: str, until: int, *overrides: str) -> tuple[list
             break
     weights = {name: to_local_tensor(p.detach()).clone() for name, p in trainer.model.named_parameters()}
     told = distributed.all_gather_json([float(weight.double().sum()) for weight in weights.values()])
-    trainer.exchange.finish()
+    trainer.replica_sync.finish()
     return losses, weights, all(one == told[0] for one in told)
 
 
@@ -138,7 +138,7 @@ def counted(folder: str, output: str, until: int, *overrides: str) -> str:
         if trainer.position.step == until:
             break
     trainer.save()
-    trainer.exchange.finish()
+    trainer.replica_sync.finish()
     return told.getvalue()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.results import StepResult
+from cornstarch.metrics.metrics import StepResult
 from cornstarch.parallel import distributed
 from tests.fuzz import work
 from tests.fuzz.case import Case

@@ -16,9 +16,9 @@ from cornstarch.checkpoint.named_shards import named_parameters
 from cornstarch.config.run_folder import METRICS
 from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.results import RunResult, StepResult
+from cornstarch.metrics.metrics import RunResult, StepResult
 from cornstarch.train import load_config
-from cornstarch.trainer.inference import load_run
+from cornstarch.trainer.checkpointer import load_run
 from cornstarch.trainer.recording_trainer import gather_parameters
 from cornstarch.trainer.trainer import Trainer
 from tests.fuzz.case import Case, build_samples, describe_run

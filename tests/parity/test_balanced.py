@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cornstarch.data.loader import StepBatch
-from cornstarch.metrics.results import StepResult
+from cornstarch.metrics.metrics import StepResult
 from cornstarch.verify.compare import TOLERANCE
 from tests.parity.cell import Matrix, Outcome, compared, joined, made, outcome_of
 from tests.parity.columns import COLUMNS

@@ -14,7 +14,7 @@ from torch import nn
 
 from cornstarch.data.sample import Media, Message, Sample, SampleError
 from cornstarch.errors import ConfigError
-from cornstarch.trainer.answers import collect_answers
+from cornstarch.trainer.evaluator import collect_answers
 
 
 class Echo:

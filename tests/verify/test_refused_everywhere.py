@@ -10,7 +10,7 @@ import pytest
 
 from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
-from cornstarch.metrics.results import StepResult
+from cornstarch.metrics.metrics import StepResult
 from cornstarch.parallel import distributed
 from cornstarch.trainer.recording_trainer import RecordingTrainer
 from tests.parity.cell import made

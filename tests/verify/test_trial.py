@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from cornstarch.trainer.trial import STEPS, build_trial, choose_samples
+from cornstarch.trainer.recording_trainer import STEPS, build_trial, choose_samples
 from cornstarch.verify.twin_trial import build_twin_run
 from tests.trainer.tiny import tiny_config
 

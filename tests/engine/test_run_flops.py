@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cornstarch.config import DataConfig, RunConfig
 from cornstarch.cost.flops import flops_of_step
-from cornstarch.engine.flops import RunFlops
+from cornstarch.engine.step_counter import RunFlops
 from cornstarch.plan.cluster import DEVICES, peak_flops
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.module import build_module_task
