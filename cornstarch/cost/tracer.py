@@ -1,6 +1,6 @@
 """The tracer: runs a call on shapes once and records FLOPs, memory traffic and saved tensors.
 
-`trace_flops` runs a shape-only copy of a module (`compute.shadows`). Integers keep their values, so code that reads
+`trace_flops` runs a shape-only copy of a module (`cornstarch.kernels.shape_tracing`). Integers keep their values, so code that reads
 grids and masks works. The trace has the products and the attention calls of the forward pass, and which of their
 gradients the backward pass needs. The backward pass itself runs only to see what activation checkpointing recomputes.
 
@@ -134,7 +134,7 @@ def trace_flops(
     """Run a shape-only copy of a module, forward and backward, and return its products and attention calls.
 
     Args:
-        module: The copy (`shadow`).
+        module: The copy (`copy_as_shapes`).
         call: Runs it.
         roots: Returns the part of the result that the loss depends on.
         sections: Modules inside it whose operations are counted separately, by name.
