@@ -1,8 +1,8 @@
 """The tracer: runs a call on shapes once and records FLOPs, memory traffic and saved tensors.
 
-`trace_flops` runs a shape-only copy of a module (`cornstarch.kernels.shape_tracing`). Integers keep their values, so code that reads
-grids and masks works. The trace has the products and the attention calls of the forward pass, and which of their
-gradients the backward pass needs. The backward pass itself runs only to see what activation checkpointing recomputes.
+`trace_flops` runs a shape-only copy of a module (`kernels.shape_tracing`). Integers keep their values, so code
+that reads grids and masks works. The trace has the products and the attention calls of the forward pass, and which of
+their gradients the backward pass needs. The backward pass itself runs only to see what is recomputed.
 
 `trace_memory` runs a module on the meta device under simulated autocast and attention kernels
 (`cornstarch.cost.meta_kernels`). The trace has every operation with the bytes that it reads and writes, and the tensors
