@@ -27,7 +27,7 @@ from cornstarch.data.formats import DataSource
 from cornstarch.data.sample import SampleError
 from cornstarch.engine.acceleration import compiles
 from cornstarch.errors import ConfigError
-from cornstarch.kernels.activation_checkpointing import checkpoint_layer
+from cornstarch.kernels.compile import checkpoint_layer
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.hugging_face import checkpoint_activations
 from cornstarch.models.multimodal_language_model.shape_inference import copy_with_tensors

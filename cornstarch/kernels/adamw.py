@@ -21,7 +21,6 @@ class TritonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do an optimizer step."""
         if closure is not None or not all(_can_use_triton(group) for group in self.param_groups):
             return super().step(closure)
         for device in {parameter.device for group in self.param_groups for parameter in group["params"]}:

@@ -1,7 +1,10 @@
-"""Regional compilation: layers are compiled one by one, equal layers share a graph, the code around them stays eager.
+"""Regional compilation and activation checkpointing: both replace the `forward` of single layers.
 
-Only a layer's `forward` is compiled: hooks that shard or count run around it as before, activation checkpointing stays
-around it, and parameter names do not change.
+Layers are compiled one by one, equal layers share a graph, and the code around them stays eager. Of a checkpointed
+layer only the inputs are kept; the rest is recomputed in the backward pass.
+
+Only a layer's `forward` is wrapped: hooks that shard or count run around it as before, and parameter names do not
+change. A compiled forward is inside of a checkpointed one, so that the compiled layer is recomputed.
 """
 
 from __future__ import annotations
@@ -14,26 +17,53 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from cornstarch.attention.backends import build_checkpoint_contexts
 from cornstarch.compat import compile_error, compile_variants
-from cornstarch.kernels.activation_checkpointing import CheckpointedForward
 
 OnFailure = Callable[[str], None]
+
+# Recomputing a layer would write to these caches a second time. Training does not need them.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class CheckpointedForward:
+    """The forward of a layer whose activations are recomputed.
+
+    Unlike transformers' gradient checkpointing, it also works in eval mode: gradients of a projector flow through a
+    frozen language model, which is in eval mode.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.inner: Callable[..., Any] = layer.forward
+        functools.update_wrapper(self, self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        kwargs |= {name: None for name in _CACHES if name in kwargs}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=build_checkpoint_contexts, **kwargs)
+
+
+def checkpoint_layer(layer: nn.Module) -> None:
+    """Recompute a layer's activations in the backward pass, in place; calling it twice changes nothing."""
+    if not isinstance(layer.__dict__.get("forward"), CheckpointedForward):
+        layer.__dict__["forward"] = CheckpointedForward(layer)
 
 
 class CompiledForward:
     """The compiled forward of a layer; the eager one if compilation fails and `on_failure` is given."""
 
-    def __init__(
-        self, plain: Callable[..., Any], layer: nn.Module, on_failure: OnFailure | None, **options: Any
-    ) -> None:
+    def __init__(self, plain: Callable[..., Any], layer: nn.Module, on_failure: OnFailure | None, options: Any) -> None:
         self.plain = plain
         self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
         self._on_failure, self._layer = on_failure, type(layer).__name__
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer."""
         if self._compiled is None:
             return self.plain(*args, **kwargs)
         try:
@@ -63,7 +93,6 @@ class UncompiledForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the module eagerly."""
         return self.plain(*args, **kwargs)
 
 
@@ -84,7 +113,7 @@ def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = N
         for module in layer.modules():
             if module is not layer and "cu_seqlens" in inspect.signature(module.forward).parameters:
                 module.__dict__["forward"] = UncompiledForward(module)
-        replacement = CompiledForward(forward, layer, on_failure, **options)
+        replacement = CompiledForward(forward, layer, on_failure, options)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:

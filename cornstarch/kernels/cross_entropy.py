@@ -32,13 +32,11 @@ class LogitTransform:
     after: float = 1.0
 
     def scale(self, factor: float) -> LogitTransform:
-        """Return the transform followed by a multiplication."""
         if self.has_tanh:
             return LogitTransform(self.before, True, self.after * factor)
         return LogitTransform(self.before * factor)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return the transformed logits."""
         if self.before != 1.0:
             logits = logits * self.before
         if self.has_tanh:
@@ -47,6 +45,9 @@ class LogitTransform:
 
 
 NO_TRANSFORM = LogitTransform()
+
+RowNormalizer = tuple[Tensor, Tensor]
+"""The logarithm of the sum of exponentials of each row, in two parts: the largest logit, and what is added to it."""
 
 
 class VocabShard(Protocol):
@@ -89,26 +90,19 @@ def linear_cross_entropy(
         ignore_index: The label of rows that are not trained on.
     """
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device)
-    index = _find_trained_rows(labels, max_trained_rows, ignore_index)
+    index: Tensor | None = None
+    if max_trained_rows is not None:
+        size = max(-(-max_trained_rows // ROW_MULTIPLE) * ROW_MULTIPLE, ROW_MULTIPLE)
+        if size < len(labels):
+            index = torch.nonzero_static(labels != ignore_index, size=size, fill_value=-1).squeeze(-1)
+    elif not labels.is_cuda:  # on a GPU, counting them would wait for the device
+        index = (labels != ignore_index).nonzero().squeeze(-1)
     if index is not None:
         found = index >= 0
         index = index.clamp(min=0)
         rows, labels = rows.index_select(0, index), labels.index_select(0, index).masked_fill(~found, ignore_index)
     total: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, labels, transform, vocab_shard, ignore_index)
     return total
-
-
-def _find_trained_rows(labels: Tensor, max_trained_rows: int | None, ignore_index: int) -> Tensor | None:
-    """Return the indices of trained rows, filled up with -1; None: take all rows."""
-    if max_trained_rows is None and labels.is_cuda:
-        return None  # counting them would wait for the device
-    trained = labels != ignore_index
-    if max_trained_rows is None:
-        return trained.nonzero().squeeze(-1)
-    size = max(-(-max_trained_rows // ROW_MULTIPLE) * ROW_MULTIPLE, ROW_MULTIPLE)
-    if size >= len(labels):
-        return None
-    return torch.nonzero_static(trained, size=size, fill_value=-1).squeeze(-1)
 
 
 def split_rows(rows: int, vocabulary: int, bytes_per_logit: int, device: torch.device) -> list[int]:
@@ -172,7 +166,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product of matrices to a float32 sum."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -182,13 +175,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def compute_losses_and_gradients(
-    logits: Tensor,
-    labels: Tensor,
-    transform: LogitTransform,
-    vocab_shard: VocabShard | None,
-    ignore_index: int,
+    logits: Tensor, labels: Tensor, transform: LogitTransform, vocab_shard: VocabShard | None, ignore_index: int,
     needs_gradients: bool,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the loss of each row, and replace the logits [N, V] by the gradients of the sum of the losses.
 
     The gradients are those of the logits before `transform`.
@@ -205,7 +194,7 @@ def compute_losses_and_gradients(
         total, picked = both[0], both[1]
     log_total = total.log()  # separate from the maximum: their sum would be rounded where logits are large
     if needs_gradients:
-        _replace_by_gradients(logits, labels, largest, log_total, transform, first, ignore_index)
+        _replace_by_gradients(logits, labels, (largest, log_total), transform, first, ignore_index)
     return (largest - picked + log_total).masked_fill(labels == ignore_index, 0)
 
 
@@ -213,18 +202,20 @@ def compute_losses_and_gradients(
 # On a GPU these three are Triton kernels, which read the logits once.
 
 
-def _uses_triton(values: Tensor) -> bool:
-    return values.is_cuda and values.numel() > 0 and has_triton()
+def _get_triton_kernels(values: Tensor) -> Any:
+    if not (values.is_cuda and values.numel() > 0 and has_triton()):
+        return None
+    from cornstarch.kernels import triton_kernels
+
+    return triton_kernels
 
 
 def _row_statistics(
     logits: Tensor, labels: Tensor, transform: LogitTransform, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return, per row, the maximum, the sum of exponentials relative to it, and the label's logit (0: not here)."""
-    if _uses_triton(logits):
-        from cornstarch.kernels.triton_kernels import compute_row_statistics
-
-        return compute_row_statistics(logits, labels, transform, first)
+    if (kernels := _get_triton_kernels(logits)) is not None:
+        return kernels.compute_row_statistics(logits, labels, transform, first)
     scores = transform.apply(logits.float())
     if not scores.shape[1]:
         zeros = scores.new_zeros(len(scores))
@@ -236,18 +227,10 @@ def _row_statistics(
 
 
 def _replace_by_gradients(
-    logits: Tensor,
-    labels: Tensor,
-    largest: Tensor,
-    log_total: Tensor,
-    transform: LogitTransform,
-    first: int,
-    ignore_index: int,
+    logits: Tensor, labels: Tensor, normalizer: RowNormalizer, transform: LogitTransform, first: int, ignored: int
 ) -> None:
-    if _uses_triton(logits):
-        from cornstarch.kernels.triton_kernels import replace_by_gradients
-
-        return replace_by_gradients(logits, labels, largest, log_total, transform, first, ignore_index)
+    if (kernels := _get_triton_kernels(logits)) is not None:
+        return kernels.replace_by_gradients(logits, labels, normalizer, transform, first, ignored)
     if not logits.shape[1]:
         return
     scores = transform.apply(logits.float())
@@ -255,10 +238,11 @@ def _replace_by_gradients(
     if transform.has_tanh:
         tanh_slope = 1 - (scores / transform.after) ** 2
         slope = transform.before * transform.after
+    largest, log_total = normalizer
     gradient = scores.sub_(largest.unsqueeze(1)).sub_(log_total.unsqueeze(1)).exp_()
     is_local, column = _find_labels(logits, labels, first)
     gradient.scatter_add_(1, column.unsqueeze(1), -is_local.unsqueeze(1).to(gradient.dtype))
-    gradient *= ((labels != ignore_index) * slope).unsqueeze(1)
+    gradient *= ((labels != ignored) * slope).unsqueeze(1)
     if tanh_slope is not None:
         gradient *= tanh_slope
     if gradient is not logits:
@@ -272,8 +256,6 @@ def _find_labels(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Te
 
 def _scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor times a number on its device, in another precision, without an intermediate tensor."""
-    if _uses_triton(source):
-        from cornstarch.kernels.triton_kernels import scale
-
-        return scale(source, factor, dtype)
+    if (kernels := _get_triton_kernels(source)) is not None:
+        return kernels.scale(source, factor, dtype)
     return torch.mul(source, factor.float(), out=torch.empty_like(source, dtype=dtype))

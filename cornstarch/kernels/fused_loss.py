@@ -56,7 +56,6 @@ class LazyLogits:
         self._logits: Tensor | None = None
 
     def materialize(self) -> Tensor:
-        """Return the logits themselves."""
         if self._logits is None:
             logits = self.transform.apply(self._head(self.hidden))
             self._logits = logits if self._dtype is None else logits.to(self._dtype)

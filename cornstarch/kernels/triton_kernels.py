@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.libdevice import tanh  # type: ignore[import-not-found, unused-ignore]
 
 if TYPE_CHECKING:
-    from cornstarch.kernels.cross_entropy import LogitTransform
+    from cornstarch.kernels.cross_entropy import LogitTransform, RowNormalizer
 
 _STATISTICS_BLOCK = 8192
 _GRADIENT_BLOCK = 4096
@@ -88,7 +88,6 @@ def _scale_kernel(source, factor, target, count, BLOCK: tl.constexpr):
 
 
 def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor times a number on its device, in another precision."""
     target = torch.empty_like(source, dtype=dtype)
     with torch.cuda.device(source.device):
         _scale_kernel[(triton.cdiv(source.numel(), _GRADIENT_BLOCK),)](
@@ -112,20 +111,14 @@ def compute_row_statistics(
 
 
 def replace_by_gradients(
-    logits: Tensor,
-    labels: Tensor,
-    largest: Tensor,
-    log_total: Tensor,
-    transform: LogitTransform,
-    first: int,
-    ignore_index: int,
+    logits: Tensor, labels: Tensor, normalizer: RowNormalizer, transform: LogitTransform, first: int, ignored: int
 ) -> None:
     """Replace logits by the gradients of the sum of the losses."""
-    rows, words = logits.shape
+    (rows, words), (largest, log_total) = logits.shape, normalizer
     with torch.cuda.device(logits.device):
         _gradients_kernel[(rows, triton.cdiv(words, _GRADIENT_BLOCK))](
             logits, labels, largest, log_total, logits.stride(0), words, first, transform.before, transform.after,
-            ignore_index, HAS_TANH=transform.has_tanh, BLOCK=_GRADIENT_BLOCK, num_warps=8,
+            ignored, HAS_TANH=transform.has_tanh, BLOCK=_GRADIENT_BLOCK, num_warps=8,
         )  # fmt: skip
 
 
@@ -157,15 +150,9 @@ def _adamw_kernel(
 
 
 def apply_adamw(
-    parameter: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    step: Tensor,
-    divisor: Tensor,
-    skip: Tensor,
+    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, divisor: Tensor, skip: Tensor,
     numbers: tuple[float, ...],
-) -> None:
+) -> None:  # fmt: skip
     """Update a parameter and its two moments in place, in one pass over memory.
 
     `step` counts from 1. The gradient is divided by `divisor`, and nothing changes if `skip` is not 0. `numbers` are

@@ -5,14 +5,6 @@ from cornstarch.schedule.graph import StageGraph, StageNode
 from cornstarch.schedule.policies import POLICIES, Policy, count_in_flight, make_schedule, register_schedule
 
 __all__ = [
-    "POLICIES",
-    "Action",
-    "Kind",
-    "Policy",
-    "Schedule",
-    "StageGraph",
-    "StageNode",
-    "count_in_flight",
-    "make_schedule",
+    "POLICIES", "Action", "Kind", "Policy", "Schedule", "StageGraph", "StageNode", "count_in_flight", "make_schedule",
     "register_schedule",
-]
+]  # fmt: skip

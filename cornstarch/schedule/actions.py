@@ -33,7 +33,6 @@ SEND_OF_RECEIVE = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
 class Action(NamedTuple):
-    """One action of a place."""
 
     kind: Kind
     stage: int
@@ -84,7 +83,6 @@ SEND_F and SEND_B a message, with the stage that it goes to."""
 
 
 def get_results(action: Action) -> tuple[ActionResult, ...]:
-    """Return the results of an action."""
     if action.kind is Kind.B:
         return (Kind.I, action.stage, None), (Kind.W, action.stage, None)
     if action.kind in SEND_OF_RECEIVE:
@@ -149,15 +147,13 @@ class Schedule:
         Places wait in receives, but not in sends, so they cannot deadlock. Along each edge, messages are sent and
         received in the same order; messages of different edges between two places may overtake one another.
         """
-        lists = []
-        for mine in self.actions:
-            found: list[Action] = []
+        lists: list[list[Action]] = [[] for _ in self.actions]
+        for mine, found in zip(self.actions, lists, strict=True):
             for action in mine:
                 if action.kind in COMPUTE:
                     received, sent = get_transfers(self.graph, action)
                     found += [*received, action, *sent]
-            lists.append(tuple(found))
-        return replace(self, actions=tuple(lists))
+        return replace(self, actions=tuple(map(tuple, lists)))
 
     def check(self) -> None:
         """Raise ValueError with the first rule that is broken.
@@ -304,11 +300,7 @@ def _get_lag(graph: StageGraph, transfer: TransferTimes, one: int, other: int) -
 
 
 def _describe_deadlock(
-    graph: StageGraph,
-    rules: _ActionRules,
-    ends: Sequence[float | None],
-    stuck: Mapping[int, Action],
-    limit: int = 8,
+    graph: StageGraph, rules: _ActionRules, ends: Sequence[float | None], stuck: Mapping[int, Action], limit: int = 8
 ) -> str:
     waits = []
     for place, action in [*stuck.items()][:limit]:

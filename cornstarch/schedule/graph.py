@@ -56,25 +56,12 @@ class StageGraph:
         object.__setattr__(self, "edges", tuple((source, target) for source, target in self.edges))
         if not self.nodes:
             raise ConfigError("There is no stage.")
-        self._check_edges()
-        self._check_nodes()
-        if len(self._order) < len(self.nodes):
-            rest = [str(number) for number in range(len(self.nodes)) if number not in {*self._order}]
-            raise ConfigError(f"Stages {', '.join(rest)} wait for one another: the edges form a cycle.")
-        if len(sinks := [s for s in range(len(self.nodes)) if not self._after[s]]) > 1:
-            names = ", ".join(f"{s} ({self.nodes[s]})" for s in sinks)
-            raise ConfigError(f"Expected one stage at which all paths end; found {len(sinks)}: {names}.")
-
-    def _check_edges(self) -> None:
         if len({*self.edges}) < len(self.edges):
             raise ConfigError("An edge is listed twice.")
+        stages = range(len(self.nodes))
         for source, target in self.edges:
-            if not (0 <= source < len(self.nodes) and 0 <= target < len(self.nodes) and source != target):
-                raise ConfigError(
-                    f"There is no edge from {source} to {target}: expected two of {len(self.nodes)} stages."
-                )
-
-    def _check_nodes(self) -> None:
+            if source not in stages or target not in stages or source == target:
+                raise ConfigError(f"There is no edge from {source} to {target}: expected two of {len(stages)} stages.")
         places = {node.place for node in self.nodes}
         if places != {*range(len(places))}:
             raise ConfigError(f"Places are numbered from 0 without a gap; found {sorted(places)}.")
@@ -82,8 +69,12 @@ class StageGraph:
             for cost in ("forward", "backward_input", "backward_weight"):
                 if not 0 <= getattr(node, cost) < float("inf"):
                     raise ConfigError(f"Stage {number} ({node}): {cost} = {getattr(node, cost)}; expected at least 0.")
-
-    # ---------------------------------------------------------------------------------------- construction
+        if len(self._order) < len(self.nodes):
+            rest = [str(number) for number in stages if number not in {*self._order}]
+            raise ConfigError(f"Stages {', '.join(rest)} wait for one another: the edges form a cycle.")
+        if len(sinks := [s for s in stages if not self._after[s]]) > 1:
+            names = ", ".join(f"{s} ({self.nodes[s]})" for s in sinks)
+            raise ConfigError(f"Expected one stage at which all paths end; found {len(sinks)}: {names}.")
 
     @classmethod
     def chain(
@@ -137,8 +128,6 @@ class StageGraph:
         """Return the graph with nothing trained: its schedules have forwards only, as in evaluation."""
         return StageGraph(tuple(replace(node, trains=False) for node in self.nodes), self.edges)
 
-    # ---------------------------------------------------------------------------------------- queries
-
     @cached_property
     def places(self) -> int:
         """The number of places."""
@@ -166,7 +155,6 @@ class StageGraph:
         return self._depths[stage]
 
     def at(self, place: int) -> tuple[int, ...]:
-        """Return the stages of a place."""
         return self._at[place]
 
     def wants_gradient(self, stage: int) -> bool:
@@ -210,18 +198,18 @@ class StageGraph:
         return tuple(order)
 
     @cached_property
-    def _distances(self) -> tuple[int, ...]:
-        distances = [0] * len(self.nodes)
-        for stage in reversed(self._order):
-            distances[stage] = max((distances[target] + 1 for target in self._after[stage]), default=0)
-        return tuple(distances)
+    def _distances(self) -> list[int]:
+        return self._count_longest_paths(reversed(self._order), self._after)
 
     @cached_property
-    def _depths(self) -> tuple[int, ...]:
-        depths = [0] * len(self.nodes)
-        for stage in self._order:
-            depths[stage] = max((depths[source] + 1 for source in self._before[stage]), default=0)
-        return tuple(depths)
+    def _depths(self) -> list[int]:
+        return self._count_longest_paths(self._order, self._before)
+
+    def _count_longest_paths(self, order: Iterable[int], neighbors: Sequence[Sequence[int]]) -> list[int]:
+        found = [0] * len(self.nodes)
+        for stage in order:
+            found[stage] = max((found[other] + 1 for other in neighbors[stage]), default=0)
+        return found
 
     @cached_property
     def _wants(self) -> tuple[bool, ...]:
@@ -232,7 +220,6 @@ class StageGraph:
 
 
 def _group(pairs: Iterable[tuple[int, int]], size: int) -> tuple[tuple[int, ...], ...]:
-    """Return the second elements of pairs, by the first."""
     found: list[list[int]] = [[] for _ in range(size)]
     for key, value in pairs:
         found[key].append(value)

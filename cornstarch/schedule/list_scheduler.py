@@ -13,27 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from cornstarch.schedule.actions import (
-    Action,
-    Kind,
-    compute_times,
-    get_backward_kinds,
-    get_duration,
-    get_requirements,
-    get_results,
-    makespan,
-)
+from cornstarch.schedule import actions as rules
+from cornstarch.schedule.actions import Action, Kind, get_backward_kinds
 from cornstarch.schedule.graph import StageGraph
 
 ActionLine = list[Action]
 PlaceActions = tuple[tuple[Action, ...], ...]
 """The actions of each place."""
+PlaceOrder = tuple[PlaceActions, float | None]
+"""The actions of each place, and their makespan if it is known already."""
 
 _URGENCY = {Kind.B: 0, Kind.I: 0, Kind.F: 1, Kind.W: 2}
 _END = -1
-
-
-# ---------------------------------------------------------------------------------------------------- lines
 
 
 def get_warmup_depths(graph: StageGraph) -> list[int]:
@@ -56,9 +47,7 @@ def build_stage_lines(
     for stage in range(len(graph.nodes)):
         forwards = [Action(Kind.F, stage, m) for m in range(microbatches)]
         kinds = get_backward_kinds(graph, stage, split=lags is not None)
-        backwards: list[tuple[Action, ...]] = [
-            tuple([Action(kind, stage, m) for kind in kinds]) for m in range(microbatches)
-        ]
+        backwards = [tuple([Action(kind, stage, m) for kind in kinds]) for m in range(microbatches)]
         if lags is not None and len(kinds) > 1:
             none: list[tuple[Action, ...]] = [()] * min(lags[stage], microbatches)
             inputs = [*(backward[:1] for backward in backwards), *none]
@@ -82,21 +71,18 @@ def build_phases(forwards: Sequence[Action], backwards: Sequence[Iterable[Action
     return line
 
 
-def assign_to_places(graph: StageGraph, lines: Sequence[ActionLine]) -> tuple[PlaceActions, float | None]:
-    """Return the actions of each place, and their makespan if it is known: where lines had to be merged."""
+def assign_to_places(graph: StageGraph, lines: Sequence[ActionLine]) -> PlaceOrder:
+    """Return the actions of each place; lines of the same place are merged, which also gives the makespan."""
     places = [graph.nodes[line[0].stage].place for line in lines]
     if len({*places}) < len(places):
         return merge_lines(graph, lines)
     return tuple(tuple(line) for _, line in sorted(zip(places, lines, strict=True), key=lambda pair: pair[0])), None
 
 
-def add_makespan(graph: StageGraph, found: tuple[PlaceActions, float | None]) -> tuple[PlaceActions, float]:
-    """Return the actions of each place with their makespan, which is computed if it is not known."""
+def add_makespan(graph: StageGraph, found: PlaceOrder) -> tuple[PlaceActions, float]:
+    """Compute the makespan of an order if it is not known."""
     actions, duration = found
-    return actions, makespan(compute_times(graph, actions)) if duration is None else duration
-
-
-# ---------------------------------------------------------------------------------------------------- list scheduler
+    return actions, rules.makespan(rules.compute_times(graph, actions)) if duration is None else duration
 
 
 def merge_lines(
@@ -130,9 +116,24 @@ class _ListScheduler:
         self.lines = [[first[kind, stage] + microbatch for kind, stage, microbatch, _ in own] + [_END] for own in lines]
         self.place_of = [graph.nodes[line[0].stage].place if line else 0 for line in lines]
         self.stage_of = [stage for _, stage in works]
-        self.durations = [get_duration(graph, *work) for work in works]
-        self._count_requirements(graph, works)
-        self._compute_urgency(graph, works)
+        self.durations = [rules.get_duration(graph, *work) for work in works]
+        # How many results each action waits for, and by work, which others wait for it.
+        wanted = [{*rules.get_requirements(graph, *work)} for work in works]
+        makers = {result: index for index, work in enumerate(works) for result in rules.get_results(Action(*work, 0))}
+        self.missing = [len(needed) for needed in wanted for _ in range(many)]
+        self.missing.append(1)  # for _END: it never begins
+        self.dependents: list[list[int]] = [[] for _ in works]
+        for number, needed in enumerate(wanted):
+            for result in needed:
+                self.dependents[makers[result]].append(number)
+
+        # Kind, microbatch, distance to go and line of each action, in one integer; small ones are urgent.
+        self.urgency: list[int] = []
+        step = len(graph.nodes)
+        for (kind, stage), line in zip(works, self.line_of, strict=True):
+            distance = graph.distance(stage) if kind is Kind.F else graph.depth(stage)
+            base = _URGENCY[kind] * many * step + step - distance
+            self.urgency += [(base + microbatch * step) * len(lines) + line for microbatch in range(many)]
 
         # A microbatch is in flight at a stage from its forward to the end of its backward.
         self.acquires = [kind is Kind.F and graph.wants_gradient(stage) for kind, stage in works]
@@ -152,27 +153,6 @@ class _ListScheduler:
             self._offer(line)
         for place in range(graph.places):
             self._start(place)
-
-    def _count_requirements(self, graph: StageGraph, works: Sequence[tuple[Kind, int]]) -> None:
-        """Count the results that each action waits for, and list by work which others wait for it."""
-        wanted = [{*get_requirements(graph, *work)} for work in works]
-        makers = {result: index for index, work in enumerate(works) for result in get_results(Action(*work, 0))}
-        self.missing = [len(needed) for needed in wanted for _ in range(self.many)]
-        self.missing.append(1)  # for _END: it never begins
-        self.dependents: list[list[int]] = [[] for _ in works]
-        for work, needed in enumerate(wanted):
-            for result in needed:
-                self.dependents[makers[result]].append(work)
-
-    def _compute_urgency(self, graph: StageGraph, works: Sequence[tuple[Kind, int]]) -> None:
-        """Encode kind, microbatch, distance to go and line of each action in one integer; small ones are urgent."""
-        self.urgency: list[int] = []
-        step = len(graph.nodes)
-        for work, (kind, stage) in enumerate(works):
-            distance = graph.distance(stage) if kind is Kind.F else graph.depth(stage)
-            first = _URGENCY[kind] * self.many * step + step - distance
-            line, lines = self.line_of[work], len(self.lines)
-            self.urgency += [(first + microbatch * step) * lines + line for microbatch in range(self.many)]
 
     def advance(self) -> None:
         """Advance to the end of the next actions, and let every place that is free then start another one."""

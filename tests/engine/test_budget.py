@@ -27,8 +27,13 @@ from cornstarch.engine.recompute import (
     trace_layers,
 )
 from cornstarch.errors import ConfigError
-from cornstarch.kernels.activation_checkpointing import CheckpointedForward, checkpoint_layer
-from cornstarch.kernels.compile import CompiledForward, compile_layers, uncompile_layers
+from cornstarch.kernels.compile import (
+    CheckpointedForward,
+    CompiledForward,
+    checkpoint_layer,
+    compile_layers,
+    uncompile_layers,
+)
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.parallel.device import DevicePlacement

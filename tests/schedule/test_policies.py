@@ -27,7 +27,7 @@ from cornstarch.schedule import (
     register_schedule,
 )
 from cornstarch.schedule.actions import DeadlockError, compute_times, makespan
-from cornstarch.schedule.zero_bubble import compute_lower_bound
+from cornstarch.schedule.policies import compute_lower_bound
 from tests.effort import counted
 from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, run_as_processes, whole
 
