@@ -1,19 +1,25 @@
-"""The model that `Booster.boost` returns: this rank's part of a parallel model, and one training step of it."""
+"""What `Booster.boost` returns: this rank's part of a parallel model, one training step of it, and its optimizer.
+
+The user's optimizer stays the same object, so that a learning-rate scheduler keeps its reference. Its groups list the
+parameters of this rank. While it steps, they are split further: by device mesh, because a fused kernel takes one mesh
+only, and with ZeRO-1 to the parameters that this rank owns.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, count_samples, detach_output, join_outputs
+from cornstarch.checkpoint.optimizer_state import group_members
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.engine.train_step import TrainStep
@@ -29,21 +35,7 @@ Criterion = Callable[[Any, Any], Tensor]
 _MAX_CHECKSUM = 2**20  # checksums of batches are smaller, so that their squares add up exactly
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """The arguments of one step."""
-
-    criterion: Criterion
-    scale: float = 1.0
-    """The loss scale of fp16."""
-    outputs: bool = False
-    loss: bool = True
-    everywhere: bool = False
-    """Whether ranks without the last stage return the loss, too."""
-
-
-@dataclass(frozen=True)
-class _StepTotals:
+class _StepTotals(NamedTuple):
     """Sums over all replicas."""
 
     tokens: float
@@ -56,6 +48,7 @@ class BoostedModel(nn.Module):
     """A parallel model; `Booster.execute_pipeline` runs it. `weigh` says what microbatches are weighed by."""
 
     module: nn.Module
+    parallel: ParallelModel
 
     def __init__(
         self,
@@ -79,24 +72,15 @@ class BoostedModel(nn.Module):
         self._random = _RandomStream(context.device, self.replica.token_shard)
         parallel.set_call(self._call)
 
-    # -------------------------------------------------------------------------------------------- the model
-
     @property
     def has_loss(self) -> bool:
         """Whether this rank has the last stage."""
-        return bool(self.parallel.has_loss)
+        return self.parallel.has_loss
 
     @property
     def wrapped(self) -> nn.Module:
         """The module that is called if there are no stages: with DDP or FSDP around the model."""
-        parallel: ParallelModel = self.__dict__["parallel"]
-        return parallel.callable_module
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether ranks must run the same modules in every microbatch, because they communicate meanwhile."""
-        # Stages with whole parameters need not: their gradients are reduced after all passes.
-        return self.layout.dp > 1 if self.pipeline is None else self.layout.exchanges_in_passes
+        return self.parallel.callable_module
 
     def unwrap(self) -> nn.Module:
         """Return the model inside."""
@@ -129,12 +113,18 @@ class BoostedModel(nn.Module):
 
     # -------------------------------------------------------------------------------------------- a step
 
-    def step(self, batch: Any, options: StepOptions) -> dict[str, Any]:
-        """Run forward and backward on a batch; under `torch.no_grad`, forward alone."""
+    def step(
+        self, batch: Any, criterion: Criterion, *, scale: float, loss: bool, outputs: bool, everywhere: bool
+    ) -> dict[str, Any]:
+        """Run forward and backward on a batch; under `torch.no_grad`, forward alone.
+
+        `scale` is the loss scale of fp16. `loss` and `outputs` say what is returned; with `everywhere`, ranks without
+        the last stage return the loss, too.
+        """
         microbatches = self._splitter.split(batch)
         counts = [self._tokens(one) for one in microbatches]
         totals = self._sum_over_replicas(microbatches, counts)
-        losses = _StepLosses(options, microbatches, counts, totals, self)
+        losses = _StepLosses(self, criterion, scale, outputs, microbatches, counts, totals)
         trains = torch.is_grad_enabled()
         # Gradients of earlier batches are set aside: they have been reduced once and must not be reduced again.
         earlier = [(p, p.grad) for p in self.module.parameters() if p.grad is not None] if trains else []
@@ -147,20 +137,16 @@ class BoostedModel(nn.Module):
         with torch.no_grad():
             for parameter, gradient in earlier:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        return {"loss": self._reduce_loss(losses.total, options), "outputs": losses.join_outputs()}
+        total = losses.total
+        if loss and self.layout.world > 1:  # the loss over the batches of all replicas
+            total = total / self.replica.loss_copies
+            dist.all_reduce(total)
+        is_returned = loss and (self.has_loss or everywhere)
+        return {"loss": total if is_returned else None, "outputs": losses.join_outputs()}
 
     def _call(self, model: nn.Module, inputs: Inputs) -> Any:
         with self.placement.forward_context():
             return model(**self.placement.move_batch(inputs))
-
-    def _reduce_loss(self, total: Tensor, options: StepOptions) -> Tensor | None:
-        """Return the loss over the batches of all replicas, on the ranks that want it."""
-        if not options.loss:
-            return None
-        if self.layout.world > 1:
-            total = total / self.replica.loss_copies
-            dist.all_reduce(total)
-        return total if self.has_loss or options.everywhere else None
 
     def _sum_over_replicas(self, microbatches: Sequence[Inputs], counts: Sequence[int]) -> _StepTotals:
         """Sum up the batches of all replicas; refuse batches that do not go together, on all ranks alike."""
@@ -168,40 +154,39 @@ class BoostedModel(nn.Module):
         present = [self._splitter.modalities(one) for one in microbatches]
         own = [float(sum(counts)), float(sum(map(count_samples, microbatches)))]
         own += [float(sum(name in one for one in present)) for name in names]
-        many, checksum = len(microbatches), _checksum(microbatches)
+        here, checksum, replica = len(microbatches), _checksum(microbatches), self.replica
         # All checks travel in one all-reduce: n ranks have the same x exactly if n * sum(x^2) = sum(x)^2.
-        sums_by_replica = [0.0] * (2 * self.replica.count)
-        sums_by_replica[2 * self.replica.index : 2 * self.replica.index + 2] = [float(checksum), float(checksum**2)]
+        sums_by_replica = [0.0] * (2 * replica.count)
+        sums_by_replica[2 * replica.index : 2 * replica.index + 2] = [float(checksum), float(checksum**2)]
         sums = distributed.sum_over_ranks(
-            [*(own if self.replica.is_leader else [0.0] * len(own)), many, many**2, *sums_by_replica]
+            [*(own if replica.is_leader else [0.0] * len(own)), here, here**2, *sums_by_replica]
         )
         items = dict(zip(names, sums[2 : 2 + len(names)], strict=True))
-        rest = [int(value) for value in sums[2 + len(names) :]]
-        for replica in range(self.replica.count):
-            total, squares = rest[2 + 2 * replica : 4 + 2 * replica]
-            if self.layout.plan.replica * squares != total**2:
+        many, squares, *rest = (int(value) for value in sums[2 + len(names) :])
+        for number in range(replica.count):
+            if self.layout.plan.replica * rest[2 * number + 1] != rest[2 * number] ** 2:
                 raise ConfigError(
-                    f"The processes of replica {replica} were given different batches. Give the dataloader to "
+                    f"The processes of replica {number} were given different batches. Give the dataloader to "
                     "booster.boost, or make it with plugin.prepare_dataloader: all of them then read the same samples."
                 )
-        if self.is_in_step:
-            self._check_in_step(rest[:2], items, many)
-        return _StepTotals(sums[0], sums[1], items)
-
-    def _check_in_step(self, many: Sequence[int], items: Mapping[str, float], here: int) -> None:
-        kind = self.layout.plan.data.kind
-        if self.layout.world * many[1] != many[0] ** 2:
-            raise ConfigError(
-                f"Replicas have different numbers of microbatches ({here} here), and {kind} has them exchange in each. "
-                "Use num_microbatches, or leave out a last batch that is smaller (drop_last=True)."
-            )
-        for name, count in items.items():
-            if count not in (0, here * self.replica.count) and not self._has_stand_ins:
+        # Ranks that communicate inside of microbatches must run the same modules in each. Stages with whole parameters
+        # need not: their gradients are reduced after all passes.
+        runs_in_step = self.layout.dp > 1 if self.pipeline is None else self.layout.exchanges_in_passes
+        if runs_in_step:
+            kind = self.layout.plan.data.kind
+            if self.layout.world * squares != many**2:
                 raise ConfigError(
-                    f"{int(count)} of {here * self.replica.count} microbatches have something for the {name} encoder, "
-                    f"and {kind} needs it to run in all of them or in none. Give the plugin the processor "
-                    "(MultimodalParallelPlugin(processor=…)), which makes something to stand in."
+                    f"Replicas have different numbers of microbatches ({here} here), and {kind} has them exchange in "
+                    "each. Use num_microbatches, or leave out a last batch that is smaller (drop_last=True)."
                 )
+            for name, count in items.items():
+                if count not in (0, here * replica.count) and not self._has_stand_ins:
+                    raise ConfigError(
+                        f"{int(count)} of {here * replica.count} microbatches have something for the {name} encoder, "
+                        f"and {kind} needs it to run in all of them or in none. Give the plugin the processor "
+                        "(MultimodalParallelPlugin(processor=…)), which makes something to stand in."
+                    )
+        return _StepTotals(sums[0], sums[1], items)
 
 
 class _StepLosses:
@@ -209,14 +194,17 @@ class _StepLosses:
 
     def __init__(
         self,
-        options: StepOptions,
+        model: BoostedModel,
+        criterion: Criterion,
+        scale: float,
+        keeps_outputs: bool,
         microbatches: Sequence[Inputs],
         counts: Sequence[int],
         totals: _StepTotals,
-        model: BoostedModel,
     ) -> None:
-        self._options, self._microbatches, self._model = options, microbatches, model
-        self._counts, self._totals = counts, totals
+        self._model, self._criterion, self._keeps_outputs = model, criterion, keeps_outputs
+        self._scale = model.replica.token_shards * scale
+        self._microbatches, self._counts, self._totals = microbatches, counts, totals
         self._sizes = [count_samples(one) for one in microbatches]
         self._weights = [0.0] * len(microbatches)
         self._outputs: dict[int, Any] = {}
@@ -227,8 +215,16 @@ class _StepLosses:
         """Return the weighed loss of a microbatch, scaled for the backward pass."""
         placement = self._model.placement
         with placement.forward_context():
-            loss = self._options.criterion(output, placement.move_batch(self._microbatches[number]))
-        loss = _check_loss(number, loss)
+            loss: Any = self._criterion(output, placement.move_batch(self._microbatches[number]))
+        if loss is None:
+            raise ConfigError(
+                f"The criterion returned None for microbatch {number}; it must return the loss. A model's own loss is "
+                "None if the batch has no labels; a function without `return` gives None, too."
+            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ConfigError(f"The criterion returned {what} for microbatch {number}; expected one number: the loss.")
+        loss = loss.reshape(())
         weight = self._weights[number] = self._weight(number, loss, output)
         if not weight:
             # A mean over no token is NaN. A zero that depends on the output sends gradients the same way as any loss.
@@ -238,9 +234,9 @@ class _StepLosses:
             loss = logits.float().sum() * 0.0
         part = loss * weight
         self.total = self.total + part.detach().float()
-        if self._options.outputs:
+        if self._keeps_outputs:
             self._outputs[number] = detach_output(output)
-        return part * (self._model.replica.token_shards * self._options.scale)
+        return part * self._scale
 
     def _weight(self, number: int, loss: Tensor, output: Any) -> float:
         how, own = self._model.weigh, getattr(output, "loss", None)
@@ -264,41 +260,26 @@ class _StepLosses:
         return join_outputs(ordered, self._weights, self._sizes) if ordered else None
 
 
-def _check_loss(number: int, loss: Any) -> Tensor:
-    if loss is None:
-        raise ConfigError(
-            f"The criterion returned None for microbatch {number}; it must return the loss. A model's own loss is "
-            "None if the batch has no labels; a function without `return` gives None, too."
-        )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"The criterion returned {what} for microbatch {number}; expected one number: the loss.")
-    return loss.reshape(())
-
-
 class _RandomStream:
     """Random numbers for the model, separate from those that choose data; ranks that compute the same draw the same."""
 
     def __init__(self, device: torch.device, number: int) -> None:
         self._devices = [device] if device.type == "cuda" else []
-        seed = distributed.broadcast_json(torch.initial_seed() % 2**32)
-        with torch.random.fork_rng(devices=self._devices):
-            torch.manual_seed(seed + number)
-            self._keep()
-
-    def _keep(self) -> None:
-        self._cpu_state = torch.get_rng_state()
-        self._cuda_states = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._seed = distributed.broadcast_json(torch.initial_seed() % 2**32) + number
+        self._states: list[Tensor] = []  # of the CPU and of the device, after the last use
 
     @contextmanager
     def use(self) -> Iterator[None]:
         """Draw from this stream inside the block."""
         with torch.random.fork_rng(devices=self._devices):
-            torch.set_rng_state(self._cpu_state)
-            for device, state in zip(self._devices, self._cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+            if self._states:
+                torch.set_rng_state(self._states[0])
+                for device, state in zip(self._devices, self._states[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            else:
+                torch.manual_seed(self._seed)
             yield
-            self._keep()
+            self._states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
 
 
 def _checksum(microbatches: Sequence[Inputs]) -> int:
@@ -315,3 +296,99 @@ def _describe_shapes(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _describe_shapes(one) for key, one in value.items()}
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+
+# ---------------------------------------------------------------------------------------------------- the optimizer
+
+
+class BoostedOptimizer:
+    """The user's optimizer, which has made no step yet; `parameters` are those of the whole model, by name."""
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"The optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ConfigError(
+                f"{type(optimizer).__name__} computes the loss several times per step, which a pipeline does not."
+            )
+        if any(float(state.get("step", 1)) for state in optimizer.state.values()):
+            raise ConfigError(
+                "The optimizer has made steps already, and its states cannot be cut with the model. Boost first, then "
+                "load them: booster.load_optimizer."
+            )
+        self.optimizer = optimizer
+        self._members = group_members(optimizer, parameters)
+        self._labels: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
+        self._owned: frozenset[str] | None = None
+        self._names: dict[int, str] = {}
+        self._whole: list[dict[str, Any]] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that the optimizer was made with."""
+        return [name for members in self._members for name in members]
+
+    def attach(self, step: TrainStep) -> None:
+        """Run the phases of a `TrainStep` around `optimizer.step()`: unscale and clip before, broadcast after."""
+
+        def before(*_: Any) -> None:
+            step.unscale()
+            step.clip()
+            if not step.is_finite:  # a step without gradients changes nothing
+                step.zero_grad()
+            self._enter_step()
+
+        def after(*_: Any) -> None:
+            self._leave_step()
+            step.finish_update()
+
+        self.optimizer.register_step_pre_hook(before)
+        self.optimizer.register_step_post_hook(after)
+
+    def replace_parameters(self, parameters: Mapping[str, nn.Parameter], owned: Collection[str] | None = None) -> None:
+        """Continue with the parameters of this rank; only those in `owned` are stepped here, if it is given."""
+        self._owned = None if owned is None else frozenset(owned)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        for group, members, labels in zip(self.optimizer.param_groups, self._members, self._labels, strict=True):
+            here = [number for number, name in enumerate(members) if name in parameters]
+            group["params"] = [parameters[members[number]] for number in here]
+            if labels is not None:
+                group["param_names"] = [labels[number] for number in here]
+        if self.optimizer.state:  # Adagrad builds states in its constructor
+            self.optimizer.state.clear()
+            with self.use_step_groups():
+                groups = [dict(group) for group in self.optimizer.param_groups if group["params"]]
+                kind: Any = type(self.optimizer)
+                self.optimizer.state.update(kind(groups).state if groups else {})
+
+    @contextmanager
+    def use_step_groups(self) -> Iterator[None]:
+        self._enter_step()
+        try:
+            yield
+        finally:
+            self._leave_step()
+
+    def _enter_step(self) -> None:
+        self._leave_step()  # a step that raised has left them split
+        self._whole = self.optimizer.param_groups
+        self.optimizer.param_groups = [part for group in self._whole for part in self._split(group)]
+
+    def _leave_step(self) -> None:
+        if self._whole is None:
+            return
+        parts = iter(self.optimizer.param_groups)
+        for group in self._whole:
+            changed = [next(parts) for _ in self._split(group)][0]
+            group.update({key: value for key, value in changed.items() if key not in ("params", "param_names")})
+        self.optimizer.param_groups, self._whole = self._whole, None
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a group as several, at least one: one for each mesh."""
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            if self._owned is None or self._names[id(parameter)] in self._owned:
+                by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        options = {key: value for key, value in group.items() if key != "param_names"}
+        return [{**options, "params": alike} for alike in by_mesh.values()] or [{**options, "params": []}]

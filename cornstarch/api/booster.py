@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cornstarch.api.boosted_model import BoostedModel, Criterion, StepOptions
-from cornstarch.api.loaders import distribute_loader
-from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter
-from cornstarch.api.optimizers import GroupedParameters, OptimizerHooks
+from cornstarch.api.boosted_model import BoostedModel, BoostedOptimizer, Criterion
+from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, distribute_loader
 from cornstarch.api.plugin import MultimodalParallelPlugin, StageManager
 from cornstarch.checkpoint import weights
 from cornstarch.checkpoint.named_shards import named_parameters
@@ -40,6 +38,7 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, distributed
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.gradients import LossScale
+from cornstarch.pipeline.stage_program import get_device
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL
 from cornstarch.verify.plan_check import find_untested_modules
@@ -60,7 +59,7 @@ class Booster:
         self.loss_scale: LossScale | None = None
         """The loss scale of fp16, once the model is boosted."""
         self._boosted: BoostedModel | None = None
-        self._hooks: OptimizerHooks | None = None
+        self._optimizer: BoostedOptimizer | None = None
 
     # -------------------------------------------------------------------------------------------- boosting
 
@@ -89,18 +88,18 @@ class Booster:
         self._check(model, optimizer, lr_scheduler)
         layout = self.plugin.layout()
         placement = self._place_model(model)
-        groups = None if optimizer is None else GroupedParameters(optimizer, named_parameters(model))
         if optimizer is not None:
+            self._optimizer = BoostedOptimizer(optimizer, named_parameters(model))
             self._check_optimizer(optimizer, model, layout)
-        loader = dataloader
-        if dataloader is not None:
-            loader = distribute_loader(dataloader, layout.place(distributed.rank()).dp, layout.dp)
+        here = layout.place(distributed.rank())
+        loader = None if dataloader is None else distribute_loader(dataloader, here.dp, layout.dp)
         self._warn(model, layout)
-        boosted = self._build_model(model, layout, placement)
-        self._boosted, self.loss_scale = boosted, self.plugin.loss_scale()
-        if groups is not None:
-            self._hooks = self._build_step(groups, boosted)
-        self.plugin.stage_manager = _build_stage_manager(boosted)
+        boosted = self._boosted = self._build_model(model, layout, placement)
+        self.loss_scale = self.plugin.loss_scale()
+        if self._optimizer is not None:
+            self._attach_optimizer(self._optimizer, boosted)
+        stages = layout.span(here.modules[-1]).stages_of(here.modules[-1])
+        self.plugin.stage_manager = StageManager(here.stage, stages, boosted.has_loss)
         return boosted, optimizer, criterion, loader, lr_scheduler
 
     def _check(self, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
@@ -120,13 +119,6 @@ class Booster:
         attached = getattr(lr_scheduler, "optimizer", optimizer)
         if lr_scheduler is not None and attached is not optimizer:
             raise ConfigError("The lr_scheduler is of another optimizer than the one that is boosted.")
-        self._check_encoders(model)
-        if self.plugin.precision == "fp16" and any(
-            parameter.dtype == torch.float16 for parameter in model.parameters() if parameter.requires_grad
-        ):
-            raise ConfigError("precision = fp16 needs trained weights in fp32: load the model in float32.")
-
-    def _check_encoders(self, model: nn.Module) -> None:
         there = list(model.encoder_names) if isinstance(model, MultimodalModel) else []
         given = list(self.plugin.encoder_plugins)
         for name in there:
@@ -140,13 +132,16 @@ class Booster:
                 raise ConfigError(
                     f"encoder_plugins[{name!r}]: the model has no such encoder; it has {', '.join(there) or 'none'}."
                 )
+        if self.plugin.precision == "fp16" and any(
+            parameter.dtype == torch.float16 for parameter in model.parameters() if parameter.requires_grad
+        ):
+            raise ConfigError("precision = fp16 needs trained weights in fp32: load the model in float32.")
 
     def _place_model(self, model: nn.Module) -> DevicePlacement:
         """Move the model to this process's device; return the device and the precision."""
-        first = next((tensor for tensor in (*model.parameters(), *model.buffers())), None)
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError("The model is on the meta device, without weights. Load them before boost.")
-        device = torch.device("cpu") if first is None else first.device
+        device = get_device(model)
         if torch.cuda.is_available() and "nccl" in _backends():
             device = torch.device("cuda", torch.cuda.current_device())
         model.to(device)
@@ -157,7 +152,12 @@ class Booster:
         kind: Any = type(optimizer)
         taken = inspect.signature(kind).parameters
         options = {key: value for key, value in optimizer.defaults.items() if key in taken}
-        trained = [name for name in layout.plan.modules if _is_trained(model, name)]
+        modules = {name: model for name in layout.plan.modules}
+        if isinstance(model, MultimodalModel):
+            # Without the projectors of encoders, which are never sharded.
+            encoders = {name: encoder.module for name, encoder in model.encoders.items()}
+            modules |= {**encoders, LANGUAGE_MODEL: model.language_model}
+        trained = [name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())]
         try:
             refuse_pieces(lambda parameters: kind(parameters, **options), kind.__name__, layout, trained)
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -200,15 +200,15 @@ class Booster:
         if self.plugin.processor is not None and isinstance(model, MultimodalModel):
             model.keep_encoders_running(self.plugin.processor.stand_ins())
 
-    def _build_step(self, groups: GroupedParameters, boosted: BoostedModel) -> OptimizerHooks:
-        parameters = named_parameters(boosted.module)
+    def _attach_optimizer(self, optimizer: BoostedOptimizer, boosted: BoostedModel) -> None:
+        parameters, pipeline = named_parameters(boosted.module), boosted.pipeline
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         owned = None
         if boosted.layout.world > 1 and boosted.layout.plan.data.kind == "zero1":
-            stepped = {name: parameter for name, parameter in trained.items() if name in set(groups.names)}
-            group = None if boosted.pipeline is None else boosted.pipeline.data_group
-            owned = OwnedParameters(stepped, group, is_stage=boosted.pipeline is not None)
-        groups.replace_parameters(parameters, None if owned is None else owned.names)
+            stepped = {name: parameter for name, parameter in trained.items() if name in set(optimizer.names)}
+            group = None if pipeline is None else pipeline.data_group
+            owned = OwnedParameters(stepped, group, is_stage=pipeline is not None)
+        optimizer.replace_parameters(parameters, None if owned is None else owned.names)
         step = TrainStep(
             boosted.parallel,
             list(trained.values()),
@@ -216,7 +216,7 @@ class Booster:
             loss_scale=self.loss_scale,
             owned=owned,
         )
-        return OptimizerHooks(groups, step)
+        optimizer.attach(step)
 
     # -------------------------------------------------------------------------------------------- running
 
@@ -249,8 +249,10 @@ class Booster:
             "loss", over the batches of all replicas, and "outputs", of this replica's batch. Both are None without the
             last stage, or if they are not asked for.
         """
-        boosted = self._require_boosted(model)
-        if optimizer is not None and (self._hooks is None or optimizer is not self._hooks.groups.optimizer):
+        boosted = self._boosted
+        if boosted is None or model not in (boosted, boosted.module):
+            raise ConfigError("This model is not the one that booster.boost returned.")
+        if optimizer is not None and (self._optimizer is None or optimizer is not self._optimizer.optimizer):
             raise ConfigError("The optimizer is not the one that was boosted.")
         if not callable(criterion):
             raise ConfigError("execute_pipeline needs a criterion: a function of (outputs, inputs) to a loss.")
@@ -262,14 +264,10 @@ class Booster:
                 "The batch has several samples in a row (documents), which this pipeline was not built for. Use "
                 "MultimodalParallelPlugin(packed=True)."
             )
-        trains = self.loss_scale is not None and torch.is_grad_enabled()
-        scale = self.loss_scale.value if trains and self.loss_scale is not None else 1.0
-        return boosted.step(batch, StepOptions(criterion, scale, return_outputs, return_loss, loss_everywhere))
-
-    def _require_boosted(self, model: Any) -> BoostedModel:
-        if self._boosted is None or model not in (self._boosted, self._boosted.module):
-            raise ConfigError("This model is not the one that booster.boost returned.")
-        return self._boosted
+        scale = self.loss_scale.value if self.loss_scale is not None and torch.is_grad_enabled() else 1.0
+        return boosted.step(
+            batch, criterion, scale=scale, loss=return_loss, outputs=return_outputs, everywhere=loss_everywhere
+        )
 
     # -------------------------------------------------------------------------------------------- files
 
@@ -299,15 +297,15 @@ class Booster:
     ) -> Path:
         """Save an optimizer's state in a folder, as `save_model` saves weights."""
         _check_options(options)
-        boosted, hooks = self._require_optimizer(optimizer)
+        boosted, own = self._require_optimizer(optimizer)
         more = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.value}
-        with hooks.groups.use_step_groups():
+        with own.use_step_groups():
             return weights.save_optimizer_state(boosted.module, optimizer, checkpoint, more)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: PathLike) -> torch.optim.Optimizer:
         """Load a saved state, of any layout, into a boosted optimizer; all processes must call it."""
-        boosted, hooks = self._require_optimizer(optimizer)
-        with hooks.groups.use_step_groups():
+        boosted, own = self._require_optimizer(optimizer)
+        with own.use_step_groups():
             more = weights.load_optimizer_state(boosted.module, optimizer, checkpoint)
         if self.loss_scale is not None and "loss_scale" in more:
             self.loss_scale.value = float(more["loss_scale"])
@@ -322,10 +320,10 @@ class Booster:
         lr_scheduler.load_state_dict(weights.load_values(checkpoint))
         return lr_scheduler
 
-    def _require_optimizer(self, optimizer: Any) -> tuple[BoostedModel, OptimizerHooks]:
-        if self._boosted is None or self._hooks is None or optimizer is not self._hooks.groups.optimizer:
+    def _require_optimizer(self, optimizer: Any) -> tuple[BoostedModel, BoostedOptimizer]:
+        if self._boosted is None or self._optimizer is None or optimizer is not self._optimizer.optimizer:
             raise ConfigError("This optimizer is not the one that booster.boost returned.")
-        return self._boosted, self._hooks
+        return self._boosted, self._optimizer
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -342,25 +340,9 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ConfigError(f"{unknown[0]} is no option here; expected some of {', '.join(sorted(known))}.")
 
 
-def _is_trained(model: nn.Module, name: str) -> bool:
-    """Return whether a module of the plan has trained parameters; an encoder's projector is never sharded."""
-    module = model
-    if isinstance(model, MultimodalModel) and name in model.encoders:
-        module = model.encoders[name].module
-    elif isinstance(model, MultimodalModel) and name == LANGUAGE_MODEL:
-        module = model.language_model
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
 def _backends() -> str:
     if distributed.is_single_process() and not dist.is_initialized():
         return ""
     with suppress(AttributeError):
         return str(dist.get_backend_config())
     return str(dist.get_backend())
-
-
-def _build_stage_manager(boosted: BoostedModel) -> StageManager:
-    place = boosted.layout.place(distributed.rank())
-    name = place.modules[-1]
-    return StageManager(place.stage, boosted.layout.span(name).stages_of(name), boosted.has_loss)

@@ -1,4 +1,6 @@
-"""Microbatches: split a batch with the images and sounds of each sample, count tokens, and join outputs again.
+"""The batches of replicas and their microbatches: split a batch, count its tokens, and join outputs again.
+
+All ranks of a replica read the same batches, other replicas other ones (`distribute_loader`).
 
 A processor concatenates the items of all samples (`pixel_values` [images, …]), or even the patches of all images. The
 text says which items belong to which sample: each sample has as many placeholder tokens as its items have features.
@@ -7,24 +9,19 @@ text says which items belong to which sample: each sample has as many placeholde
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import data
 from transformers.utils import ModelOutput
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model import MultimodalModel, merge
 from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.models.multimodal_language_model.merge import (
-    check_placeholders,
-    find_placeholders,
-    mask_context_free_labels,
-)
 from cornstarch.models.multimodal_language_model.preprocessing.token_count import FeatureCounter
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
@@ -34,8 +31,7 @@ _TEXT = ("input_ids", "inputs_embeds", "labels", "attention_mask")
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers that predict the next token
 
 
-@dataclass(frozen=True)
-class _EncoderInputs:
+class _EncoderInputs(NamedTuple):
     """The inputs of an encoder, known before the model is split into stages."""
 
     names: tuple[str, ...]
@@ -45,8 +41,7 @@ class _EncoderInputs:
     counter: FeatureCounter
 
 
-@dataclass(frozen=True)
-class _BatchItems:
+class _BatchItems(NamedTuple):
     """The items of one modality in a batch."""
 
     modality: str
@@ -123,7 +118,7 @@ class MicrobatchSplitter:
                 "model=…, or call set_modality_token_ids."
             )
         ids = batch.get("input_ids")
-        tokens = None if ids is None else find_placeholders(ids, {name: known[name]})[name]
+        tokens = None if ids is None else merge.find_placeholders(ids, {name: known[name]})[name]
         if isinstance(nested := batch.get(name), Mapping):
             inputs = {key: value for key, value in nested.items() if value is not None}
         else:
@@ -145,8 +140,17 @@ class MicrobatchSplitter:
             raise ConfigError(
                 f"The batch cannot be cut: without input_ids it is unknown which {name} items belong to which sample."
             )
-        check_placeholders(name, tokens, EncoderFeatures(torch.empty(sum(lengths), 0), list(lengths)))
-        return _BatchItems(name, _first_items(tokens.sum(-1).tolist(), lengths), patches)
+        merge.check_placeholders(name, tokens, EncoderFeatures(torch.empty(sum(lengths), 0), list(lengths)))
+        # The first item of each sample, and the number of all items; the counts are known to match.
+        ends = [0, *accumulate(lengths)]
+        starts, item, wanted = [0], 0, 0
+        for count in tokens.sum(-1).tolist():
+            wanted += count
+            while item < len(lengths) and ends[item] < wanted:
+                item += 1
+            starts.append(item)
+        starts[-1] = len(lengths)
+        return _BatchItems(name, starts, patches)
 
     def _slice_batch(
         self, batch: Batch, items: Mapping[str, _BatchItems], samples: int, start: int, stop: int
@@ -178,19 +182,6 @@ def count_samples(batch: Batch) -> int:
     if found is None:
         raise ConfigError(f"The batch has no tensor whose rows are samples; it has {', '.join(batch) or 'nothing'}.")
     return len(found)
-
-
-def _first_items(tokens: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Return the first item of each sample, and the number of all items; the counts are known to match."""
-    ends = [0, *accumulate(lengths)]
-    starts, item, wanted = [0], 0, 0
-    for count in tokens:
-        wanted += count
-        while item < len(lengths) and ends[item] < wanted:
-            item += 1
-        starts.append(item)
-    starts[-1] = len(lengths)
-    return starts
 
 
 def _slice_rows(key: str, value: Any, samples: int, start: int, stop: int) -> Any:
@@ -255,13 +246,13 @@ class TokenCounter:
         """Ignore the labels that the model ignores: placeholders, and tokens without context."""
         ids, mask, documents = (inputs.get(name) for name in ("input_ids", "attention_mask", "documents"))
         if ids is not None and not model.trains_on_placeholders:
-            for places in find_placeholders(ids, model.modality_token_ids).values():
+            for places in merge.find_placeholders(ids, model.modality_token_ids).values():
                 labels = labels.masked_fill(places, IGNORE_INDEX)
         if documents is not None:
             documents = documents if mask is None else documents * (mask != 0)
         elif model.positions_from_mask and mask is not None and mask.dim() == 2 and not bool(mask[:, 0].all()):
             documents = mask
-        found = labels if documents is None else mask_context_free_labels(labels, documents)
+        found = labels if documents is None else merge.mask_context_free_labels(labels, documents)
         assert found is not None
         return found
 
@@ -306,3 +297,75 @@ def _map_tensors(outputs: Sequence[Any], change: Any) -> Any:
     if type(first) in (list, tuple):
         return type(first)(_map_tensors(list(ones), change) for ones in zip(*outputs, strict=True))
     return first if len(outputs) == 1 or all(one is first or one == first for one in outputs) else list(outputs)
+
+
+# ---------------------------------------------------------------------------------------------------- loaders
+
+# Options of a loader that is rebuilt with another sampler.
+_KEPT = (
+    "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn",
+    "multiprocessing_context", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
+_SEED = 1024
+
+
+class ReplicaSampler(data.DistributedSampler[Any]):
+    """The sample indices of one replica; if shuffled, each epoch has another order without `set_epoch`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.set_epoch(self.epoch + 1)
+        return order
+
+
+class ReplicaBatches:
+    """Every `count`-th batch of a loader that yields the same batches on all ranks; an incomplete round is dropped."""
+
+    def __init__(self, loader: Iterable[Any], index: int, count: int) -> None:
+        self.loader, self.index, self.count = loader, index, count
+
+    def __iter__(self) -> Iterator[Any]:
+        rounds = zip(*[iter(self.loader)] * self.count, strict=False)
+        return (batches[self.index] for batches in rounds)
+
+    def __len__(self) -> int:
+        return len(self.loader) // self.count  # type: ignore[arg-type]
+
+
+def build_replica_loader(
+    dataset: data.Dataset[Any], index: int, count: int, shuffle: bool, seed: int, options: dict[str, Any]
+) -> data.DataLoader[Any]:
+    """Return a loader for one of `count` replicas; `options` are those of a `DataLoader`."""
+    drops = bool(options.get("drop_last"))
+    sampler = ReplicaSampler(dataset, count, index, shuffle=shuffle, seed=seed, drop_last=drops)
+    # The workers of all ranks of a replica draw the same random numbers.
+    generator = torch.Generator().manual_seed(seed + index)
+    return data.DataLoader(dataset, sampler=sampler, generator=generator, **options)
+
+
+def distribute_loader(loader: Any, index: int, count: int) -> Any:
+    """Return a loader that yields the batches of one of `count` replicas, unless it already does.
+
+    Samples of a `DataLoader` with torch's own sampler are distributed; of any other loader, batches are.
+    """
+    if not isinstance(loader, data.DataLoader):
+        return loader if count == 1 else ReplicaBatches(loader, index, count)
+    sampler: Any = loader.sampler
+    if isinstance(sampler, data.DistributedSampler):
+        if (sampler.num_replicas, sampler.rank) != (count, index):
+            raise ConfigError(
+                f"The dataloader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}; this is "
+                f"replica {index} of {count}. Leave the sampler out: boost distributes the samples."
+            )
+        return loader
+    shuffles = type(sampler) is data.RandomSampler
+    is_plain = (shuffles or type(sampler) is data.SequentialSampler) and type(loader.batch_sampler) is data.BatchSampler
+    draws_all_once = not shuffles or (not sampler.replacement and sampler.num_samples == len(sampler.data_source))
+    if not is_plain or isinstance(loader.dataset, data.IterableDataset) or not draws_all_once:
+        return loader if count == 1 else ReplicaBatches(loader, index, count)
+    if count == 1 and not shuffles:
+        return loader
+    given = getattr(sampler, "generator", None) or loader.generator
+    seed = _SEED if given is None else given.initial_seed()
+    options = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    return build_replica_loader(loader.dataset, index, count, shuffles, seed, options)

@@ -7,35 +7,37 @@ loss.backward()                                  # in every process: each has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_call
 
+from cornstarch.attention.backends import build_checkpoint_contexts
 from cornstarch.engine.context import DistributedContext
-from cornstarch.engine.parallelize import ParallelizeOptions, parallelize
+from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec, flatten_payload
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.runtime import Inputs, Runtime, StepExecution
-from cornstarch.pipeline.sequential import (
-    DeferredBatchNorm,
-    SequentialLayers,
-    build_chain_layout,
-    build_chain_templates,
-)
-from cornstarch.pipeline.stage import call_with_single_input
+from cornstarch.pipeline.stage import FunctionLayer, call_with_single_input
 from cornstarch.pipeline.stage_program import get_device
-from cornstarch.pipeline.template import balance_stages
+from cornstarch.pipeline.template import PipelineTemplate, balance_stages
+from cornstarch.plan.layout import Layout
+from cornstarch.plan.plan import WHOLE_MODEL, ModulePlan, Plan
 from cornstarch.schedule.actions import Kind
 from cornstarch.schedule.policies import make_schedule
 
 CheckpointMode = Literal["always", "except_last", "never"]
 
+_is_recomputing: ContextVar[bool] = ContextVar("is_recomputing", default=False)
 _RECOMPUTE = "recomputed"  # the key beside a chunk that says whether the backward pass recomputes it
 
 
@@ -71,14 +73,22 @@ class Pipe(nn.Module):
         self.chunks, self.checkpoint = chunks, checkpoint
         self.module = SequentialLayers.of({name: layer for name, layer in module._modules.items() if layer is not None})
         """The layers of this process, under their original names."""
-        self._stages: _TwoPhasePipeline | None = (
+        self._stages: _TwoPhaseRuntime | None = (
             _split_layers(self.module, chunks) if distributed.world_size() > 1 else None
         )
         self._statistics = DeferredBatchNorm(self.module) if deferred_batch_norm else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output of the last layer, on every process."""
-        parts = self._split_batch(input)
+        if not isinstance(input, Tensor):
+            raise ConfigError(f"Pipe is called with one tensor, a batch; found a {type(input).__name__}.")
+        rows = input.shape[0] if input.dim() else 0
+        if not rows or rows % self.chunks:
+            raise ConfigError(
+                f"A batch of {rows} samples cannot be cut into {self.chunks} chunks of the same size: a mean over "
+                "chunks would not be the mean over samples. Choose a batch that chunks divides."
+            )
+        parts = input.chunk(self.chunks)
         if self._stages is None:
             outputs = []
             for chunk, part in enumerate(parts):
@@ -88,20 +98,11 @@ class Pipe(nn.Module):
             return torch.cat(outputs)
         if not torch.is_grad_enabled() or not self._stages.requires_grad(input):
             found: dict[int, Tensor] = {}
-            self._stages.evaluate([{"input": one} for one in parts], found)
+            self._stages.forward(
+                [{"input": one} for one in parts], lambda m, output: found.__setitem__(m, _check_output(output))
+            )
             return self._stages.broadcast_output(found, input)
         return _PipeFunction.apply(self, self._stages, input, torch.zeros((), requires_grad=True))
-
-    def _split_batch(self, input: Tensor) -> list[Tensor]:
-        if not isinstance(input, Tensor):
-            raise ConfigError(f"Pipe is called with one tensor, a batch; found a {type(input).__name__}.")
-        rows = input.shape[0] if input.dim() else 0
-        if not rows or rows % self.chunks:
-            raise ConfigError(
-                f"A batch of {rows} samples cannot be cut into {self.chunks} chunks of the same size: a mean over "
-                "chunks would not be the mean over samples. Choose a batch that chunks divides."
-            )
-        return list(input.chunk(self.chunks))
 
     def recomputes(self, chunk: int) -> bool:
         """Return whether the backward pass recomputes a chunk."""
@@ -113,7 +114,7 @@ class Pipe(nn.Module):
             self._statistics.commit()
 
 
-def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhasePipeline:
+def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhaseRuntime:
     """Keep the layers of this process."""
     stages = distributed.world_size()
     costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
@@ -123,11 +124,10 @@ def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhasePipeline:
             f"least one layer. Start at most {len(layers)} processes."
         )
     starts = balance_stages(costs, range(1, len(layers)), stages, "The pipe")
-    layout = build_chain_layout(stages, stages, "gpipe")
-    options = ParallelizeOptions(microbatches=chunks, templates=build_chain_templates(layers, starts))
-    parallel = parallelize(layers, DistributedContext(layout, DevicePlacement(get_device(layers), "fp32")), options)
+    layout = build_chain_layout(stages, "gpipe")
+    parallel = parallelize_chain(layers, layout, starts, get_device(layers), microbatches=chunks)
     assert parallel.pipeline is not None
-    return _TwoPhasePipeline(parallel.pipeline)
+    return _TwoPhaseRuntime(parallel.pipeline)
 
 
 # ---------------------------------------------------------------------------------------------------- two phases
@@ -136,42 +136,20 @@ def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhasePipeline:
 class _TwoPhaseRuntime(Runtime):
     """Stops between the last forward and the first backward, where the caller computes the loss."""
 
-    def begin(self, microbatches: Sequence[Inputs], finish: Callable[[int, Any], Tensor]) -> StepExecution:
-        """Run all forwards."""
-        forwards = [action for action in self._actions if action.kind is Kind.F]
-        run = StepExecution(self, forwards, microbatches, finish)
-        self.run_guarded(run.run, run)
-        return run
-
-    def end(self, run: StepExecution) -> None:
-        """Run all backwards."""
-        run.actions = [action for action in self._actions if action.kind is not Kind.F]
-        self.run_guarded(run.run, run)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Broadcast within the runtime's group, whose failures reach all ranks, so that nobody waits forever."""
-        assert self.channel is not None
-        group = self.channel.group
-        self.run_guarded(lambda: dist.broadcast(tensor, source, group=group))
-
-
-class _TwoPhasePipeline:
-    """A chain of stages whose forward and backward passes are two calls."""
-
     def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self.model, self.device = pipeline, pipeline.model, pipeline.device
-        self.graph = pipeline.graph
-        pipeline.set_call(call_with_single_input)
-        self._output_forms: dict[Any, TensorSpec] = {}
         schedule = make_schedule(pipeline.graph, pipeline.microbatches, "gpipe")
-        self._runtime = _TwoPhaseRuntime(schedule, pipeline.place, pipeline.programs, pipeline.edges, pipeline.channel)
+        super().__init__(schedule, pipeline.place, pipeline.programs, pipeline.edges, pipeline.channel)
+        self._pipeline, self._group, self._device = pipeline, pipeline.channel.group, pipeline.device
+        self._output_forms: dict[Any, TensorSpec] = {}
+        pipeline.set_call(call_with_single_input)
         (program,) = pipeline.programs.values()
         program.register_forward_pre_hook(self._set_recompute)
 
     def _set_recompute(self, _: nn.Module, given: tuple[Any, ...]) -> None:
         """Choose whether the layers recompute the next chunk."""
-        assert isinstance(self.model, SequentialLayers)
-        self.model.interval = len(self.model) if given[0].get(_RECOMPUTE) else 0
+        layers = self._pipeline.model
+        assert isinstance(layers, SequentialLayers)
+        layers.interval = len(layers) if given[0].get(_RECOMPUTE) else 0
 
     def requires_grad(self, input: Tensor) -> bool:
         """Return whether the output depends on trained parameters."""
@@ -189,39 +167,37 @@ class _TwoPhasePipeline:
             outputs[m] = _check_output(output).detach()
             return _StartBackward.apply(output, lambda: gradients[m])
 
-        return self._runtime.begin(parts, finish)
-
-    def evaluate(self, parts: Sequence[Inputs], outputs: dict[int, Tensor]) -> None:
-        """Run forward alone."""
-        self._runtime.forward(parts, lambda m, output: outputs.__setitem__(m, _check_output(output)))
+        forwards = [action for action in self._actions if action.kind is Kind.F]
+        run = StepExecution(self, forwards, parts, finish)
+        self.run_guarded(run.run, run)
+        return run
 
     def end(self, run: StepExecution) -> None:
         """Run all backwards, and sum the gradients of layers that several stages share."""
+        run.actions = [action for action in self._actions if action.kind is not Kind.F]
         with self._pipeline.gradients_meet():
-            self._runtime.end(run)
+            self.run_guarded(run.run, run)
 
     def broadcast_output(self, made: dict[int, Tensor], input: Tensor) -> Tensor:
         """Return the output of the last stage on all processes."""
         output = torch.cat([made[m] for m in sorted(made)]) if made else None
-        key = (tuple(input.shape), input.dtype, self.model.training)
-        if key not in self._output_forms:
-            self._output_forms[key] = self._broadcast_form(output)
-        found = self._output_forms[key].empty(self.device) if output is None else output
-        self.broadcast(found, distributed.world_size() - 1)
+        last = distributed.world_size() - 1
+        key = (tuple(input.shape), input.dtype, self._pipeline.model.training)
+        if key not in self._output_forms:  # tell the other processes dtype and shape first
+            content = b"" if output is None else flatten_payload(output)[0].to_json()
+            length = torch.tensor([len(content)], device=self._device)
+            self.broadcast(length, last)
+            buffer = torch.frombuffer(bytearray(content or bytes(int(length))), dtype=torch.uint8).to(self._device)
+            self.broadcast(buffer, last)
+            self._output_forms[key] = PayloadSpec.from_json(bytes(buffer.cpu().numpy())).tensors[0]
+        form = self._output_forms[key]
+        found = torch.empty(form.shape, dtype=form.dtype, device=self._device) if output is None else output
+        self.broadcast(found, last)
         return found
 
-    def _broadcast_form(self, output: Tensor | None) -> TensorSpec:
-        """Return the dtype and shape of the output on all processes."""
-        content = b"" if output is None else flatten_payload(output)[0].to_json()
-        length = torch.tensor([len(content)], device=self.device)
-        self.broadcast(length, distributed.world_size() - 1)
-        buffer = torch.frombuffer(bytearray(content or bytes(int(length))), dtype=torch.uint8).to(self.device)
-        self.broadcast(buffer, distributed.world_size() - 1)
-        return PayloadSpec.from_json(bytes(buffer.cpu().numpy())).tensors[0]
-
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Send a tensor of one process to all."""
-        self._runtime.broadcast(tensor, source)
+        """Broadcast within the runtime's group, whose failures reach all ranks, so that nobody waits forever."""
+        self.run_guarded(lambda: dist.broadcast(tensor, source, group=self._group))
 
 
 def _check_output(output: Any) -> Tensor:
@@ -248,7 +224,7 @@ class _PipeFunction(torch.autograd.Function):
     """The whole pipe as one autograd function of the surrounding model."""
 
     @staticmethod
-    def forward(ctx: Any, pipe: Pipe, stages: _TwoPhasePipeline, input: Tensor, _: Tensor) -> Tensor:
+    def forward(ctx: Any, pipe: Pipe, stages: _TwoPhaseRuntime, input: Tensor, _: Tensor) -> Tensor:
         outputs: dict[int, Tensor] = {}
         ctx.stages, ctx.gradients = stages, {}
         ctx.parts = [one.detach().requires_grad_(input.requires_grad) for one in input.chunk(pipe.chunks)]
@@ -271,3 +247,133 @@ class _PipeFunction(torch.autograd.Function):
             found = torch.cat(own)
             ctx.stages.broadcast(found, 0)
         return None, None, found, None
+
+
+# ---------------------------------------------------------------------------------------------------- chains of layers
+# What `Pipe` and `PipelineModule` have in common.
+
+
+class SequentialLayers(nn.Sequential):
+    """An `nn.Sequential` with activation checkpointing of groups of layers."""
+
+    interval: int = 0
+    """The number of layers that are recomputed together in the backward pass; 0: none are."""
+
+    @classmethod
+    def of(cls, layers: Mapping[str, nn.Module | Callable[..., Any]]) -> SequentialLayers:
+        """Return layers and functions by name; the second occurrence of a module is wrapped, so that it has a name."""
+        seen: set[int] = set()
+        found = cls()
+        for name, layer in layers.items():
+            is_new = id(layer) not in seen
+            found.add_module(name, layer if isinstance(layer, nn.Module) and is_new else FunctionLayer(layer))
+            seen.add(id(layer))
+        return found
+
+    def forward(self, input: Any) -> Any:
+        layers = list(self)
+        if not self.interval or not torch.is_grad_enabled():
+            return _call_layers(layers, input)
+        for first in range(0, len(layers), self.interval):
+            part = layers[first : first + self.interval]
+            contexts = partial(_build_recompute_contexts, part)
+            input = checkpoint_call(_call_layers, part, input, use_reentrant=False, context_fn=contexts)
+        return input
+
+
+def _call_layers(layers: Sequence[nn.Module], input: Any) -> Any:
+    if isinstance(input, Tensor) and torch.is_grad_enabled() and _modify_input(layers):
+        # A received input is a leaf, and a checkpointed input is needed again: neither may be modified.
+        input = input.clone()
+    for layer in layers:
+        input = layer(input)
+    return input
+
+
+def _modify_input(layers: Sequence[nn.Module]) -> bool:
+    """Return whether layers may modify their input in place, as `nn.ReLU(inplace=True)` does."""
+    for layer in layers:
+        if any(getattr(part, "inplace", False) for part in layer.modules()):
+            return True
+        if any(True for _ in layer.parameters()):
+            return False
+    return False
+
+
+def _build_recompute_contexts(
+    layers: Sequence[nn.Module],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    first, again = build_checkpoint_contexts()
+    return first, _freeze_statistics(layers, again)
+
+
+@contextmanager
+def _freeze_statistics(layers: Sequence[nn.Module], attending: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let batch norms not count values a second time when they are recomputed."""
+    # A momentum of 0 instead of `track_running_stats = False`: checkpointing demands that the same tensors are saved.
+    states = [(norm, norm.momentum, norm.num_batches_tracked) for norm in _find_batch_norms(layers)]
+    token = _is_recomputing.set(True)
+    for norm, _, _ in states:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        with attending:
+            yield
+    finally:
+        _is_recomputing.reset(token)
+        for norm, momentum, count in states:
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def _find_batch_norms(layers: Iterable[nn.Module]) -> list[Any]:
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [part for layer in layers for part in layer.modules() if isinstance(part, norms)]
+
+
+class DeferredBatchNorm:
+    """Updates the running statistics of batch norms once for all microbatches, as if these were one batch.
+
+    Each microbatch is still normalized by itself.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        self._sums: dict[Any, tuple[Tensor, Tensor, int]] = {}
+        for norm in _find_batch_norms([layers]):
+            if norm.track_running_stats:
+                norm.track_running_stats = False  # stops the layer's own updates; evaluation still uses the statistics
+                norm.register_forward_pre_hook(self._count)
+
+    def _count(self, norm: Any, inputs: tuple[Tensor, ...]) -> None:
+        if not norm.training or _is_recomputing.get():
+            return
+        values = inputs[0].detach().transpose(0, 1).flatten(1)  # [channels, all else]
+        total, squares, count = self._sums.get(norm, (0.0, 0.0, 0))
+        self._sums[norm] = total + values.sum(1), squares + values.square().sum(1), count + values.shape[1]
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Update the running statistics from all microbatches since the last call."""
+        for norm, (total, squares, count) in self._sums.items():
+            norm.num_batches_tracked += 1
+            momentum = norm.momentum if norm.momentum is not None else 1.0 / float(norm.num_batches_tracked)
+            mean = total / count
+            variance = (squares - count * mean.square()) / max(count - 1, 1)
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+            norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum)
+        self._sums = {}
+
+
+def build_chain_layout(stages: int, schedule: str) -> Layout:
+    """Return the layout of a chain of stages; processes beyond them are further replicas."""
+    plan = Plan(modules={WHOLE_MODEL: ModulePlan(stages=stages)}, schedule=schedule)  # type: ignore[arg-type]
+    return Layout.of(plan, distributed.world_size())
+
+
+def parallelize_chain(
+    layers: SequentialLayers, layout: Layout, starts: Sequence[int], device: torch.device, microbatches: int = 1
+) -> ParallelModel:
+    """Apply a layout to a chain, given the index of the first layer of each stage."""
+    names = [name for name, _ in layers.named_children()]
+    stages = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
+    template = PipelineTemplate(PipelineTemplate.get_model_name(layers), stages) if len(starts) > 1 else None
+    options = ParallelizeOptions(microbatches=microbatches, templates={WHOLE_MODEL: template})
+    return parallelize(layers, DistributedContext(layout, DevicePlacement(device, "fp32")), options)

@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from cornstarch.engine.context import DistributedContext
-from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
+from cornstarch.api.pipe import SequentialLayers, build_chain_layout, parallelize_chain
+from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
-from cornstarch.parallel.device import DevicePlacement
 from cornstarch.pipeline.pipeline import Pipeline
-from cornstarch.pipeline.sequential import SequentialLayers, build_chain_layout, build_chain_templates
 from cornstarch.pipeline.stage import call_with_single_input
 from cornstarch.pipeline.stage_program import get_device
 from cornstarch.pipeline.template import balance_stages
+from cornstarch.trees import map_tensors
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -99,16 +98,16 @@ class PipelineModule(nn.Module):
         super().__init__()
         _check_arguments(layers, num_stages, activation_checkpoint_interval)
         self.loss_fn, self.num_stages = loss_fn, num_stages
-        layout = build_chain_layout(num_stages, distributed.world_size(), "1f1b")
-        self.replicas, self.replica = layout.dp, layout.place(distributed.rank()).dp
+        layout = build_chain_layout(num_stages, "1f1b")
+        here = layout.place(distributed.rank())
+        self.replicas, self.replica = layout.dp, here.dp
         """The number of replicas, and the index of this process's."""
-        stage = layout.place(distributed.rank()).stage
         seed = int(torch.randint(2**31, ()))
         built = [_build_on_meta(layer) for layer in layers]
         costs = _layer_costs(layers, built, partition_method)
         self.starts = balance_stages(costs, range(1, len(layers)), num_stages, "The list of layers")
         """The first layer of each stage."""
-        own = range(self.starts[stage], [*self.starts[1:], len(layers)][stage])
+        own = range(self.starts[here.stage], [*self.starts[1:], len(layers)][here.stage])
         for number, layer in enumerate(layers):
             if number in own and isinstance(layer, LayerSpec):
                 with torch.random.fork_rng():
@@ -117,11 +116,9 @@ class PipelineModule(nn.Module):
         self.layers = SequentialLayers.of({str(number): layer for number, layer in enumerate(built)})
         """The layers of this process."""
         self.device = get_device(nn.ModuleList(list(self.layers)[own.start : own.stop]))
-        context = DistributedContext(layout, DevicePlacement(self.device, "fp32"))
-        options = ParallelizeOptions(templates=build_chain_templates(self.layers, self.starts))
-        self.parallel: ParallelModel = (
-            parallelize(self.layers, context, options) if distributed.world_size() > 1 else ParallelModel(self.layers)
-        )
+        self.parallel = ParallelModel(self.layers)
+        if distributed.world_size() > 1:
+            self.parallel = parallelize_chain(self.layers, layout, self.starts, self.device)
         self.parallel.set_call(call_with_single_input)
         self.layers.interval = activation_checkpoint_interval
 
@@ -185,7 +182,8 @@ def _layer_costs(layers: Sequence[Layer], built: Sequence[Any], method: str) -> 
     if not method.startswith("type:"):
         raise ConfigError(f'partition_method = {method!r}: expected "parameters", "uniform" or "type:REGEX".')
     pattern = method.removeprefix("type:")
-    names = [_class_name(layer) for layer in layers]
+    kinds = [layer.cls if isinstance(layer, LayerSpec) else layer for layer in layers]
+    names = [type(k).__name__ if isinstance(k, nn.Module) else getattr(k, "__name__", type(k).__name__) for k in kinds]
     try:
         found = [re.search(pattern, name, re.IGNORECASE) is not None for name in names]
     except re.error as error:
@@ -194,12 +192,6 @@ def _layer_costs(layers: Sequence[Layer], built: Sequence[Any], method: str) -> 
         there = ", ".join(dict.fromkeys(names))
         raise ConfigError(f"partition_method = {method!r}: no layer has such a name; there are {there}.")
     return [float(one) for one in found]
-
-
-def _class_name(layer: Layer) -> str:
-    if isinstance(layer, LayerSpec):
-        return layer.name
-    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 # ---------------------------------------------------------------------------------------------------- the engine
@@ -312,11 +304,11 @@ class PipelineEngine:
         losses: list[Tensor] = []
 
         def finish(m: int, output: Any) -> Tensor:
-            loss = self._compute_loss(output, _move(pairs[m][1], self.module.device))
+            loss = self._compute_loss(output, self._move(pairs[m][1]))
             losses.append(loss.detach())
             return loss / len(pairs)
 
-        run([{"input": _move(inputs, self.module.device)} for inputs, _ in pairs], finish)
+        run([{"input": self._move(inputs)} for inputs, _ in pairs], finish)
         own = float(torch.stack(losses).mean()) if losses else 0.0
         (total,) = distributed.sum_over_ranks([own])
         return torch.tensor(total / self.module.replicas)
@@ -337,6 +329,9 @@ class PipelineEngine:
                 raise ConfigError(f"Expected pairs of inputs and labels; found a {type(pair).__name__}.")
             found.append((pair[0], pair[1]))
         return found
+
+    def _move(self, value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.module.device), value)
 
     def _compute_loss(self, output: Any, labels: Any) -> Tensor:
         loss = output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
@@ -367,9 +362,3 @@ def _iterate_forever(
             yield from loader
 
     return iterate()
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return type(value)(_move(one, device) for one in value) if isinstance(value, list | tuple) else value

@@ -9,7 +9,6 @@ plugin = MultimodalParallelPlugin(
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,29 +17,18 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, Dataset
 
-from cornstarch.api.loaders import build_replica_loader
+from cornstarch.api.microbatches import build_replica_loader
+from cornstarch.engine.context import build_layout
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 from cornstarch.parallel.gradients import LossScale
 from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.plan.kinds import (
-    LANGUAGE_MODEL,
-    ZERO_KINDS,
-    CpDistribution,
-    CpMode,
-    DataKind,
-    Precision,
-    RankPlacement,
-)
+from cornstarch.plan.kinds import LANGUAGE_MODEL, ZERO_KINDS, CpDistribution, CpMode, Precision, RankPlacement
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.plan import DataPlan, ModulePlan, Plan
 from cornstarch.schedule.policies import Policy
 
-Mode = CpMode
-Distribution = CpDistribution
 LossWeight = Literal["auto", "tokens", "samples"]
-
-_KINDS: tuple[DataKind, ...] = ZERO_KINDS
 
 
 class ModalParallelPlugin:
@@ -66,13 +54,13 @@ class ModalParallelPlugin:
         self,
         tp_size: int = 1,
         sp_size: int = 1,
-        sequence_parallelism_mode: Mode | None = None,
+        sequence_parallelism_mode: CpMode | None = None,
         pipeline_template: PipelineTemplate | None = None,
         cpu_offload: bool = False,
         custom_policy: None = None,
         *,
-        sequence_parallelism: Mode | None = None,
-        context_parallel_distribution_mode: Distribution | Enum = "auto",
+        sequence_parallelism: CpMode | None = None,
+        context_parallel_distribution_mode: CpDistribution | Enum = "auto",
         pp_size: int | None = None,
         virtual_stages: int = 1,
         activation_checkpointing: bool = False,
@@ -92,9 +80,20 @@ class ModalParallelPlugin:
         self.pipeline_template = pipeline_template
         self.activation_checkpointing = bool(activation_checkpointing)
         self.pp_size = self._count_stages(pp_size)
-        self.sequence_parallelism_mode = self._choose_mode(sequence_parallelism_mode, sequence_parallelism)
-        self.context_parallel_distribution_mode: Distribution = _check_choice(
-            "context_parallel_distribution_mode", context_parallel_distribution_mode, get_args(Distribution)
+        self.sequence_parallelism_mode: CpMode | None = None
+        mode, old = sequence_parallelism_mode, sequence_parallelism
+        if sp_size > 1:
+            if mode is not None and old is not None and mode != old:
+                raise ConfigError(
+                    f"sequence_parallelism_mode = {mode!r} and sequence_parallelism = {old!r}, its old name, differ. "
+                    "Give one of them."
+                )
+            chosen = mode if mode is not None else old
+            self.sequence_parallelism_mode = _check_choice(
+                "sequence_parallelism_mode", "ring_attn" if chosen is None else chosen, get_args(CpMode)
+            )
+        self.context_parallel_distribution_mode: CpDistribution = _check_choice(
+            "context_parallel_distribution_mode", context_parallel_distribution_mode, get_args(CpDistribution)
         )
         self.module_plan()  # refuses contradictory arguments now
 
@@ -113,17 +112,6 @@ class ModalParallelPlugin:
                 "Give one of them."
             )
         return stages // parts
-
-    def _choose_mode(self, mode: Any, old: Any) -> Mode | None:
-        if self.sp_size <= 1:
-            return None
-        if mode is not None and old is not None and mode != old:
-            raise ConfigError(
-                f"sequence_parallelism_mode = {mode!r} and sequence_parallelism = {old!r}, its old name, differ. "
-                "Give one of them."
-            )
-        chosen = mode if mode is not None else old
-        return _check_choice("sequence_parallelism_mode", "ring_attn" if chosen is None else chosen, get_args(Mode))
 
     def module_plan(self) -> ModulePlan:
         """Return the plan of the module."""
@@ -227,7 +215,9 @@ class MultimodalParallelPlugin:
             None if precision is None else _check_choice("precision", precision, get_args(Precision))
         )
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-        self.max_norm = _check_norm(max_norm)
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or max_norm < 0:
+            raise ConfigError(f"max_norm = {max_norm!r}: expected a number above 0, or 0 for any norm.")
+        self.max_norm = float(max_norm)
         self.zero_stage, self.schedule, self.processor, self.packed = zero_stage, schedule, processor, bool(packed)
         self.ranks = ranks or type(self).ranks
         self.loss_weight: LossWeight = _check_choice("loss_weight", loss_weight, get_args(LossWeight))
@@ -241,17 +231,13 @@ class MultimodalParallelPlugin:
         without_effect = {
             "enable_fused_normalization": enable_fused_normalization,
             "enable_jit_fused": enable_jit_fused,
+            "enable_flash_attention": enable_flash_attention,
             "parallel_output=False": not parallel_output,
             "make_vocab_size_divisible_by": make_vocab_size_divisible_by != 64,
         }
         for name in (name for name, given in without_effect.items() if given):
-            warnings.warn(f"{type(self).__name__}({name}) has no effect.", stacklevel=2)
-        if enable_flash_attention:
-            warnings.warn(
-                f"{type(self).__name__}(enable_flash_attention) has no effect: the models' attn_implementation "
-                "decides.",
-                stacklevel=2,
-            )
+            why = ": the models' attn_implementation decides" if name == "enable_flash_attention" else ""
+            warnings.warn(f"{type(self).__name__}({name}) has no effect{why}.", stacklevel=2)
         self.plan()  # refuses contradictory arguments now
 
     def _check_microbatches(self) -> None:
@@ -282,10 +268,10 @@ class MultimodalParallelPlugin:
                 where = "language_model_plugin" if name == LANGUAGE_MODEL else f"encoder_plugins[{name!r}]"
                 raise ConfigError(f"{where} is a {type(plugin).__name__}; expected a ModalParallelPlugin.")
             modules[name] = plugin.module_plan()
-        if self.zero_stage not in range(len(_KINDS)) or isinstance(self.zero_stage, bool):
+        if self.zero_stage not in range(len(ZERO_KINDS)) or isinstance(self.zero_stage, bool):
             raise ConfigError(f"zero_stage = {self.zero_stage!r}: expected 0, 1, 2 or 3.")
         ranks = self.ranks if self.encoder_plugins else "auto"
-        plan = Plan(modules, DataPlan(kind=_KINDS[self.zero_stage]), ranks, self.schedule)
+        plan = Plan(modules, DataPlan(kind=ZERO_KINDS[self.zero_stage]), ranks, self.schedule)
         check_executable(plan)
         return plan
 
@@ -296,8 +282,7 @@ class MultimodalParallelPlugin:
 
     def layout(self) -> Layout:
         """Return the layout of the plan on all processes."""
-        size = distributed.world_size()
-        return Layout.of(self.plan(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        return build_layout(self.plan())
 
     @property
     def dp_size(self) -> int:
@@ -335,12 +320,6 @@ class EncodersColocatedPlugin(MultimodalParallelPlugin):
 def _check_positive(name: str, size: Any) -> None:
     if type(size) is not int or size < 1:
         raise ConfigError(f"{name}={size!r}): expected a whole number of at least 1.")
-
-
-def _check_norm(norm: Any) -> float:
-    if isinstance(norm, bool) or not isinstance(norm, int | float) or norm < 0:
-        raise ConfigError(f"max_norm = {norm!r}: expected a number above 0, or 0 for any norm.")
-    return float(norm)
 
 
 def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> Any:

@@ -21,7 +21,7 @@ from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, copy_shards
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor import original_boxes
-from cornstarch.pipeline.tied_weights import get_original_names
+from cornstarch.pipeline.stages import get_original_names
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 

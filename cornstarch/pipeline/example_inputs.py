@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 Inputs = dict[str, Any]
@@ -24,35 +24,16 @@ def guess_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
     if first not in taken:
         first = next(name for name in taken if name != "self")
     for make in _MAKERS.get(first, (_make_text, _make_one_text)):
-        made = {name: value for name, value in make(model.config, _make_generator()).items() if name in taken}
+        noise = torch.Generator().manual_seed(0)
+        made = {name: value for name, value in make(model.config, noise).items() if name in taken}
         if "use_cache" in taken:
             made["use_cache"] = False
         if "labels" in made:
             yield made
             made = {name: value for name, value in made.items() if name != "labels"}
         if "decoder_input_ids" in taken:
-            made["decoder_input_ids"] = _make_ids(model.config, _make_generator())
+            made["decoder_input_ids"] = _make_ids(model.config, torch.Generator().manual_seed(0))
         yield made
-
-
-def find_working_inputs(
-    model: nn.Module, batches: Iterator[Inputs], call: Callable[[nn.Module, Mapping[str, Any]], Any]
-) -> Inputs:
-    """Return the first batch on which a model runs; raise the first error if there is none."""
-    first_error: Exception | None = None
-    for batch in batches:
-        try:
-            with torch.no_grad():
-                call(model, batch)
-        except Exception as error:  # models raise errors of every kind
-            first_error = first_error or error
-        else:
-            return batch
-    raise first_error or ValueError("there is nothing to run it on")
-
-
-def _make_generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
 
 
 def _get_size(config: PreTrainedConfig, default: int, *names: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from cornstarch.attention.mask_verification import use_eval_mode
@@ -19,32 +19,20 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.context import has_sharded_tokens, set_expected_layers, use_whole_rows
 from cornstarch.parallel.data import apply_data_parallel, reshard
 from cornstarch.parallel.gradients import average_gradients
-from cornstarch.pipeline.greedy_decoding import generate
+from cornstarch.pipeline import stage_program
+from cornstarch.pipeline import stages as stage_assignment
 from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge
-from cornstarch.pipeline.remote_module import RemoteModule
+from cornstarch.pipeline.remote_module import RemoteModule, free_parameters
 from cornstarch.pipeline.runtime import ActionEvent, Finish, Runtime
-from cornstarch.pipeline.split import cut, survey
+from cornstarch.pipeline.split import analyze_model, cut
 from cornstarch.pipeline.stage import StageModule
-from cornstarch.pipeline.stage_program import (
-    Call,
-    EncoderProgram,
-    Inputs,
-    LanguageProgram,
-    ModelProgram,
-    StageProgram,
-    copy_with_shared_parameters,
-    drop_remote_parameters,
-    move_to_device,
-    register_stage_parameters,
-    split_encoder_inputs,
-)
-from cornstarch.pipeline.stages import StageAssignment, StageGroups
-from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.pipeline.tied_weights import TiedParameter, find_tied_parameters, set_original_names, sum_tied_gradients
+from cornstarch.pipeline.stage_program import Call, Inputs, LanguageProgram, StageProgram
+from cornstarch.pipeline.stages import StageAssignment, StageGroups, TiedParameter
 from cornstarch.plan.plan import LANGUAGE_MODEL, DataPlan
-from cornstarch.plan.stages import places_of
-from cornstarch.schedule.actions import Schedule
 from cornstarch.schedule.policies import make_schedule
+
+_GENERATE_OPTIONS = {"max_new_tokens", "eos_token_id", "pad_token_id", "do_sample"}
+_MAX_NEW_TOKENS = 20  # the default of transformers
 
 
 class Pipeline:
@@ -84,8 +72,6 @@ class Pipeline:
         self.events: list[ActionEvent] = []
         """What this process did in the last step, and when."""
 
-    # -------------------------------------------------------------------------------------------- building it
-
     def split(self, prepare_copy: Callable[[nn.Module], None]) -> None:
         """Cut the model, in place, to this rank's stages.
 
@@ -101,12 +87,13 @@ class Pipeline:
         else:
             # Several stages of one module: each runs a copy of the model that shares its parameters.
             for number, name in zip(own, modules, strict=True):
-                copy = copy_with_shared_parameters(self.model, self.meshes)
+                copy = stage_program.copy_with_shared_parameters(self.model, self.meshes)
                 prepare_copy(copy)
                 self.programs[number] = self._program(number, copy)
                 self._give_up_modules(copy, {name}, [self.programs[number]])
-            drop_remote_parameters(self.model, self.programs.values())
-        self._check_there()
+            stage_program.drop_remote_parameters(self.model, self.programs.values())
+        if lost := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
+            raise RuntimeError(f"{lost[0]} belongs to this process's stages, but has no weights.")
 
     def shard(self, plan: DataPlan) -> None:
         """Shard the parameters of this rank's stages with FSDP; ddp and zero1 keep them whole."""
@@ -114,25 +101,33 @@ class Pipeline:
             return
         for program in self.programs.values():
             apply_data_parallel(program, self.meshes.data, plan)
-        register_stage_parameters(self.model, self.programs.values())
+        stage_program.register_stage_parameters(self.model, self.programs.values())
 
     def connect(self) -> None:
         """Open what stages share: tied weights, and the edges along which activations and gradients travel."""
-        tied = self._tied_names()
+        # This rank's parameters that several stages have, by the name that the whole model has for them.
+        tied: dict[str, nn.Parameter] = {}
+        for number, program in self.programs.items():
+            module, part, prefix = self.graph.nodes[number].module, program.part, ""
+            if isinstance(self.model, MultimodalModel):
+                prefix = "language_model." if self._stages.is_last(module) else f"{module}_encoder."
+            if isinstance(part, StageModule):
+                tied |= {f"{prefix}{name}": part.model.get_parameter(own) for own, name in part.tied.items()}
         own = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        set_original_names(self.model, {own[id(parameter)]: name for name, parameter in tied.items()})
-        self._ties = find_tied_parameters(tied, self.layout)
+        originals = {own[id(parameter)]: name for name, parameter in tied.items()}
+        stage_assignment.set_original_names(self.model, originals)
+        self._ties = stage_assignment.find_tied_parameters(tied, self.layout)
         self.channel.other_groups += [tie.group for tie in self._ties]
         self.channel.other_groups += [self.data_group] if self.meshes.data.size() > 1 else []
-        self.edges = self._make_edges(self._stages.ranks)
+        for number, (source, target) in enumerate(self.graph.edges):
+            a, b = self.graph.nodes[source], self.graph.nodes[target]
+            if a.place != b.place and self.place in (a.place, b.place):
+                ranks = self._stages.ranks
+                route = Route.between(ranks[a.place], ranks[b.place], a.module == b.module)
+                edge = StageEdge.for_rank(distributed.rank(), route, self.channel, number, str(a))
+                self.edges[source, target] = edge
         if isinstance(self.model, MultimodalModel):
-            self.model.set_generate_function(partial(generate, self))
-
-    def _check_there(self) -> None:
-        """Make sure that nothing was given up that a stage here has."""
-        lost = [name for name, parameter in self.model.named_parameters() if parameter.is_meta]
-        if lost:
-            raise RuntimeError(f"{lost[0]} belongs to this process's stages, but has no weights.")
+            self.model.set_generate_function(partial(_generate, self))
 
     def _program(self, number: int, model: nn.Module) -> StageProgram:
         node = self.graph.nodes[number]
@@ -143,13 +138,18 @@ class Pipeline:
             assert program is not None
             return program.run(model, inputs)
 
-        part: StageModule | None = None if template is None else cut(module, template, node.index, call=call)
-        if part is not None and has_sharded_tokens(module):
-            set_expected_layers(module, _own_layers(module, template, node.index))
+        part: StageModule | None = None
+        if template is not None:
+            part = cut(module, template, node.index, call=call)
+            if has_sharded_tokens(module):
+                known = analyze_model(module)
+                starts = [*template.starts(module, known), len(known.layers)]
+                layers = min(starts[node.index + 1], len(known.layers)) - starts[node.index]
+                set_expected_layers(module, max(0, layers))
         if not isinstance(model, MultimodalModel):
-            program = ModelProgram(model, part or _whole_part(model, call))
+            program = stage_program.ModelProgram(model, part)
         elif not self._stages.is_last(node.module):
-            program = EncoderProgram(model, node.module, part)
+            program = stage_program.EncoderProgram(model, node.module, part)
         else:
             sources = {s: self.graph.nodes[s].module for s in self.graph.predecessors(number)}
             runs_encoders = node.index == 0 and bool(self._stages.inside())
@@ -158,41 +158,20 @@ class Pipeline:
         return program
 
     def _give_up_modules(self, model: nn.Module, own: set[str], programs: Iterable[StageProgram]) -> None:
-        """Let nothing be left of the modules whose stages are all elsewhere."""
+        """Replace the modules whose stages are all elsewhere."""
+
+        def replace(module: nn.Module, name: str) -> RemoteModule:
+            free_parameters(module)
+            return RemoteModule(module, name, lambda: self.device)
+
         if not isinstance(model, MultimodalModel):
             return
         runs_encoders = any(isinstance(one, LanguageProgram) and one.runs_encoders for one in programs)
         for name, encoder in model.encoders.items():
             if name not in own and not runs_encoders:
-                setattr(model, f"{name}_encoder", RemoteModule(encoder, f"{name}_encoder", lambda: self.device))
+                setattr(model, f"{name}_encoder", replace(encoder, f"{name}_encoder"))
         if not any(map(self._stages.is_last, own)):
-            model.language_model = RemoteModule(model.language_model, LANGUAGE_MODEL, lambda: self.device)
-
-    # -------------------------------------------------------------------------------------------- what stages share
-
-    def _tied_names(self) -> dict[str, nn.Parameter]:
-        """Return this process's parameters that several stages have, by the name that the whole model has for them."""
-        found: dict[str, nn.Parameter] = {}
-        for number, program in self.programs.items():
-            prefix, part = self._prefix(self.graph.nodes[number].module), program.part
-            if isinstance(part, StageModule):
-                found |= {f"{prefix}{name}": part.model.get_parameter(own) for own, name in part.tied.items()}
-        return found
-
-    def _prefix(self, module: str) -> str:
-        """Return what stands before the names of a module's parameters in the whole model."""
-        if not isinstance(self.model, MultimodalModel):
-            return ""
-        return "language_model." if self._stages.is_last(module) else f"{module}_encoder."
-
-    def _make_edges(self, ranks: Sequence[Any]) -> dict[tuple[int, int], StageEdge]:
-        edges: dict[tuple[int, int], StageEdge] = {}
-        for number, (source, target) in enumerate(self.graph.edges):
-            a, b = self.graph.nodes[source], self.graph.nodes[target]
-            if a.place != b.place and self.place in (a.place, b.place):
-                route = Route.between(ranks[a.place], ranks[b.place], a.module == b.module)
-                edges[source, target] = StageEdge.for_rank(distributed.rank(), route, self.channel, number, str(a))
-        return edges
+            model.language_model = replace(model.language_model, LANGUAGE_MODEL)
 
     # -------------------------------------------------------------------------------------------- running it
 
@@ -229,7 +208,7 @@ class Pipeline:
 
     def move_batch(self, inputs: Inputs) -> dict[str, Any]:
         """Return inputs with their tensors on this process's device."""
-        return move_to_device(inputs, self.device)
+        return stage_program.move_to_device(inputs, self.device)
 
     def train(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         """Do forward and backward of all microbatches, and bring gradients together.
@@ -252,10 +231,10 @@ class Pipeline:
 
         What is sharded is brought together with the last backward pass, by FSDP.
         """
-        with sum_tied_gradients(self._ties):
+        with stage_assignment.sum_tied_gradients(self._ties):
             yield
             if self.layout.plan.data.kind in ("ddp", "zero1") and self.meshes.data.size() > 1:
-                average_gradients(self.own_parameters(), self.data_group, self.layout.plan.data.bucket_mb)
+                average_gradients(list(self.model.parameters()), self.data_group, self.layout.plan.data.bucket_mb)
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         """Do forward alone."""
@@ -263,7 +242,12 @@ class Pipeline:
 
     def _runtime(self, microbatches: int) -> Runtime:
         if microbatches not in self._runtimes:
-            schedule = self._schedule(microbatches)
+            try:
+                schedule = make_schedule(self.graph, microbatches, self.layout.plan.schedule)
+            except ConfigError:
+                if microbatches == self.microbatches:
+                    raise
+                schedule = make_schedule(self.graph, microbatches, "1f1b")  # the last step of an epoch may have fewer
             self._runtimes[microbatches] = Runtime(
                 schedule,
                 self.place,
@@ -272,19 +256,11 @@ class Pipeline:
                 self.channel,
                 self._takes_part,
                 self._before_backward,
-                self._by_value(),
+                self._list_inputs_by_value(),
             )
         return self._runtimes[microbatches]
 
-    def _schedule(self, microbatches: int) -> Schedule:
-        try:
-            return make_schedule(self.graph, microbatches, self.layout.plan.schedule)
-        except ConfigError:
-            if microbatches == self.microbatches:
-                raise
-            return make_schedule(self.graph, microbatches, "1f1b")  # the last step of an epoch may have fewer
-
-    def _by_value(self) -> tuple[str, ...]:
+    def _list_inputs_by_value(self) -> tuple[str, ...]:
         """Return the inputs that decide how many tokens a rank has, where tokens are dealt out by their work."""
         plans = self.layout.plan.modules.values()
         if not any(plan.cp > 1 and plan.cp_distribution in ("auto", "makespan_min") for plan in plans):
@@ -298,7 +274,9 @@ class Pipeline:
         name = self.graph.nodes[stage].module
         if not isinstance(self.model, MultimodalModel) or self._stages.is_last(name):
             return True
-        return self.model.stand_in(name, self.device) is not None or name in split_encoder_inputs(self.model, inputs)
+        return self.model.stand_in(name, self.device) is not None or name in stage_program.split_encoder_inputs(
+            self.model, inputs
+        )
 
     def _before_backward(self, stage: int, is_last: bool) -> None:
         program = self.programs[stage]
@@ -306,16 +284,10 @@ class Pipeline:
             program.set_is_last_backward(is_last)
             program.set_requires_gradient_sync(is_last)
 
-    # -------------------------------------------------------------------------------------------- what is here
-
     @property
     def data_group(self) -> dist.ProcessGroup:
         """The processes that hold the same parameters."""
         return self.meshes.data.get_group()
-
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of this process's stages."""
-        return list(self.model.parameters())
 
     def copies(self) -> list[nn.Parameter]:
         """Return the parameters that an earlier stage has, too: they count there."""
@@ -323,27 +295,69 @@ class Pipeline:
 
     @property
     def holders(self) -> int:
-        """So many processes work on the same stages, in all replicas."""
+        """The number of processes that work on the same stages, in all replicas."""
         return self.meshes.data.size() * (1 if self.meshes.tensor is None else self.meshes.tensor.size())
 
     @property
     def rank_with_loss(self) -> int:
         """The first rank of the last stage, in this process's replica."""
-        return int(places_of(self.layout, self.place_of_rank.dp)[self.graph.nodes[self.graph.sink].place].flat[0])
+        return int(self._stages.ranks[self.graph.nodes[self.graph.sink].place].flat[0])
 
     def close(self) -> None:
         """Cut the lines to the other stages."""
         self.channel.close()
 
 
-def _own_layers(module: nn.Module, template: PipelineTemplate | None, stage: int) -> int:
-    """Return how many layers a stage has."""
-    assert template is not None
-    known = survey(module)
-    starts = [*template.starts(module, known), len(known.layers)]
-    return max(0, min(starts[stage + 1], len(known.layers)) - starts[stage])
+# ---------------------------------------------------------------------------------------------------- greedy decoding
 
 
-def _whole_part(model: nn.Module, call: Callable[[nn.Module, Inputs], Any]) -> Any:
-    """Return what runs a model that is all on one stage."""
-    return lambda inputs, received: call(model, inputs)
+@torch.no_grad()
+def _generate(pipeline: Pipeline, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Continue left-padded prompts with the most likely tokens; the result includes the prompts.
+
+    All processes of a replica must call it, and all get the result. There is no KV cache: each token costs a forward
+    pass of the whole sequence. To generate much, load a checkpoint in one process, or export it.
+    """
+    batch = {name: value for name, value in options.items() if isinstance(value, Tensor | dict)}
+    settings = {name: value for name, value in options.items() if name not in batch and value is not None}
+    unknown = sorted(settings.keys() - _GENERATE_OPTIONS)
+    if unknown or settings.get("do_sample"):
+        raise ConfigError(
+            f"generate({(unknown or ['do_sample'])[0]}=…): a model that is cut into stages only takes the likeliest "
+            "token. Load a checkpoint in one process to generate otherwise."
+        )
+    eos = settings.get("eos_token_id")
+    ends = [] if eos is None else [int(one) for one in (eos if isinstance(eos, list | tuple) else [eos])]
+    padding = settings.get("pad_token_id", min(ends, default=0))
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    prompt = input_ids.shape[1]
+    for _ in range(settings.get("max_new_tokens", _MAX_NEW_TOKENS)):
+        inputs = {"input_ids": input_ids, "attention_mask": mask, **batch}
+        new = _compute_next_token(pipeline, inputs, prompt).to(input_ids.device)
+        new = torch.where(ended, torch.full_like(new, padding), new)
+        input_ids = torch.cat([input_ids, new[:, None]], 1)
+        mask = torch.cat([mask, (~ended).to(mask)[:, None]], 1)
+        for end in ends:
+            ended |= new == end
+        if bool(ended.all()):
+            break
+    return input_ids
+
+
+def _compute_next_token(pipeline: Pipeline, inputs: Inputs, prompt: int) -> Tensor:
+    """Return the most likely next token of each row, on every process; the first `prompt` tokens were given."""
+    found = torch.zeros(len(inputs["input_ids"]), dtype=torch.int64, device=pipeline.device)
+
+    def finish(_: int, logits: Tensor) -> None:
+        found.copy_(logits.argmax(-1))
+
+    with ExitStack() as stack:
+        call = pipeline.use_call(lambda model, given: model(**pipeline.move_batch(given)).logits[:, -1])
+        stack.enter_context(call)
+        for program in pipeline.programs.values():
+            if isinstance(program.model, MultimodalModel):
+                stack.enter_context(program.model.use_prompt_length(prompt))
+        pipeline.forward([inputs], finish)
+    dist.broadcast(found, pipeline.rank_with_loss, group=pipeline.channel.group)
+    return found

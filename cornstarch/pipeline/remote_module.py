@@ -8,7 +8,7 @@ is read by several stages is recorded where it runs, and replayed on the stages 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor.sequence import CALLED
 from cornstarch.parallel.tensor.vocabulary import VocabularyEmbedding
+from cornstarch.pipeline.model_analysis import ModelAnalysis
 from cornstarch.trees import leaves, map_tensors, tensors_in
 
-ENTRY = "the input of the first layer"
-CallResults = dict[str, list[Any]]
-"""By the name of a layer or another module: the results of its calls."""
+_ENTRY = "the input of the first layer"
+_CallResults = dict[str, list[Any]]  # by the name of a layer or another module: the results of its calls
 
 
 class StageDone(Exception):
@@ -43,43 +43,32 @@ class StageForward:
     layers of any microbatch.
     """
 
-    def __init__(
-        self,
-        start: int,
-        end: int | None,
-        layers: Sequence[str],
-        last_reader: Mapping[str, int],
-        modified: frozenset[str],
-        follows_embeddings: bool = False,
-    ) -> None:
-        self.start, self.end = start, end  # segments; no end on the last stage
-        self.is_first = start == 0 and not follows_embeddings  # a stage behind embeddings begins with segment 0, too
+    def __init__(self, analysis: ModelAnalysis, start: int, end: int | None, is_first: bool) -> None:
+        self.start, self.end, self.is_first = start, end, is_first  # segments; no end on the last stage
+        self._last_reader, self._modified = analysis.last_reader, analysis.modified
+        self._last_remote_layer = analysis.layers[start - 1] if start else ""
         self.segment = 0
-        self.is_open = False
-        self._last_reader, self._modified = last_reader, modified
-        self._last_remote_layer = layers[start - 1] if start else ""
         self._reset()
 
     def _reset(self) -> None:
         self.is_open = False
-        self._received: CallResults = {}
-        self._recorded: CallResults = {}
-        self._precisions: dict[str, str] = {}
+        self.received: _CallResults = {}
+        self._recorded: _CallResults = {}
+        self.precisions: dict[str, str] = {}  # by module, the dtype of its result on the stage that owns it
         self._replayed: dict[str, int] = {}
         self._unread: Any = None
 
     @contextmanager
     def open(self, received: Mapping[str, Any] | None) -> Iterator[None]:
-        """Record and replay during one forward."""
         assert not self.is_open, "a stage runs one microbatch at a time"
         if (received is None) != self.is_first:
             raise ConfigError(
                 "The first stage receives nothing; every other stage receives what the one before it returned."
             )
         if received is not None:
-            self._received, self._precisions = dict(received["results"]), dict(received["precisions"])
+            self.received, self.precisions = dict(received["results"]), dict(received["precisions"])
         # Results that later stages read are passed on, whether or not this stage reads them.
-        self._recorded = {name: list(one) for name, one in self._received.items() if self._is_read_later(name)}
+        self._recorded = {name: list(one) for name, one in self.received.items() if self._is_read_later(name)}
         self.segment, self.is_open = 0, True
         try:
             yield
@@ -94,7 +83,6 @@ class StageForward:
 
     @property
     def has_started(self) -> bool:
-        """Whether the forward has reached the segments of this stage."""
         return self.segment >= self.start
 
     def record(self, name: str, result: Any) -> None:
@@ -103,18 +91,14 @@ class StageForward:
             return
         if self._is_read_later(name):
             self._recorded.setdefault(name, []).append(self._copy_if_modified(name, result))
-        elif name not in self._precisions and (dtypes := _get_float_dtypes(result)):
-            self._precisions[name] = str(dtypes[0]).removeprefix("torch.")
-
-    def has(self, name: str) -> bool:
-        """Return whether results of a module were received."""
-        return name in self._received
+        elif name not in self.precisions and (dtypes := _get_float_dtypes(result)):
+            self.precisions[name] = str(dtypes[0]).removeprefix("torch.")
 
     def replay(self, name: str) -> Any:
         """Return the result of the next call of a module on the stage that owns it."""
         number = self._replayed.get(name, 0)
         self._replayed[name] = number + 1
-        results = self._received.get(name, [])
+        results = self.received.get(name, [])
         if number >= len(results):
             raise ConfigError(f"{name} is called more often on this stage than on the one that owns it.")
         return self._copy_if_modified(name, results[number])
@@ -122,27 +106,23 @@ class StageForward:
     def get_unread_result(self) -> Any:
         """Return a layer's result filled with NaN, for a layer whose result nobody reads here."""
         if self._unread is None:
-            self._unread = map_tensors(_nan_like, self._received[self._last_remote_layer][0])
+            layer = self.received[self._last_remote_layer][0]
+            with torch.no_grad():
+                self._unread = map_tensors(
+                    lambda one: torch.full_like(one, torch.nan if one.is_floating_point() else 0, requires_grad=False),
+                    layer,
+                )
         return self._unread
-
-    def get_precision(self, name: str) -> torch.dtype | None:
-        """Return the dtype of a module's result on the stage that owns it."""
-        return getattr(torch, self._precisions[name]) if name in self._precisions else None
 
     def finish(self, entry: Tensor | None = None) -> StageDone:
         """Return the exception that ends the forward; `entry` is the input of the first layer, behind embeddings."""
         if entry is not None:
-            self._recorded[ENTRY] = [entry]
-        return StageDone({"results": dict(self._recorded), "precisions": dict(self._precisions)})
+            self._recorded[_ENTRY] = [entry]
+        return StageDone({"results": dict(self._recorded), "precisions": dict(self.precisions)})
 
 
 def _get_float_dtypes(result: Any) -> list[torch.dtype]:
     return [tensor.dtype for tensor in tensors_in(result) if tensor.is_floating_point()]
-
-
-def _nan_like(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else 0, requires_grad=False)
 
 
 # ---------------------------------------------------------------------------------------------------- placeholders
@@ -151,15 +131,14 @@ def _nan_like(tensor: Tensor) -> Tensor:
 class RemoteModule(nn.Module):
     """Placeholder for a module that another stage owns: it has no parameters, but its attributes can be read.
 
-    `device` returns the device on which the stage computes, which is known only when the weights are loaded.
+    `device` returns the device on which the stage computes, which is known only when the weights are loaded. `state` is
+    what subclasses need.
     """
 
-    def __init__(self, original: nn.Module, name: str, device: Callable[[], torch.device], frees: bool = True) -> None:
+    def __init__(self, original: nn.Module, name: str, device: Callable[[], torch.device], **state: Any) -> None:
         super().__init__()
-        if frees:
-            free_parameters(original)
         # Not a child module: the original must not show up in parameters, state dicts or FSDP units.
-        self.__dict__.update(original=original, name=name, device_of_stage=device)
+        self.__dict__.update(original=original, name=name, device_of_stage=device, **state)
         self.training = original.training
 
     def __getattr__(self, name: str) -> Any:
@@ -172,47 +151,31 @@ class RemoteModule(nn.Module):
         if isinstance(value, torch.device) and value.type == "meta":
             return self.device_of_stage()
         if isinstance(value, nn.Module):
-            return RemoteModule(value, f"{self.name}.{name}", self.device_of_stage, frees=False)
+            return RemoteModule(value, f"{self.name}.{name}", self.device_of_stage)
         return value
 
     def extra_repr(self) -> str:
         return type(self.__dict__["original"]).__name__
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise: a module of a later stage is never called."""
         raise ConfigError(
             f"{self.name} was called, but belongs to another stage. Were layers left out (layerdrop), or was the "
             "stage called in another way than by StageModule?"
         )
 
 
-class _Placeholder(RemoteModule):
-    """A remote module that is called during the forward of a stage."""
-
-    def __init__(
-        self, original: nn.Module, name: str, device: Callable[[], torch.device], stage_forward: StageForward
-    ) -> None:
-        super().__init__(original, name, device, frees=False)
-        self.__dict__["stage_forward"] = stage_forward
-
-
-class StageExit(_Placeholder):
+class StageExit(RemoteModule):
     """Placeholder for the first layer on a stage of embeddings only: calling it ends the forward."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Send the input of the layer to the next stage."""
         entry = next((value for value in (*inputs, *options.values()) if _is_activation(value)), None)
         if entry is None:
             raise ConfigError(f"{self.name} is called without activations: a stage needs a layer here.")
         raise self.stage_forward.finish(entry)
 
 
-class LayerPlaceholder(_Placeholder):
+class LayerPlaceholder(RemoteModule):
     """Placeholder for a layer of an earlier stage."""
-
-    def __init__(self, original: nn.Module, name: str, *rest: Any, number: int) -> None:
-        super().__init__(original, name, *rest)
-        self.__dict__["number"] = number
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the layer's result on its stage; the same filled with NaN if nobody reads it here."""
@@ -220,38 +183,32 @@ class LayerPlaceholder(_Placeholder):
         if (called := self.original.__dict__.get(CALLED)) is not None:
             called(*inputs, **options)
         forward.segment = self.number + 1
-        return forward.replay(self.name) if forward.has(self.name) else forward.get_unread_result()
+        return forward.replay(self.name) if self.name in forward.received else forward.get_unread_result()
 
 
-class ReplayedModule(_Placeholder):
+class ReplayedModule(RemoteModule):
     """Placeholder for a module of an earlier stage whose results are also read here."""
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Return the module's result on its stage."""
         return self.stage_forward.replay(self.name)
 
 
-class ShapePlaceholder(_Placeholder):
+class ShapePlaceholder(RemoteModule):
     """Placeholder for a module of an earlier stage whose results nobody reads here: only their shapes matter."""
 
     _MAX_SHAPES = 64
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.__dict__["known_shapes"] = {}
-
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return the right shapes, filled with NaN."""
         device = next((tensor.device for tensor in tensors_in((inputs, options))), self.device_of_stage())
         shapes = self._infer_shapes(inputs, options, device)
         # Autocast applies on the stage that owns the module, so its dtype is the one that was recorded there.
         own = next(iter(_get_float_dtypes(shapes)), None)
-        recorded = self.stage_forward.get_precision(self.name)
+        recorded = self.stage_forward.precisions.get(self.name)
 
         def fill(shape: Tensor) -> Tensor:
             if not shape.is_floating_point():
                 return torch.zeros(shape.shape, dtype=shape.dtype, device=device)
-            dtype = recorded if recorded is not None and shape.dtype == own else shape.dtype
+            dtype = getattr(torch, recorded) if recorded is not None and shape.dtype == own else shape.dtype
             return torch.full(shape.shape, torch.nan, dtype=dtype, device=device)
 
         return map_tensors(fill, shapes)
@@ -300,14 +257,18 @@ def _get_shape_key(value: Any) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def replace_parameters(modules: Iterable[nn.Module], replace: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
+    """Replace the parameters that these modules have themselves."""
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replace(parameter)
+
+
 def free_parameters(module: nn.Module, kept: Collection[int] = ()) -> None:
     """Move a module's parameters to the meta device, except for submodules whose `id` is in `kept`. Buffers stay."""
-    for part in module.modules():
-        if id(part) in kept:
-            continue
-        for name, parameter in list(part._parameters.items()):
-            if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    freed = (part for part in module.modules() if id(part) not in kept)
+    replace_parameters(freed, lambda one: nn.Parameter(one.detach().to("meta"), requires_grad=False))
 
 
 # ---------------------------------------------------------------------------------------------------- own modules
@@ -319,7 +280,7 @@ def record_calls(module: nn.Module, name: str, forward: StageForward) -> None:
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         if not forward.is_open:
             return None
-        if not forward.has_started and forward.has(name):
+        if not forward.has_started and name in forward.received:
             return forward.replay(name)
         forward.record(name, output)
         return None
@@ -335,13 +296,13 @@ def replace_input(layer: nn.Module, forward: StageForward) -> None:
         if forward.is_open:
             place = next((number for number, value in enumerate(inputs) if _is_activation(value)), None)
             if place is not None:
-                inputs = (*inputs[:place], forward.replay(ENTRY), *inputs[place + 1 :])
+                inputs = (*inputs[:place], forward.replay(_ENTRY), *inputs[place + 1 :])
             else:
                 name = next(name for name, value in options.items() if _is_activation(value))
-                options = {**options, name: forward.replay(ENTRY)}
+                options = {**options, name: forward.replay(_ENTRY)}
         return original_call(self, *inputs, **options)
 
-    _override_call(layer, call)
+    override_class(layer, __call__=call)  # not a hook: hooks run inside activation checkpointing, before FSDP's own
 
 
 def record_layer(layer: nn.Module, name: str, forward: StageForward, ends_stage: bool) -> None:
@@ -356,14 +317,14 @@ def record_layer(layer: nn.Module, name: str, forward: StageForward, ends_stage:
                 raise forward.finish()
         return output
 
-    _override_call(layer, call)
+    override_class(layer, __call__=call)  # not a hook: hooks run inside activation checkpointing, before FSDP's own
 
 
-def _override_call(layer: nn.Module, call: Callable[..., Any]) -> None:
-    # A subclass, not a hook: hooks run inside activation checkpointing, and before FSDP's own hooks.
-    kind = type(layer)
+def override_class(module: nn.Module, **attributes: Any) -> None:
+    """Give a module attributes of its class that differ from those of other modules of that class."""
+    kind = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    layer.__class__ = type(kind.__name__, (kind,), {**names, "__call__": call})
+    module.__class__ = type(kind.__name__, (kind,), {**names, **attributes})
 
 
 def _is_activation(value: Any) -> bool:

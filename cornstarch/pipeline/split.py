@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,21 +25,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.twin import add_noise, build_twin_config
-from cornstarch.pipeline.dataflow import trace_dataflow
-from cornstarch.pipeline.example_inputs import find_working_inputs, guess_inputs
+from cornstarch.pipeline.example_inputs import guess_inputs
 from cornstarch.pipeline.message import flatten_payload, unflatten_payload
-from cornstarch.pipeline.model_analysis import ModelAnalysis, find_wrapped_model, get_class_name
+from cornstarch.pipeline.model_analysis import ModelAnalysis, count_parameters, find_wrapped_model, trace_dataflow
 from cornstarch.pipeline.remote_module import RemoteModule
 from cornstarch.pipeline.stage import (
     Call,
     FunctionLayer,
     SequentialStage,
     StageModule,
-    add_wrapper_names,
     build_sequential_stage,
     build_stage,
     call_with_names,
-)
+)  # fmt: skip
 from cornstarch.trees import differentiable
 
 if TYPE_CHECKING:
@@ -47,6 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["analyze_model", "check_embedding_stage", "copy_analysis", "cut", "sequential_stages", "survey"]
 
+T = TypeVar("T")
+R = TypeVar("R")
 MakeInputs = Callable[[nn.Module], Mapping[str, Any]]
 Gradients = dict[str, Tensor | None]
 
@@ -134,19 +134,22 @@ def analyze_model(model: nn.Module, make_inputs: MakeInputs | None = None) -> Mo
     inner = wrapped.inner
     if isinstance(inner, nn.Sequential):
         names = tuple(inner._modules)  # not `named_children`, which leaves out a layer that occurs twice
-        return add_wrapper_names(ModelAnalysis(get_class_name(inner), names, {}, {}), wrapped)
+        return wrapped.add_outer_names(ModelAnalysis(wrapped.class_name, names, {}, {}))
+    cache: MutableMapping[Any, ModelAnalysis | UnsupportedModelError] = _module_analyses
+    key: Any = inner
     if isinstance(inner, PreTrainedModel):
-        key = _get_cache_key(inner, make_inputs)
-        if key not in _analyses:
-            _analyses[key] = _analyze_or_refuse(inner, make_inputs)
-        found = _analyses[key]
-    else:
-        if inner not in _module_analyses:
-            _module_analyses[inner] = _analyze_or_refuse(inner, make_inputs)
-        found = _module_analyses[inner]
+        cache, key = _analyses, _get_cache_key(inner, make_inputs)
+    if key not in cache:
+        try:
+            cache[key] = _analyze(inner, make_inputs)
+        except UnsupportedModelError as error:
+            name, reason = type(inner).__name__, str(error).rstrip(".")
+            is_named = reason.startswith(name)
+            cache[key] = error if is_named else UnsupportedModelError(f"{name} cannot be cut into stages: {reason}.")
+    found = cache[key]
     if isinstance(found, UnsupportedModelError):
         raise UnsupportedModelError(str(found))
-    return add_wrapper_names(found, wrapped)
+    return wrapped.add_outer_names(found)
 
 
 survey = analyze_model  # the published name
@@ -164,54 +167,59 @@ def _get_cache_key(inner: PreTrainedModel, make_inputs: MakeInputs | None) -> tu
     return (type(inner), repr(sorted(options.items())), make_inputs)
 
 
-def _analyze_or_refuse(inner: nn.Module, make_inputs: MakeInputs | None) -> ModelAnalysis | UnsupportedModelError:
-    try:
-        return _analyze(inner, make_inputs)
-    except UnsupportedModelError as error:
-        name = type(inner).__name__
-        reason = str(error).rstrip(".")
-        if reason.startswith(name):
-            return error
-        return UnsupportedModelError(f"{name} cannot be cut into stages: {reason}.")
-
-
-def _analyze(inner: nn.Module, make_inputs: MakeInputs | None) -> ModelAnalysis:
+def _use_first_twin(inner: nn.Module, prepare: Callable[[nn.Module], T], verify: Callable[[nn.Module, T], R]) -> R:
+    """Call `verify` with the first small copy of a model on which `prepare` works, and with what it returned."""
     first_error: Exception | None = None
     for build_twin in _list_twin_builders(inner):
         with _use_cpu_float32():
             try:
                 twin = build_twin()
-                traced = copy.deepcopy(twin)
-                batch = _get_batch(traced, make_inputs)
-                found = trace_dataflow(traced, lambda traced=traced, batch=batch: traced(**batch))  # type: ignore[misc]
-                _check_same_modules(inner, twin, found)
+                prepared = prepare(twin)
             except UnsupportedModelError:
                 raise
             except Exception as error:  # configs and forwards raise errors of every kind
                 first_error = first_error or error
                 continue
-            return _verify_analysis(twin, batch, found)
+            return verify(twin, prepared)
     reason = f"no small copy of it runs ({type(first_error).__name__}: {first_error})"
     raise UnsupportedModelError(reason) from first_error
 
 
-def _get_batch(twin: nn.Module, make_inputs: MakeInputs | None) -> dict[str, Any]:
-    if make_inputs is not None:
-        return find_working_inputs(twin, iter([dict(make_inputs(twin))]), call_with_names)
-    if not isinstance(twin, PreTrainedModel):
-        raise UnsupportedModelError("it is no transformers model: say what it is run on (make_inputs)")
-    return find_working_inputs(twin, guess_inputs(twin), call_with_names)
-
-
-def _check_same_modules(inner: nn.Module, twin: nn.Module, found: ModelAnalysis) -> None:
-    """Refuse a twin whose layers or side modules are not those of the model."""
+def _analyze(inner: nn.Module, make_inputs: MakeInputs | None) -> ModelAnalysis:
     modules = dict(inner.named_modules())
-    for name in (*found.layers, *found.side_modules):
-        parent = name.rpartition(".")[0]
-        around = twin.get_submodule(parent)
-        is_list = isinstance(around, nn.ModuleList | nn.Sequential)
-        if name not in modules or (is_list and list(around._modules) != list(modules[parent]._modules)):
-            raise ValueError(f"{name} is not the same in a small copy that is made from the config")
+
+    def trace(twin: nn.Module) -> tuple[dict[str, Any], ModelAnalysis]:
+        traced = copy.deepcopy(twin)
+        batch = _get_batch(traced, make_inputs)
+        found = trace_dataflow(traced, lambda: traced(**batch))
+        for name in (*found.layers, *found.side_modules):  # they must be those of the model
+            parent = name.rpartition(".")[0]
+            around = twin.get_submodule(parent)
+            is_list = isinstance(around, nn.ModuleList | nn.Sequential)
+            if name not in modules or (is_list and list(around._modules) != list(modules[parent]._modules)):
+                raise ValueError(f"{name} is not the same in a small copy that is made from the config")
+        return batch, found
+
+    return _use_first_twin(inner, trace, lambda twin, traced: _verify_analysis(twin, *traced))
+
+
+def _get_batch(twin: nn.Module, make_inputs: MakeInputs | None) -> dict[str, Any]:
+    """Return the first batch on which a model runs; raise the first error if there is none."""
+    if make_inputs is not None:
+        batches = iter([dict(make_inputs(twin))])
+    elif isinstance(twin, PreTrainedModel):
+        batches = guess_inputs(twin)
+    else:
+        raise UnsupportedModelError("it is no transformers model: say what it is run on (make_inputs)")
+    first_error: Exception | None = None
+    for batch in batches:
+        try:
+            with torch.no_grad():
+                twin(**batch)
+            return batch
+        except Exception as error:  # models raise errors of every kind
+            first_error = first_error or error
+    raise first_error or ValueError("there is nothing to run it on")
 
 
 # ---------------------------------------------------------------------------------------------------- twins
@@ -219,7 +227,7 @@ def _check_same_modules(inner: nn.Module, twin: nn.Module, found: ModelAnalysis)
 
 def _list_twin_builders(inner: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     """Yield functions that build a small copy, the best first."""
-    is_small = sum(parameter.numel() for parameter in inner.parameters()) <= _MAX_TWIN_PARAMETERS
+    is_small = count_parameters(inner) <= _MAX_TWIN_PARAMETERS
     if isinstance(inner, PreTrainedModel):
         # All layers, but narrow: which layers read which results depends on their number.
         kind, config = type(inner), inner.config
@@ -315,28 +323,18 @@ def check_embedding_stage(inner: nn.Module) -> None:
         raise UnsupportedModelError(f"{type(inner).__name__}: every stage of such a module needs a layer.")
     key = _get_cache_key(inner, None)
     if key not in _embedding_stage_errors:
-        _embedding_stage_errors[key] = _find_embedding_stage_error(inner)
-    if (error := _embedding_stage_errors[key]) is not None:
-        raise UnsupportedModelError(f"{type(inner).__name__} cannot begin with a stage without layers: {error}")
-
-
-def _find_embedding_stage_error(inner: PreTrainedModel) -> str | None:
-    first_error: Exception | None = None
-    for build_twin in _list_twin_builders(inner):
-        with _use_cpu_float32():
-            try:
-                twin = build_twin()
-                found = analyze_model(twin)
-                batch = _get_batch(copy.deepcopy(twin), None)
-            except Exception as error:
-                first_error = first_error or error
-                continue
-            try:
-                verify_split(twin, batch, found, [0, 0, *found.boundaries[:1]])
-            except UnsupportedModelError as error:
-                return str(error)
-            return None
-    return f"no small copy of it runs ({type(first_error).__name__}: {first_error})"
+        try:
+            _use_first_twin(
+                inner,
+                lambda twin: (_get_batch(copy.deepcopy(twin), None), analyze_model(twin)),
+                lambda twin, found: verify_split(twin, *found, [0, 0, *found[1].boundaries[:1]]),
+            )
+        except UnsupportedModelError as error:
+            _embedding_stage_errors[key] = str(error)
+        else:
+            _embedding_stage_errors[key] = None
+    if (reason := _embedding_stage_errors[key]) is not None:
+        raise UnsupportedModelError(f"{type(inner).__name__} cannot begin with a stage without layers: {reason}")
 
 
 def verify_split(
@@ -386,12 +384,7 @@ def run_staged(stages: Sequence[StageModule], inputs: Mapping[str, Any]) -> Grad
         pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if s.requires_grad and a.grad is not None]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-    return {"loss": loss.detach(), **sum_gradients(stages)}
-
-
-def sum_gradients(stages: Sequence[StageModule]) -> Gradients:
-    """Return the gradients of all stages by the names of the whole model."""
-    total: Gradients = {}
+    total: Gradients = {"loss": loss.detach()}
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
             listed = stage.tied.get(name, name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,21 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cornstarch.errors import ConfigError
+from cornstarch.pipeline import remote_module
 from cornstarch.pipeline.message import Payload
-from cornstarch.pipeline.model_analysis import ModelAnalysis, SideModule, WrappedModel, has_parameters
-from cornstarch.pipeline.remote_module import (
-    LayerPlaceholder,
-    RemoteModule,
-    ReplayedModule,
-    ShapePlaceholder,
-    StageDone,
-    StageExit,
-    StageForward,
-    free_parameters,
-    record_calls,
-    record_layer,
-    replace_input,
-)
+from cornstarch.pipeline.model_analysis import ModelAnalysis, has_parameters
+from cornstarch.pipeline.remote_module import RemoteModule, StageDone, StageForward
 from cornstarch.trees import map_tensors
 
 Call = Callable[[nn.Module, Mapping[str, Any]], Any]
@@ -37,7 +24,6 @@ _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits
 
 
 def call_with_names(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """Run a model on a batch of named inputs."""
     return model(**inputs)
 
 
@@ -85,67 +71,32 @@ class StageModule(nn.Module):
 # ---------------------------------------------------------------------------------------------------- which stage
 
 
-@dataclass(frozen=True)
-class StageRanges:
-    """The stages of a model, as ranges of segments."""
-
-    starts: tuple[int, ...]
-    """The first segment of each stage."""
-    layers: int
-
-    def segments(self, stage: int) -> range:
-        """Return the segments of a stage; none, if it has embeddings only."""
-        ends = (*self.starts[1:], self.layers + 1)
-        return range(self.starts[stage], ends[stage])
-
-    @property
-    def has_embedding_stage(self) -> bool:
-        """Whether the first stage has embeddings only."""
-        return self.starts[1:2] == (0,)
-
-    def stages_of_side_module(self, module: SideModule) -> set[int]:
-        """Return the stages that have a module beside the layers."""
-        if not self.has_embedding_stage or module.in_layer or 0 not in module.uses:
-            return self.stages_of(module.uses)
-        later = module.uses - {0}
-        return {0} | (self.stages_of(later) if later else set())
-
-    def stages_of(self, segments: frozenset[int]) -> set[int]:
-        """Return the stages that have one of these segments; all stages, if it is unknown where a module is used."""
-        found = {stage for stage in range(len(self.starts)) if segments & set(self.segments(stage))}
-        return found or set(range(len(self.starts)))
-
-    def stages_by_module(self, analysis: ModelAnalysis) -> dict[str, set[int]]:
-        """Return the stages that have each layer and each side module."""
-        stages = {name: self.stages_of(frozenset({number})) for number, name in enumerate(analysis.layers)}
-        return stages | {name: self.stages_of_side_module(one) for name, one in analysis.side_modules.items()}
+def _list_segments(starts: Sequence[int], layers: int) -> list[range]:
+    """Return the segments of each stage; none, if it has embeddings only."""
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], layers + 1], strict=True)]
 
 
-def add_wrapper_names(analysis: ModelAnalysis, wrapped: WrappedModel) -> ModelAnalysis:
-    """Return an analysis with the names of the outer module, and with the modules around the model."""
-    end, path = len(analysis.layers), wrapped.path
-    side_modules = {name: SideModule(frozenset({0}), True) for name in wrapped.before}
-    side_modules |= {f"{path}{name}": one for name, one in analysis.side_modules.items()}
-    side_modules |= {name: SideModule(frozenset({end}), True) for name in wrapped.after}
-    return replace(
-        analysis,
-        layers=tuple(f"{path}{name}" for name in analysis.layers),
-        side_modules=side_modules,
-        last_reader={f"{path}{name}": last for name, last in analysis.last_reader.items()},
-        modified=frozenset(f"{path}{name}" for name in analysis.modified),
-    )
+def map_modules_to_stages(analysis: ModelAnalysis, starts: Sequence[int]) -> dict[str, set[int]]:
+    """Return the stages that have each layer and each side module; `starts` has the first segment of each stage."""
+    segments = _list_segments(starts, len(analysis.layers))
 
+    def find_stages(uses: frozenset[int]) -> set[int]:
+        found = {stage for stage, own in enumerate(segments) if not uses.isdisjoint(own)}
+        return found or set(range(len(starts)))  # all stages, if it is unknown where a module is used
 
-def get_first_stage(name: str, analysis: ModelAnalysis, starts: Sequence[int]) -> int:
-    """Return the first stage that has a listed module."""
-    if starts[1:2] == [0] and analysis.is_before_layers(name):
-        return 0
-    return bisect_right(starts, analysis.segment_of(name)) - 1
+    stages = {name: find_stages(frozenset({number})) for number, name in enumerate(analysis.layers)}
+    for name, side in analysis.side_modules.items():
+        if not segments[0] and 0 in side.uses and not side.in_layer:  # the first stage has embeddings only
+            later = side.uses - {0}
+            stages[name] = {0} | (find_stages(later) if later else set())
+        else:
+            stages[name] = find_stages(side.uses)
+    return stages
 
 
 def map_parameters_to_stages(model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int]) -> dict[int, set[int]]:
     """Return the stages that have each parameter of a whole model, by the `id` of the parameter."""
-    stages = StageRanges(tuple(starts), len(analysis.layers)).stages_by_module(analysis)
+    stages = map_modules_to_stages(analysis, starts)
     found: dict[int, set[int]] = {}
     for _, parameter, owners in _find_owners(model, stages, set(range(len(starts)))):
         found.setdefault(id(parameter), set()).update(owners)
@@ -188,34 +139,22 @@ def build_stage(
     model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int], stage: int, call: Call = call_with_names
 ) -> StageModule:
     """Turn a model into one of its stages, in place: the parameters of other stages are freed."""
-    ranges = StageRanges(tuple(starts), len(analysis.layers))
-    stages = ranges.stages_by_module(analysis)
+    stages = map_modules_to_stages(analysis, starts)
     tied = find_tied_names(model, stages, stage, set(range(len(starts))))
-    here = ranges.segments(stage)
+    segments = _list_segments(starts, len(analysis.layers))
+    here = segments[stage]
     # A stage of embeddings only also sends the results that are read behind the first layer.
     end = None if stage == len(starts) - 1 else max(1, here.stop)
-    follows_embeddings = ranges.has_embedding_stage and stage == 1
-    forward = StageForward(
-        here.start, end, analysis.layers, analysis.last_reader, analysis.modified, follows_embeddings
-    )
+    forward = StageForward(analysis, here.start, end, is_first=stage == 0)
     if len(starts) > 1:
-        has_embeddings_only = ranges.has_embedding_stage and stage == 0
         own = {name for name, owners in stages.items() if stage in owners}
-        _replace_remote_modules(model, analysis, here, forward, own, has_embeddings_only)
-        _forget_remote_ties(model)
-        _keep_dtype_and_device(model)
-        _refuse_collected_outputs(model)
-        _refuse_other_attention(model)
+        _replace_remote_modules(model, analysis, here, forward, own)
+        _adapt_pretrained_models(model)
     return StageModule(model, forward, tied, call)
 
 
 def _replace_remote_modules(
-    model: nn.Module,
-    analysis: ModelAnalysis,
-    here: range,
-    forward: StageForward,
-    own: set[str],
-    has_embeddings_only: bool,
+    model: nn.Module, analysis: ModelAnalysis, here: range, forward: StageForward, own: set[str]
 ) -> None:
     """Put placeholders where the modules of other stages are, and record the results of the stage's own modules."""
 
@@ -225,35 +164,34 @@ def _replace_remote_modules(
 
     originals = {name: model.get_submodule(name) for name in (*analysis.layers, *analysis.side_modules)}
     placeholders: dict[str, RemoteModule] = {}
+
+    def replace(kind: type[RemoteModule], name: str, **state: Any) -> None:
+        placeholders[name] = kind(originals[name], name, get_device, stage_forward=forward, **state)
+
     for number, name in enumerate(analysis.layers):
-        layer = originals[name]
         if number < here.start:
-            placeholders[name] = LayerPlaceholder(layer, name, get_device, forward, number=number)
+            replace(remote_module.LayerPlaceholder, name, number=number)
         elif number >= here.stop:
-            is_exit = has_embeddings_only and number == 0
-            placeholders[name] = (
-                StageExit(layer, name, get_device, forward)
-                if is_exit
-                else RemoteModule(layer, name, get_device, frees=False)
-            )
+            # On a stage of embeddings only, which has no segment, calling the first layer ends the forward.
+            replace(RemoteModule if number or here else remote_module.StageExit, name)
         else:
             if number == 0 and not forward.is_first:
-                replace_input(layer, forward)
+                remote_module.replace_input(originals[name], forward)
             ends_stage = forward.end == number + 1
             if ends_stage or analysis.last_reader.get(name, 0) > number + 1:
-                record_layer(layer, name, forward, ends_stage)
+                remote_module.record_layer(originals[name], name, forward, ends_stage)
     for name, side in analysis.side_modules.items():
         module = originals[name]
         if name in own:
             if not side.in_layer:
-                record_calls(module, name, forward)
+                remote_module.record_calls(module, name, forward)
         elif min(side.uses) >= here.stop:  # a later stage runs it
             if has_parameters(module):
-                placeholders[name] = RemoteModule(module, name, get_device, frees=False)
+                replace(RemoteModule, name)
         elif analysis.last_reader.get(name, 0) >= max(1, here.start):
-            placeholders[name] = ReplayedModule(module, name, get_device, forward)
+            replace(remote_module.ReplayedModule, name)
         elif has_parameters(module):
-            placeholders[name] = ShapePlaceholder(module, name, get_device, forward)
+            replace(remote_module.ShapePlaceholder, name, known_shapes={})
 
     # By identity: a module may occur under several names.
     by_id = {id(originals[name]): placeholder for name, placeholder in placeholders.items()}
@@ -264,58 +202,41 @@ def _replace_remote_modules(
     # Freed last: a submodule of a replaced module may also be a part of this stage.
     kept = {id(part) for part in model.modules()}
     for name in placeholders:
-        free_parameters(originals[name], kept)
+        remote_module.free_parameters(originals[name], kept)
 
 
-def _forget_remote_ties(model: nn.Module) -> None:
-    """Let transformers tie only parameters that are here: it would put a placeholder's weight into a head."""
-    for part in model.modules():
-        keys = getattr(part, "all_tied_weights_keys", None)
-        if isinstance(part, PreTrainedModel) and keys:
-            here = dict(part.named_parameters(remove_duplicate=False))
-            part.all_tied_weights_keys = {a: b for a, b in keys.items() if a in here and b in here}
+def _adapt_pretrained_models(model: nn.Module) -> None:
+    """Let the transformers models inside a stage do without what other stages own, or refuse what they cannot do."""
 
-
-def _keep_dtype_and_device(model: nn.Module) -> None:
-    """Let models inside the model keep a dtype and a device when they have no parameters left."""
-
-    def get_first() -> Any:
-        return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and not has_parameters(part):
-            kind = type(part)
-            answers = {"dtype": property(lambda _: get_first().dtype), "device": property(lambda _: get_first().device)}
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            part.__class__ = type(kind.__name__, (kind,), {**names, **answers})
-
-
-def _refuse_collected_outputs(model: nn.Module) -> None:
-    """Refuse outputs that would have to be collected from the layers of other stages."""
-
-    def check(module: nn.Module, _: Any, options: dict[str, Any]) -> None:
+    def refuse_collected_outputs(module: nn.Module, _: Any, options: dict[str, Any]) -> None:
         config = getattr(module, "config", None)
         for name in _COLLECTED:
             if options.get(name) or (options.get(name) is None and getattr(config, name, False)):
                 raise ConfigError(f"{name} = True: {type(module).__name__} is cut into stages; no stage has them all.")
 
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def _refuse_other_attention(model: nn.Module) -> None:
-    """Refuse another attention implementation: its masks are verified by running the model, and a stage cannot run."""
-
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse_attention(*_: Any, **__: Any) -> None:
         raise ConfigError(
             "it was cut into stages before. Choose its attention (attend_through_masks, for packed documents and spans "
             "that see both ways) before it is cut"
         )
 
+    def get_first() -> Any:
+        return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+
     for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part.set_attn_implementation = refuse  # type: ignore[method-assign]
+        if not isinstance(part, PreTrainedModel):
+            continue
+        part.register_forward_pre_hook(refuse_collected_outputs, with_kwargs=True)
+        # The masks of another attention are verified by running the model, and a stage cannot run.
+        part.set_attn_implementation = refuse_attention  # type: ignore[method-assign]
+        if keys := getattr(part, "all_tied_weights_keys", None):
+            # Tie only parameters that are here: transformers would put a placeholder's weight into a head.
+            here = dict(part.named_parameters(remove_duplicate=False))
+            part.all_tied_weights_keys = {a: b for a, b in keys.items() if a in here and b in here}
+        if not has_parameters(part):  # dtype and device are read from parameters
+            remote_module.override_class(
+                part, dtype=property(lambda _: get_first().dtype), device=property(lambda _: get_first().device)
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- nn.Sequential
@@ -329,7 +250,6 @@ class FunctionLayer(nn.Module):
         self.function = function
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Call the function."""
         return self.function(*inputs, **options)
 
     def extra_repr(self) -> str:

@@ -17,6 +17,7 @@ from cornstarch.models.multimodal_language_model.encoder_features import Encoder
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.mesh import StageMeshes
 from cornstarch.pipeline.message import Payload
+from cornstarch.pipeline.remote_module import replace_parameters
 from cornstarch.pipeline.split import copy_analysis
 from cornstarch.pipeline.stage import StageModule
 
@@ -46,22 +47,16 @@ class StageProgram(nn.Module):
 
 
 class ModelProgram(StageProgram):
-    """A stage of a model that has no encoders."""
+    """A stage of a model that has no encoders, or all of it."""
 
     def forward(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
-        """Run the stage on the payload of the previous stage."""
-        assert self.part is not None
+        if self.part is None:
+            return self.run(self.model, inputs)
         return self.part(inputs, next(iter(received.values()), None))
 
 
 class EncoderProgram(StageProgram):
-    """A stage of an encoder; the last stage projects, and sends tokens.
-
-    Args:
-        whole: The model that the encoder belongs to.
-        name: The name of the modality.
-        part: The stage, if the encoder has several.
-    """
+    """A stage of the encoder `name` of `whole`; the last stage projects, and sends tokens."""
 
     whole: MultimodalModel
 
@@ -72,13 +67,11 @@ class EncoderProgram(StageProgram):
         _check_single_output(name, whole.encoders[name])
 
     def run(self, _: nn.Module, inputs: Inputs) -> Any:
-        """Return the encoder's tokens."""
         assert isinstance(self.model, ModalEncoderModule)
         with self.forward_context():
             return self.model.features(dict(inputs))
 
     def forward(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
-        """Run the stage on the encoder's inputs, or on a dummy input if the batch has none for this encoder."""
         given, device = split_encoder_inputs(self.whole, inputs).get(self.name), get_device(self)
         # Every rank must launch the same collectives, so an encoder also runs for a batch without its modality.
         own = move_to_device(given, device) if given is not None else self.whole.stand_in(self.name, device)
@@ -112,7 +105,6 @@ class LanguageProgram(StageProgram):
                 _check_single_output(name, encoder)
 
     def forward(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
-        """Run the stage on the encoders' tokens, or on the payload of the previous stage."""
         assert isinstance(self.model, MultimodalModel)
         if self.part is None or self.part.first:
             features, touched = self._collect_features(inputs, received)
@@ -168,12 +160,10 @@ def split_encoder_inputs(model: MultimodalModel, inputs: Inputs) -> dict[str, di
 
 
 def move_to_device(inputs: Inputs, device: torch.device) -> dict[str, Any]:
-    """Return inputs with their tensors on a device."""
     return {key: one.to(device) if isinstance(one, Tensor) else one for key, one in inputs.items()}
 
 
 def get_device(module: nn.Module) -> torch.device:
-    """Return the device on which a stage computes."""
     found = next((p.device for p in (*module.parameters(), *module.buffers()) if not p.is_meta), None)
     return torch.device("cpu") if found is None else found
 
@@ -216,10 +206,7 @@ def copy_with_shared_parameters(model: nn.Module, meshes: StageMeshes) -> nn.Mod
 def drop_remote_parameters(model: nn.Module, programs: Iterable[StageProgram]) -> None:
     """Let a model that is not run itself list only the parameters of this process's stages."""
     own = {id(parameter) for program in programs for parameter in program.parameters()}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) not in own:
-                module._parameters[name] = None
+    replace_parameters(model.modules(), lambda parameter: parameter if id(parameter) in own else None)
 
 
 def register_stage_parameters(model: nn.Module, programs: Iterable[StageProgram]) -> None:
@@ -234,7 +221,4 @@ def register_stage_parameters(model: nn.Module, programs: Iterable[StageProgram]
                     f"{name} is in two of the stages that one process holds, and would be sharded twice. Use "
                     "virtual_stages = 1, or the kind ddp or zero1."
                 )
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None:
-                module._parameters[name] = found.get(id(old), old)
+    replace_parameters(model.modules(), lambda parameter: found.get(id(parameter), parameter))

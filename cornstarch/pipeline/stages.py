@@ -1,9 +1,16 @@
-"""Assigns the stages of a model to ranks: which layers and parameters are local. Needs no weights and no groups."""
+"""Assigns the stages of a model to ranks: which layers and parameters are local, and which of them are tied.
+
+The assignment needs no weights and no groups. Tied weights, such as tied embeddings, are parameters that several stages
+have; each stage has a copy. The gradients of all copies are summed after the last backward of a step, and not in
+between: each stage contributes only its own use of the weight, and all copies must get the same update.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,15 +20,17 @@ from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import distributed
-from cornstarch.parallel.distributed import get_device_backend
 from cornstarch.parallel.mesh import StageMeshes
+from cornstarch.pipeline.remote_module import replace_parameters
 from cornstarch.pipeline.split import analyze_model
-from cornstarch.pipeline.stage import get_first_stage, map_parameters_to_stages
+from cornstarch.pipeline.stage import map_modules_to_stages, map_parameters_to_stages
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
 from cornstarch.plan.stages import places_of, stage_graph
 from cornstarch.schedule.graph import StageGraph
+
+_ORIGINAL_NAMES = "_cornstarch_whole_names"
 
 
 class StageAssignment:
@@ -39,9 +48,14 @@ class StageAssignment:
     def __init__(
         self, model: nn.Module, layout: Layout, templates: Mapping[str, PipelineTemplate | None] | None = None
     ) -> None:
-        self.layout = layout
-        self.model = model
-        _check_taken_apart(model, layout.plan.schedule)
+        self.layout, self.model = layout, model
+        config = getattr(unwrap(model.language_model if isinstance(model, MultimodalModel) else model), "config", None)
+        schedule = layout.plan.schedule
+        if schedule in ("zero_bubble", "auto") and getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"parallel.schedule = {schedule}: the layers of an encoder-decoder share a bias, of which torch loses "
+                "gradients when the backward pass is taken apart. Use 1f1b or gpipe."
+            )
         self.place_of_rank = layout.place(distributed.rank())
         self.templates = {
             name: self._template(name, plan, templates or {}) for name, plan in layout.plan.modules.items()
@@ -97,15 +111,12 @@ class StageAssignment:
         """Yield the modules of which this process has something: their names in the model, and their plans."""
         plans = self.layout.plan.modules
         for name in self.place_of_rank.modules:
-            yield self._name(name), self.module(name), plans[name]
+            is_language_model = isinstance(self.model, MultimodalModel) and self.is_last(name)
+            yield LANGUAGE_MODEL if is_language_model else name, self.module(name), plans[name]
         if self.place_of_rank.stage == 0 and any(map(self.is_last, self.place_of_rank.modules)):
             for name, encoder in self.inside().items():
                 if name not in plans:
                     yield name, encoder, list(plans.values())[-1]
-
-    def _name(self, name: str) -> str:
-        """Return what a multimodal model calls a module of the plan."""
-        return LANGUAGE_MODEL if isinstance(self.model, MultimodalModel) and self.is_last(name) else name
 
     def own(self) -> list[int]:
         """Return the numbers of this process's stages."""
@@ -142,7 +153,10 @@ class StageAssignment:
             if stages == 1:
                 return None
             if plan.layers is not None:
-                return _cut(name, self.module(name), plan.layers)
+                try:
+                    return PipelineTemplate.of_layers(self.module(name), plan.layers)
+                except ConfigError as error:
+                    raise ConfigError(f"parallel.modules.{name}.{error}") from None
             encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
             upstream = self.is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
             return PipelineTemplate.split(self.module(name), stages, trained_upstream=upstream)
@@ -161,20 +175,10 @@ class StageGroups:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         ranks = places_of(layout, layout.place(distributed.rank()).dp)
         replica = sorted(int(rank) for one in ranks for rank in one.ravel())
-        backend = "nccl" if device.type == "cuda" and get_device_backend(None, "cuda") != "gloo" else "gloo"
+        backend = "nccl" if device.type == "cuda" and distributed.get_device_backend(None, "cuda") != "gloo" else "gloo"
         self.replica = dist.new_group(replica, backend=backend, use_local_synchronization=True)
         """All processes of this replica, for what goes from stage to stage."""
         self.meshes = StageMeshes(layout, device.type)
-
-
-def _check_taken_apart(model: nn.Module, schedule: str) -> None:
-    """Refuse to take the backward pass of a model apart where torch would lose gradients."""
-    config = getattr(unwrap(model.language_model if isinstance(model, MultimodalModel) else model), "config", None)
-    if schedule in ("zero_bubble", "auto") and getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"parallel.schedule = {schedule}: the layers of an encoder-decoder share a bias, of which torch loses "
-            "gradients when the backward pass is taken apart. Use 1f1b or gpipe."
-        )
 
 
 def release_remote_parameters(model: nn.Module, held: set[int]) -> None:
@@ -183,20 +187,15 @@ def release_remote_parameters(model: nn.Module, held: set[int]) -> None:
     Ties and `requires_grad` flags survive. Buffers are small and stay.
     """
     bare: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in held or parameter.is_meta:
-                continue
-            if id(parameter) not in bare:
-                bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            module._parameters[name] = bare[id(parameter)]
 
+    def release(parameter: nn.Parameter) -> nn.Parameter:
+        if id(parameter) in held or parameter.is_meta:
+            return parameter
+        if id(parameter) not in bare:
+            bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return bare[id(parameter)]
 
-def _cut(name: str, module: nn.Module, layers: Sequence[int]) -> PipelineTemplate:
-    try:
-        return PipelineTemplate.of_layers(module, layers)
-    except ConfigError as error:
-        raise ConfigError(f"parallel.modules.{name}.{error}") from None
+    replace_parameters(model.modules(), release)
 
 
 def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
@@ -206,7 +205,72 @@ def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
     known = analyze_model(module)
     starts = template.starts(module, known)
     found = [False] * len(starts)
-    for name in known.modules:
-        stage = get_first_stage(name, known, starts)
-        found[stage] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
+    for name, owners in map_modules_to_stages(known, starts).items():
+        is_unused = name in known.side_modules and not known.side_modules[name].uses
+        first = len(starts) - 1 if is_unused else min(owners)
+        found[first] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- tied weights
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter of this process that other stages also have."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    """The processes that have the same shard of it."""
+    is_first: bool
+    """Whether this process counts it, for norms and sizes; the other processes of the group do not."""
+
+
+def find_tied_parameters(named: Mapping[str, nn.Parameter], layout: Layout) -> list[TiedParameter]:
+    """Find the processes that share each parameter; all processes must call it together."""
+
+    def get_coordinates(rank: int) -> tuple[object, ...]:
+        place = layout.place(rank)
+        return layout.span(place.modules[-1]), place.dp, place.cp, place.tp  # all but the stage
+
+    found = []
+    gathered = distributed.all_gather_json(sorted(named))
+    here = get_coordinates(distributed.rank())
+    # The same order of names everywhere: creating a group is a collective operation of its members.
+    for name in sorted({name for names in gathered for name in names}):
+        ranks = [rank for rank, names in enumerate(gathered) if name in names and get_coordinates(rank) == here]
+        if name in named and len(ranks) > 1:
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            found.append(TiedParameter(named[name], group, ranks[0] == distributed.rank()))
+    return found
+
+
+@contextmanager
+def sum_tied_gradients(ties: Sequence[TiedParameter]) -> Iterator[None]:
+    """Run a block that computes gradients, and sum those of tied parameters over the stages that have them.
+
+    Gradients from before the block were summed already; they are set aside, so that they are not summed again.
+    """
+    trained = [tie for tie in ties if tie.parameter.requires_grad]
+    earlier = [tie.parameter.grad for tie in trained]
+    for tie in trained:
+        tie.parameter.grad = None
+    yield
+    for tie, before in zip(trained, earlier, strict=True):
+        parameter = tie.parameter
+        if parameter.grad is None:  # this stage did not use it, but all processes of the group must take part
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(distributed.to_local_tensor(parameter.grad), group=tie.group)
+        if before is not None:
+            parameter.grad = parameter.grad + before
+
+
+def set_original_names(model: nn.Module, names: Mapping[str, str]) -> None:
+    """Store, by local name, the name of a parameter in the whole model: a tied head is the table of embeddings."""
+    model.__dict__[_ORIGINAL_NAMES] = dict(names)
+
+
+def get_original_names(model: nn.Module) -> Mapping[str, str]:
+    """Return the names that `set_original_names` stored; most models have none."""
+    found: Mapping[str, str] = model.__dict__.get(_ORIGINAL_NAMES, {})
     return found

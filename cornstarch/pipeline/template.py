@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from torch import nn
 
 from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.errors import ConfigError
-from cornstarch.pipeline.model_analysis import ModelAnalysis, WrappedModel, find_wrapped_model, get_class_name
+from cornstarch.pipeline.model_analysis import ModelAnalysis, WrappedModel, count_parameters, find_wrapped_model
 from cornstarch.pipeline.split import analyze_model, check_embedding_stage
+from cornstarch.plan.stages import best_cut
 
 BALANCE_METHODS = ("parameters", "flops", "time", "uniform")
 _TIMED_PASSES = 3  # the fastest counts
@@ -53,25 +53,20 @@ class PipelineTemplate:
         return sum(map(len, self.modules_per_stage))
 
     def __repr__(self) -> str:
-        """Name the model and the number of stages."""
         return f"PipelineTemplate({self.model_name}, {self.num_stages} stages)"
 
     def __eq__(self, other: object) -> bool:
-        """Compare model name and modules."""
         if not isinstance(other, PipelineTemplate):
             return NotImplemented
         return (self.model_name, self.modules_per_stage) == (other.model_name, other.modules_per_stage)
 
     def __hash__(self) -> int:
-        """Hash model name and modules."""
         return hash((self.model_name, tuple(map(tuple, self.modules_per_stage))))
-
-    # ------------------------------------------------------------------ queries
 
     @staticmethod
     def get_model_name(model: nn.Module) -> str:
         """Return the qualified class name of a model; of a `ModalEncoderModule`, that of its encoder."""
-        return get_class_name(find_wrapped_model(model).inner)
+        return find_wrapped_model(model).class_name
 
     @staticmethod
     def get_modules(model: nn.Module, survey: ModelAnalysis | None = None) -> list[str]:
@@ -84,7 +79,7 @@ class PipelineTemplate:
             model: The model.
             survey: The analysis of the model, if it is known already: for a module of your own.
         """
-        return _list_names(survey or analyze_model(model), find_wrapped_model(model))
+        return find_wrapped_model(model).list_template_names(survey or analyze_model(model))
 
     @staticmethod
     def find_pipeline_template(
@@ -92,8 +87,6 @@ class PipelineTemplate:
     ) -> PipelineTemplate | None:
         """Return the first template with a number of stages, or None."""
         return next((template for template in pipeline_templates if template.num_stages == num_stages), None)
-
-    # ------------------------------------------------------------------ construction
 
     @classmethod
     def split(
@@ -149,7 +142,7 @@ class PipelineTemplate:
     @classmethod
     def _from_starts(cls, model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int]) -> PipelineTemplate:
         """Return the template whose stages begin with the given segments."""
-        listed = _list_names(analysis, find_wrapped_model(model))
+        listed = find_wrapped_model(model).list_template_names(analysis)
         segments = [analysis.segment_of(name) for name in analysis.modules]
         ends = [*starts[1:], len(analysis.layers) + 1]
         stages = [
@@ -158,8 +151,6 @@ class PipelineTemplate:
         ]
         return cls(cls.get_model_name(model), stages)
 
-    # ------------------------------------------------------------------ checks
-
     def check(self, model: nn.Module) -> None:
         """Raise `ConfigError` unless this template fits the model, and the model can be split this way."""
         self.starts(model, analyze_model(model))
@@ -167,13 +158,13 @@ class PipelineTemplate:
     def starts(self, model: nn.Module, known: ModelAnalysis) -> list[int]:
         """Return the segment with which each stage begins; see `model_analysis`."""
         wrapped = find_wrapped_model(model)
-        name = get_class_name(wrapped.inner)
-        if self.model_name != name:
-            raise ConfigError(f"{self!r} is not for {name}. Make one of its modules: PipelineTemplate.get_modules.")
+        if self.model_name != wrapped.class_name:
+            advice = "Make one of its modules: PipelineTemplate.get_modules."
+            raise ConfigError(f"{self!r} is not for {wrapped.class_name}. {advice}")
         # Modules without parameters (dropout, rotary embeddings) are on every stage, wherever they are listed.
-        free = {_get_template_name(n, wrapped) for n, one in known.side_modules.items() if not one.has_parameters}
+        free = {wrapped.get_template_name(n) for n, one in known.side_modules.items() if not one.has_parameters}
         stages = [[name for name in names if name not in free] for names in self.modules_per_stage]
-        self._check_names(stages, _list_names(known, wrapped))
+        self._check_names(stages, wrapped.list_template_names(known))
         return self._find_starts(stages, known, wrapped)
 
     def _check_names(self, stages: Sequence[Sequence[str]], expected: Sequence[str]) -> None:
@@ -200,8 +191,8 @@ class PipelineTemplate:
                 )
 
     def _find_starts(self, stages: Sequence[Sequence[str]], known: ModelAnalysis, wrapped: WrappedModel) -> list[int]:
-        segments = {_get_template_name(name, wrapped): known.segment_of(name) for name in known.modules}
-        layers = [_get_template_name(name, wrapped) for name in known.layers]
+        segments = {wrapped.get_template_name(name): known.segment_of(name) for name in known.modules}
+        layers = [wrapped.get_template_name(name) for name in known.layers]
         starts = [0]
         for number, names in enumerate(stages):
             if not names:
@@ -225,14 +216,6 @@ class PipelineTemplate:
         return starts
 
 
-def _list_names(analysis: ModelAnalysis, wrapped: WrappedModel) -> list[str]:
-    return [_get_template_name(name, wrapped) for name in analysis.modules]
-
-
-def _get_template_name(name: str, wrapped: WrappedModel) -> str:
-    return wrapped.template_prefix + name.removeprefix(wrapped.path) if name.startswith(wrapped.path) else name
-
-
 def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -254,22 +237,18 @@ def _compute_segment_costs(
     elif by == "time":
         forward = _time_modules(model, names, inputs or {})
     else:
-        count = _count_flops if by == "flops" else _count_parameters
+        count = _count_flops if by == "flops" else count_parameters
         forward = {name: float(count(model.get_submodule(name))) for name in names}
     total = [0.0] * (len(analysis.layers) + 1)
     upstream = trained_upstream
     for name in names:
         module, cost = model.get_submodule(name), forward[name]
-        parameters = _count_parameters(module)
+        parameters = count_parameters(module)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad) / parameters if parameters else 0.0
         input_gradient = cost if upstream or trained else 0.0  # gradients pass through it, or begin inside it
         total[analysis.segment_of(name)] += cost + input_gradient + trained * cost
         upstream = upstream or trained > 0
     return total
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _count_flops(module: nn.Module) -> float:
@@ -334,31 +313,4 @@ def balance_stages(costs: Sequence[float], boundaries: Sequence[int], stages: in
         raise ConfigError(f"{name} can be cut into at most {len(places)} stages; {stages} were asked for.")
     ends = [*places[1:], len(costs)]
     pieces = [sum(costs[start:end]) for start, end in zip(places, ends, strict=True)]
-    limit = _minimize(pieces, stages, max)[0] * (1 + 1e-9)
-    # Of all splits within the limit, take the one whose stages differ least: the sum of squares is smallest.
-    _, firsts = _minimize(pieces, stages, lambda total, cost: total + (cost**2 if cost <= limit else float("inf")))
-    return [places[first] for first in firsts]
-
-
-def _minimize(
-    pieces: Sequence[float], stages: int, combine: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    """Return the smallest combined cost of a split into ranges, and the first piece of each range."""
-    sums = list(accumulate(pieces, initial=0.0))
-    count = len(pieces)
-    best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * count  # by the number of pieces split so far
-    for stage in range(stages):
-        new: list[tuple[float, list[int]] | None] = [None] * (count + 1)
-        for end in range(stage + 1, count + 1):
-            for start in range(stage, end):
-                known = best[start]
-                if known is None:
-                    continue
-                cost = combine(known[0], sums[end] - sums[start])
-                found = new[end]
-                if found is None or cost < found[0]:
-                    new[end] = (cost, [*known[1], start])
-        best = new
-    result = best[count]
-    assert result is not None
-    return result
+    return [places[first] for first in best_cut(pieces, stages)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
-from cornstarch.api.loaders import distribute_loader
+from cornstarch.api.microbatches import distribute_loader
 from cornstarch.errors import ConfigError
 
 

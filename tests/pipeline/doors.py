@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cornstarch.api.pipe import SequentialLayers
 from cornstarch.pipeline import LayerSpec, Pipe, PipelineModule, initialize
-from cornstarch.pipeline.sequential import SequentialLayers
 
 STEPS, BATCH, WIDTH, CLASSES = 3, 12, 10, 4
 
