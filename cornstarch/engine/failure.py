@@ -24,7 +24,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.launch.failure_report import record_failure
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement, Reading
-from cornstarch.pipeline.failure_propagation import FailureSignal, abort_group
+from cornstarch.pipeline.p2p import FailureSignal, abort_group
 
 _SHOWN = 8
 

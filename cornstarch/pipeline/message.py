@@ -32,21 +32,14 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor in bytes."""
         return self.dtype.itemsize * prod(self.shape)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Return an uninitialized tensor of this spec."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class MessageLayout(NamedTuple):
     """How the tensors of a payload are distributed over messages. Empty tensors are not sent."""
 
-    separate: tuple[int, ...]
-    """Indices of the tensors that have a message of their own."""
-    packed: tuple[tuple[int, int, int], ...]
-    """(index, begin, end) in bytes of the tensors that are packed into one message."""
+    separate: tuple[int, ...]  # indices of the tensors that have a message of their own
+    packed: tuple[tuple[int, int, int], ...]  # (index, begin, end) in bytes of the tensors packed into one message
     packed_bytes: int
 
 
@@ -54,18 +47,15 @@ class MessageLayout(NamedTuple):
 class PayloadSpec:
     """The structure of a payload and the specs of its tensors."""
 
-    tree: Any
-    """The nesting, as JSON; tensors are represented by their index."""
+    tree: Any  # the nesting, as JSON; tensors are represented by their index
     tensors: tuple[TensorSpec, ...]
 
     def to_json(self) -> bytes:
-        """Return the spec as JSON."""
         tensors = [[str(one.dtype).removeprefix("torch."), one.shape, one.requires_grad] for one in self.tensors]
         return json.dumps([self.tree, tensors]).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> PayloadSpec:
-        """Return the spec that `to_json` wrote."""
         tree, tensors = json.loads(content)
         return cls(tree, tuple(TensorSpec(getattr(torch, name), tuple(shape), grad) for name, shape, grad in tensors))
 
@@ -76,7 +66,6 @@ class PayloadSpec:
 
     @cached_property
     def num_bytes(self) -> int:
-        """The size of all tensors in bytes."""
         return sum(one.num_bytes for one in self.tensors)
 
     @cached_property
@@ -93,7 +82,6 @@ class PayloadSpec:
         return MessageLayout(tuple(index for index, size in enumerate(sizes) if size > _SMALL), tuple(packed), begin)
 
     def detach(self) -> PayloadSpec:
-        """Return the spec of the same payload without gradients."""
         return PayloadSpec(self.tree, tuple(one._replace(requires_grad=False) for one in self.tensors))
 
 

@@ -10,16 +10,21 @@ module.
 
 The spec of a payload is sent in front of it only when it is new. Both ends have the inputs of a microbatch and derive
 from their shapes which spec to expect.
+
+The first failure of any process is published in the store that all of them share, and wakes every process that waits.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 import zlib
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,20 +34,22 @@ from torch import Tensor
 from cornstarch.compat import default_store
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.distributed import TensorTransport
-from cornstarch.pipeline.failure_propagation import FailureSignal, P2PGroup, abort_group
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec
 
 _MAX_SPECS = 4096  # remembered per edge
 _TIMEOUT = timedelta(minutes=30)  # torch's default for process groups; also the longest time that a receive may take
 _HEADER, _FORWARD, _BACKWARD, _TAGS = 0, 1, 2, 3
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 1.0  # how much later than a closed connection the reason for it may be published
+_UNUSED_TAG = 2**20
+_PREFIX = "cornstarch/pipeline"
 
 
 @dataclass(frozen=True)
 class Route:
     """The pairs of ranks between which an edge sends messages."""
 
-    forward: tuple[tuple[int, int], ...]
-    """(source rank, target rank)."""
+    forward: tuple[tuple[int, int], ...]  # (source rank, target rank)
     backward: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -61,10 +68,7 @@ class Route:
 def compute_shape_signature(inputs: Mapping[str, Any], training: bool, by_value: Collection[str] = ()) -> Hashable:
     """Return a key for the shapes between stages: the shapes of the inputs, and the values of those that are sizes.
 
-    Args:
-        inputs: The inputs of a microbatch.
-        training: Whether the stages are in training mode.
-        by_value: Names of inputs with one number per token whose values also determine sizes.
+    by_value: names of inputs with one number per token whose values also determine sizes.
     """
     ids = inputs.get("input_ids")
     tokens = tuple(ids.shape) if isinstance(ids, Tensor) else None
@@ -84,6 +88,102 @@ def _hash_input(value: Any, tokens: tuple[int, ...] | None) -> Hashable:
     if isinstance(value, list | tuple):
         return tuple(_hash_input(one, tokens) for one in value)
     return value if isinstance(value, Hashable) else str(type(value))
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+class P2PGroup(Protocol):
+    """The point-to-point operations of a process group, or of one of its backends."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
+
+
+class FailureSignal:
+    """The first failure of a job, published in the store that all processes share.
+
+    All processes must create their signals in the same order, one for each pipeline. Inside `watch`, a thread calls the
+    method `wake` with the message of another process's failure.
+    """
+
+    def __init__(self, wake: Callable[[str], None]) -> None:
+        self._store = default_store()
+        self.number = self._store.add(f"{_PREFIX}/made/{dist.get_rank()}", 1)
+        """The number of the pipeline; the same in all processes."""
+        self._key = f"{_PREFIX}/failure/{self.number}"
+        self._wake = weakref.WeakMethod(wake)
+        self._is_watching = False
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def report(self, message: str, is_echo: bool) -> str:
+        """Publish a failure; return the first one that any process has published.
+
+        is_echo: whether it is a connection that another process closed, which probably publishes the reason.
+        """
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while is_echo and self.get_report() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with suppress(RuntimeError):  # the process that hosts the store is gone
+            return self._store.compare_set(self._key, "", message).decode()
+        return message
+
+    def get_report(self) -> str | None:
+        with suppress(RuntimeError):
+            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+        return None
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Run a block that may wait for other processes; call `wake` if one of them publishes a failure."""
+        if self._thread is None:
+            arguments = (weakref.ref(self), self._stopped)
+            self._thread = threading.Thread(target=_poll, args=arguments, name="pipeline-failure", daemon=True)
+            self._thread.start()
+        self._is_watching = True
+        try:
+            yield
+        finally:
+            self._is_watching = False
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
+def _poll(reference: weakref.ref[FailureSignal], stopped: threading.Event) -> None:
+    # The thread holds only weak references between polls, so that it keeps neither the signal nor the pipeline alive.
+    while not stopped.wait(_POLL_SECONDS):
+        signal = reference()
+        if signal is None:
+            return
+        wake = signal._wake()
+        if signal._is_watching and wake is not None and (message := signal.get_report()) is not None:
+            wake(message)
+            return
+        del signal, wake
+
+
+def abort_group(group: P2PGroup) -> None:
+    """End all waiting in a group: in this process, and, by closed connections, in those that wait for this one.
+
+    Destroying the group is not enough: connections stay open as long as a thread or a traceback refers to a message.
+    """
+    if isinstance(group, dist.ProcessGroup) and "nccl" in dist.get_backend_config(group):
+        with suppress(RuntimeError):
+            group.abort()
+        return
+    # Gloo has no abort, but closes all connections of a group when a wait times out. Peers may have closed some before;
+    # a receive on those raises immediately, and the next peer is tried.
+    for other in range(group.size()):
+        with suppress(RuntimeError):
+            if other != group.rank():
+                group.recv([torch.empty(1)], other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+# ---------------------------------------------------------------------------------------------------- messages
 
 
 class PendingReceive:
@@ -107,7 +207,6 @@ class PendingReceive:
             self._works.append(group.recv([self._packed], peer, tag))
 
     def wait(self) -> list[Tensor]:
-        """Wait for the messages and return the tensors."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -156,8 +255,7 @@ class P2PChannel:
         prefix = f"cornstarch/pipeline/lines/{self.failure_signal.number}/{ranks}"
         store = dist.PrefixStore(prefix, default_store())
         second: Any = dist.ProcessGroupGloo(store, self.group.rank(), self.group.size(), _TIMEOUT)
-        group: P2PGroup = second
-        return group
+        return second
 
     def get_group(self, rank: int, sends: bool) -> tuple[P2PGroup, int]:
         """Return the group for messages to (or from) a rank, and the group rank of that rank."""
@@ -182,27 +280,16 @@ class P2PChannel:
             sent = self._sent.setdefault((tag, microbatch), [])
             sent += [(group.send([message], peer, tag), message) for message in messages]
 
-    def receive(self, spec: PayloadSpec, rank: int, tag: int) -> PendingReceive:
-        """Post the receive of tensors of a known spec."""
-        return PendingReceive(self, spec, rank, tag)
-
-    @property
-    def num_in_flight(self) -> int:
-        """The number of payloads that are kept because they may not have left."""
-        return len(self._sent)
-
     def release(self, tag: int, microbatch: int) -> None:
         """Wait until the messages of a microbatch have left, and free their tensors."""
         for work, _ in self._sent.pop((tag, microbatch), ()):
             work.wait()
 
     def limit_in_flight(self, limit: int) -> None:
-        """Wait until at most `limit` payloads are in flight."""
         while len(self._sent) > limit:
             self.release(*next(iter(self._sent)))
 
     def flush(self) -> None:
-        """Wait until all messages have left."""
         self.limit_in_flight(0)
 
     def abort(self, reason: str) -> None:
@@ -244,7 +331,6 @@ class StageEdge:
 
     @classmethod
     def for_rank(cls, rank: int, route: Route, channel: P2PChannel, number: int, name: str) -> StageEdge:
-        """Return the edge as a rank sees it."""
         return cls(
             channel,
             number,
@@ -258,10 +344,7 @@ class StageEdge:
     def _tag(self, kind: int) -> int:
         return self.number * _TAGS + kind
 
-    # -------------------------------------------------------------------------------------------- forward
-
     def get_spec(self, key: Hashable) -> PayloadSpec | None:
-        """Return the spec of a payload, if one with the same key was transferred before."""
         return self._specs.get(key)
 
     def send(self, key: Hashable, spec: PayloadSpec, tensors: Sequence[Tensor], microbatch: int) -> PayloadSpec:
@@ -269,10 +352,16 @@ class StageEdge:
         known = self._specs.get(key)
         if known is None:
             self._remember(key, spec)
-            self._send_spec(spec, microbatch)
+            content = torch.frombuffer(bytearray(spec.to_json()), dtype=torch.uint8).to(self.channel.device)
+            length = torch.tensor([content.numel()], device=self.channel.device)
+            for rank in self.forward_to:
+                for one in (length, content):
+                    self.channel.send(_vector_spec(one.dtype, len(one)), [one], rank, self._tag(_HEADER), microbatch)
         elif known != spec:
+            pairs = zip(spec.tensors, known.tensors, strict=False)
+            shapes = [f"{list(a.shape)} instead of {list(b.shape)}" for a, b in pairs if a != b]
             raise ConfigError(
-                f"The output of {self.name} has another shape ({_describe_difference(spec, known)}) for a microbatch "
+                f"The output of {self.name} has another shape ({[*shapes, 'another structure'][0]}) for a microbatch "
                 "whose inputs have the same shapes: the sizes depend on values, and the next stage cannot know them. "
                 "Give such sizes as integers among the inputs, or keep the two stages together."
             )
@@ -280,13 +369,6 @@ class StageEdge:
         for rank in self.forward_to:
             self.channel.send(spec, tensors, rank, self._tag(_FORWARD), microbatch)
         return spec
-
-    def _send_spec(self, spec: PayloadSpec, microbatch: int) -> None:
-        content = torch.frombuffer(bytearray(spec.to_json()), dtype=torch.uint8).to(self.channel.device)
-        length = torch.tensor([content.numel()], device=self.channel.device)
-        for rank in self.forward_to:
-            for one in (length, content):
-                self.channel.send(_vector_spec(one.dtype, len(one)), [one], rank, self._tag(_HEADER), microbatch)
 
     def release_payload(self, microbatch: int) -> None:
         """Free a payload that the other end has received."""
@@ -298,15 +380,15 @@ class StageEdge:
         spec = self._specs.get(key)
         if spec is None or self.forward_from is None:
             return None
-        return self.channel.receive(spec, self.forward_from, self._tag(_FORWARD))
+        return PendingReceive(self.channel, spec, self.forward_from, self._tag(_FORWARD))
 
     def receive(self, key: Hashable, pending: PendingReceive | None) -> tuple[PayloadSpec, list[Tensor]]:
         """Wait for the next payload; return its spec and tensors."""
         assert self.forward_from is not None
         if pending is None and key not in self._specs:
-            tag = self._tag(_HEADER)
-            (length,) = self.channel.receive(_vector_spec(torch.int64, 1), self.forward_from, tag).wait()
-            (content,) = self.channel.receive(_vector_spec(torch.uint8, int(length)), self.forward_from, tag).wait()
+            source, tag = self.forward_from, self._tag(_HEADER)
+            (length,) = PendingReceive(self.channel, _vector_spec(torch.int64, 1), source, tag).wait()
+            (content,) = PendingReceive(self.channel, _vector_spec(torch.uint8, int(length)), source, tag).wait()
             self._remember(key, PayloadSpec.from_json(bytes(content.cpu().numpy())))
         pending = pending or self.post_receive(key)
         assert pending is not None
@@ -317,20 +399,17 @@ class StageEdge:
             self._specs.pop(next(iter(self._specs)))
         self._specs[key] = spec
 
-    # -------------------------------------------------------------------------------------------- backward
-
     def send_gradients(self, spec: PayloadSpec, gradients: Sequence[Tensor], microbatch: int) -> None:
-        """Send back the gradients of a payload."""
         for rank in self.backward_to:
             self.channel.send(spec.gradients, gradients, rank, self._tag(_BACKWARD), microbatch)
 
     def release_gradients(self, microbatch: int) -> None:
-        """Free gradients that the other end has received."""
         self.channel.release(self._tag(_BACKWARD), microbatch)
 
     def post_gradient_receives(self, spec: PayloadSpec) -> list[PendingReceive]:
         """Post the receives of the gradients of a payload that was sent."""
-        return [self.channel.receive(spec.gradients, rank, self._tag(_BACKWARD)) for rank in self.backward_from]
+        tag = self._tag(_BACKWARD)
+        return [PendingReceive(self.channel, spec.gradients, rank, tag) for rank in self.backward_from]
 
     @staticmethod
     def wait_gradients(pending: Sequence[PendingReceive]) -> list[Tensor]:
@@ -343,8 +422,3 @@ class StageEdge:
 
 def _vector_spec(dtype: torch.dtype, length: int) -> PayloadSpec:
     return PayloadSpec(None, (TensorSpec(dtype, (length,), False),))
-
-
-def _describe_difference(found: PayloadSpec, known: PayloadSpec) -> str:
-    shapes = [(list(a.shape), list(b.shape)) for a, b in zip(found.tensors, known.tensors, strict=False) if a != b]
-    return f"{shapes[0][0]} instead of {shapes[0][1]}" if shapes else "another structure"

@@ -151,7 +151,7 @@ class CountingChannel(P2PChannel):
     def send(self, *arguments: Any) -> None:
         """Begin to send."""
         super().send(*arguments)
-        self.most = max(self.most, self.num_in_flight)
+        self.most = max(self.most, len(self._sent))
 
 
 def measure_most_in_flight(graph: StageGraph, policy: str, count: int) -> tuple[int, int]:
