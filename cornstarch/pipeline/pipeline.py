@@ -173,11 +173,8 @@ class Pipeline:
         if not any(map(self._stages.is_last, own)):
             model.language_model = replace(model.language_model, LANGUAGE_MODEL)
 
-    # -------------------------------------------------------------------------------------------- running it
-
     @property
     def has_loss(self) -> bool:
-        """Whether the last stage is in this process."""
         return self.graph.sink in self.programs
 
     def set_call(self, call: Call | None) -> None:
@@ -187,7 +184,6 @@ class Pipeline:
 
     @contextmanager
     def use_call(self, call: Call) -> Iterator[None]:
-        """Run a block in which the model is run for something else."""
         before = [(program, program.call) for program in self.programs.values()]
         self.set_call(call)
         try:
@@ -207,7 +203,6 @@ class Pipeline:
             yield
 
     def move_batch(self, inputs: Inputs) -> dict[str, Any]:
-        """Return inputs with their tensors on this process's device."""
         return stage_program.move_to_device(inputs, self.device)
 
     def train(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
@@ -237,7 +232,6 @@ class Pipeline:
                 average_gradients(list(self.model.parameters()), self.data_group, self.layout.plan.data.bucket_mb)
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
-        """Do forward alone."""
         self._runtime(max(1, len(microbatches))).forward(microbatches, finish)
 
     def _runtime(self, microbatches: int) -> Runtime:
@@ -304,7 +298,6 @@ class Pipeline:
         return int(self._stages.ranks[self.graph.nodes[self.graph.sink].place].flat[0])
 
     def close(self) -> None:
-        """Cut the lines to the other stages."""
         self.channel.close()
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,8 @@ Finish = Callable[[int, Any], "Tensor | None"]
 """Takes the index of a microbatch and the output of the last stage; returns the loss, from which backward starts."""
 
 
-class StageFunction(Protocol):
-    """The forward computation of a stage."""
-
-    def __call__(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
-        """Return the payload for the next stages; on the last stage, the input of `Finish`."""
-        ...
+StageFunction = Callable[[Inputs, Mapping[int, Payload]], Any]
+"""The forward of a stage: takes inputs and received payloads; returns a payload, on the last stage what `Finish` takes."""
 
 
 class StageError(RuntimeError):
@@ -143,8 +139,6 @@ class Runtime:
         self.events = step.events
         self.run_guarded(step.run, step)
 
-    # -------------------------------------------------------------------------------------------- failures
-
     def run_guarded(self, work: Callable[[], object], step: StepExecution | None = None) -> None:
         """Call a function that communicates with other places; if any process fails, all raise the first failure."""
         channel = self.channel
@@ -156,7 +150,11 @@ class Runtime:
                 if channel is not None:
                     channel.flush()
         except BaseException as error:
-            message = self._describe_error(error, None if step is None else step.current)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            nodes, at = self.graph.nodes, None if step is None else step.current
+            where = "" if at is None else f", stage {at.stage} ({nodes[at.stage]}), microbatch {at.microbatch}"
+            what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            message = f"rank {rank}{where}: {what}"
             if channel is not None:
                 # Report before aborting: the aborted processes look for the reason, and an echo is not one.
                 message = channel.failure_signal.report(message, is_echo=_is_connection_error(error))
@@ -166,12 +164,6 @@ class Runtime:
                 raise
             raise StageError(message) from (None if _is_connection_error(error) else error)
 
-    def _describe_error(self, error: BaseException, at: Action | None) -> str:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        where = "" if at is None else f", stage {at.stage} ({self.graph.nodes[at.stage]}), microbatch {at.microbatch}"
-        what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        return f"rank {rank}{where}: {what}"
-
 
 def _is_connection_error(error: BaseException) -> bool:
     message = str(error).lower()
@@ -180,7 +172,7 @@ def _is_connection_error(error: BaseException) -> bool:
 
 
 class StepExecution:
-    """One pass through a list of actions."""
+    """One pass through a list of actions. Warm-up, steady state and cool-down follow from the order of the schedule."""
 
     def __init__(
         self, runtime: Runtime, actions: Sequence[Action], microbatches: Sequence[Inputs], finish: Finish
@@ -197,10 +189,8 @@ class StepExecution:
         self._gradients: dict[tuple[int, int, int], list[PendingReceive]] = {}
         # By stage and microbatch: encoders may have nothing to do.
         is_active = runtime.is_active
-        self._active = [
-            [is_active is None or is_active(stage, inputs) for inputs in microbatches]
-            for stage in range(len(self.graph.nodes))
-        ]
+        stages = range(len(self.graph.nodes))
+        self._active = [[is_active is None or is_active(s, inputs) for inputs in microbatches] for s in stages]
         # A place to which nothing is ever sent back, as that of frozen first stages, would send all payloads at once.
         has_backward = any(self.graph.backward(stage) != "none" for stage in runtime.programs)
         self._limits_sends = not (has_backward and torch.is_grad_enabled())
@@ -210,13 +200,19 @@ class StepExecution:
         self._pending_bytes = 0
 
     def run(self) -> None:
-        """Carry out the actions."""
         start = time.perf_counter()
         posted = 0  # the receives of all actions before this one are posted
         for number, action in enumerate(self.actions):
             self.current = action
             if posted < number + _MIN_AHEAD:
-                posted = self._post_receives(max(posted, number), number)
+                posted = max(posted, number)
+                # Posting stops at the first action whose spec is unknown: a later receive on the same edge would
+                # otherwise match its message.
+                while posted < min(len(self.actions), number + _MAX_AHEAD):
+                    is_full = posted >= number + _MIN_AHEAD and self._pending_bytes > _MAX_BUFFER_BYTES
+                    if is_full or not self._post_receives_of(self.actions[posted]):
+                        break
+                    posted += 1
             if not self._active[action.stage][action.microbatch]:
                 continue
             begin, self._waited = time.perf_counter(), 0.0
@@ -235,21 +231,6 @@ class StepExecution:
         begin = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begin
-
-    # -------------------------------------------------------------------------------------------- receives
-
-    def _post_receives(self, posted: int, number: int) -> int:
-        """Post the receives of the actions from `posted` on; return the first action whose receives are not posted.
-
-        Posting stops at the first action whose spec is unknown: a later receive on the same edge would otherwise match
-        its message.
-        """
-        while posted < min(len(self.actions), number + _MAX_AHEAD):
-            is_full = posted >= number + _MIN_AHEAD and self._pending_bytes > _MAX_BUFFER_BYTES
-            if is_full or not self._post_receives_of(self.actions[posted]):
-                break
-            posted += 1
-        return posted
 
     def _post_receives_of(self, action: Action) -> bool:
         """Post the receives of an action; return False if their spec is not known yet."""
@@ -294,8 +275,6 @@ class StepExecution:
                 edge.release_gradients(earlier)
         return received
 
-    # -------------------------------------------------------------------------------------------- forward
-
     def _forward(self, stage: int, m: int) -> None:
         state, received = _MicrobatchState(), {}
         keeps_graph = torch.is_grad_enabled()
@@ -332,8 +311,6 @@ class StepExecution:
             else:
                 state.spec = edge.send(self._keys[m], state.spec, tensors, m)
 
-    # -------------------------------------------------------------------------------------------- backward
-
     def _backward(self, action: Action) -> None:
         stage, m = action.stage, action.microbatch
         if self._is_second_half(action):
@@ -343,7 +320,13 @@ class StepExecution:
             return
         is_split = action.kind is Kind.I and self.graph.backward(stage) == "both"
         state = self._states[stage, m] if is_split else self._states.pop((stage, m))
-        roots, gradients = self._get_roots(stage, m, state)
+        # Backward starts at the loss, or at the outputs with the gradients that all targets send back.
+        roots, gradients = state.outputs, None
+        if stage == self.graph.sink:
+            roots = [state.loss] if state.loss is not None and state.loss.requires_grad else []
+        for target in self.graph.successors(stage):
+            found = self._receive_gradients(stage, target, m, state)
+            gradients = found if gradients is None else [a + b for a, b in zip(gradients, found, strict=True)]
         leaves = [leaf for _, one in state.leaves.values() for leaf in one]
         if roots and is_split and leaves and not uses_weight_twice(roots, leaves):
             state.weight_backward = backward_of_inputs(roots, gradients, leaves, self._get_weights(stage))
@@ -361,17 +344,6 @@ class StepExecution:
             for leaf in inputs:
                 leaf.grad = None
         state.leaves = {}
-
-    def _get_roots(self, stage: int, m: int, state: _MicrobatchState) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors at which the backward of a stage starts, and their gradients."""
-        if stage == self.graph.sink:
-            loss = state.loss
-            return ([loss] if loss is not None and loss.requires_grad else []), None
-        total: list[Tensor] | None = None
-        for target in self.graph.successors(stage):
-            found = self._receive_gradients(stage, target, m, state)
-            total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
-        return state.outputs, total
 
     def _receive_gradients(self, stage: int, target: int, m: int, state: _MicrobatchState) -> list[Tensor]:
         if (key := (stage, target, m)) in self._local_gradients:

@@ -96,7 +96,7 @@ class StageAssignment:
         return model.encoders[name]
 
     def is_last(self, name: str) -> bool:
-        """Whether it is what all encoders meet at, or the whole model."""
+        """Whether it is the module at which all encoders meet, or the whole model."""
         return name == list(self.layout.plan.modules)[-1]
 
     def inside(self) -> dict[str, ModalEncoderModule]:
@@ -119,7 +119,6 @@ class StageAssignment:
                     yield name, encoder, list(plans.values())[-1]
 
     def own(self) -> list[int]:
-        """Return the numbers of this process's stages."""
         return [number for number, node in enumerate(self.graph.nodes) if node.place == self.place]
 
     def local_parameters(self) -> set[int]:
@@ -220,10 +219,8 @@ class TiedParameter:
     """A parameter of this process that other stages also have."""
 
     parameter: nn.Parameter
-    group: dist.ProcessGroup
-    """The processes that have the same shard of it."""
-    is_first: bool
-    """Whether this process counts it, for norms and sizes; the other processes of the group do not."""
+    group: dist.ProcessGroup  # the processes that have the same shard of it
+    is_first: bool  # whether this process counts it, for norms and sizes; the other processes of the group do not
 
 
 def find_tied_parameters(named: Mapping[str, nn.Parameter], layout: Layout) -> list[TiedParameter]:
