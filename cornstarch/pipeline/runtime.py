@@ -38,7 +38,7 @@ Finish = Callable[[int, Any], "Tensor | None"]
 
 
 StageFunction = Callable[[Inputs, Mapping[int, Payload]], Any]
-"""The forward of a stage: takes inputs and received payloads; returns a payload, on the last stage what `Finish` takes."""
+"""The forward of a stage: takes inputs and received payloads; returns a payload, or on the last stage any output."""
 
 
 class StageError(RuntimeError):

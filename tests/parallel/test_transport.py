@@ -14,7 +14,7 @@ from cornstarch.parallel import data_mesh
 from cornstarch.parallel.context.all_to_all import pass_to_next_rank
 from cornstarch.parallel.distributed import TensorTransport, get_device_backend
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec
-from cornstarch.pipeline.p2p import P2PChannel
+from cornstarch.pipeline.p2p import P2PChannel, PendingReceive
 from tests.parity.pool import Pool
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -76,7 +76,7 @@ def posted() -> list[list[float]]:
     post = P2PChannel(dist.new_group(backend="gloo"), CPU)
     post.carriage = THROUGH_CPU
     own = tensors(rank)
-    arrival = post.receive(FORM, 1 - rank, tag=1)
+    arrival = PendingReceive(post, FORM, 1 - rank, tag=1)
     post.send(FORM, own, 1 - rank, tag=1, microbatch=0)
     for one in own:
         one.zero_()
