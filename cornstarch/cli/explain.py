@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cornstarch.cli import write_file
 from cornstarch.errors import ConfigError
 
 NAMES = (
@@ -42,14 +43,14 @@ def explain(
     from rich.console import Console
 
     from cornstarch.explain import explain
-    from cornstarch.explain.page import write_page
+    from cornstarch.explain.page import render
     from cornstarch.explain.terminal import show
 
     story = explain(topic, ranks, microbatches, elements, parameters)
     if step is not None and not 1 <= step <= len(story.steps):
         raise ConfigError(f"--step {step}: {story.topic} has the steps 1 to {len(story.steps)}.")
     if html is not None:
-        write_page(story, html)
+        write_file("--html", html, render(story))
         print(html)
     else:
         show(story, Console(highlight=False), step)

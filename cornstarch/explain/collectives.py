@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from cornstarch.errors import ConfigError
-from cornstarch.explain.story import (
-    NUMBER_BYTES,
-    SERIES,
-    Arrow,
-    DiagramBox,
-    DiagramRow,
-    Formula,
-    Story,
-    StoryStep,
-    Tone,
-    format_byte_count,
-    format_range,
-    sum_sent,
-)
+from cornstarch.explain import story
+from cornstarch.explain.story import DiagramBox, Story, StoryStep, Tone
 from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 
 _MAX_NUMBERS = 3  # of a chunk that are drawn
-_DECIMAL = 4  # up to this many ranks have a decimal digit each
 
-_LEGEND: tuple[tuple[Tone, str], ...] = ((SERIES[5], "not finished"), (SERIES[0], "finished"))
+_LEGEND: tuple[tuple[Tone, str], ...] = (("c6", "not finished"), ("c1", "finished"))
 
 Chunk = list[int]
 
@@ -42,7 +28,7 @@ class RingMessage:
     @property
     def bytes(self) -> int:
         """The size of the message."""
-        return NUMBER_BYTES * len(self.numbers)
+        return story.NUMBER_BYTES * len(self.numbers)
 
 
 @dataclass
@@ -55,12 +41,8 @@ class RingSimulation:
     """By rank, by chunk: whether it is the result."""
 
     def __post_init__(self) -> None:
+        self.ranks = len(self.chunks)
         self.done = self.done or [[False] * len(own) for own in self.chunks]
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return len(self.chunks)
 
     def reduce_round(self, number: int) -> list[RingMessage]:
         """Send a chunk from every rank to the next, which adds it to its own; the sender drops it."""
@@ -78,9 +60,7 @@ class RingSimulation:
     def gather_round(self, number: int, first: int) -> list[RingMessage]:
         """Send the chunk that every rank received last to the next, which keeps it.
 
-        Args:
-            number: The round, from 0.
-            first: The finished chunk of rank 0 before the first round.
+        `first` is the finished chunk of rank 0 before the first round.
         """
         messages = self._build_messages(lambda rank: (rank + first - number) % self.ranks)
         for message in messages:
@@ -103,16 +83,12 @@ def build_example(ranks: int, elements: int) -> list[list[Chunk]]:
 
     Up to four ranks have a decimal digit each, so that a sum shows whose numbers are in it: 111 has those of three.
     """
-    if elements % ranks or elements < ranks:
-        near = max(1, elements // ranks) * ranks
-        raise ConfigError(
-            f"--elements {elements}: a ring cuts the list into as many equal chunks as there are ranks ({ranks}). "
-            f"Use {near} or {near + ranks}."
-        )
+    reason = f"a ring cuts the list into as many equal chunks as there are ranks ({ranks})"
+    story.check_divisible(elements, ranks, reason)
     size = elements // ranks
 
     def number(rank: int, at: int) -> int:
-        return (at % 9 + 1) * 10**rank if ranks <= _DECIMAL else rank + at % 9 + 1
+        return (at % 9 + 1) * 10**rank if ranks <= 4 else rank + at % 9 + 1
 
     return [
         [[number(rank, chunk * size + at) for at in range(size)] for chunk in range(ranks)] for rank in range(ranks)
@@ -132,9 +108,9 @@ def build_reduce_scatter(ranks: int, elements: int) -> Story:
         "Reduce-scatter",
         "Lists are summed over ranks, and the sum is left cut: each rank has one chunk of it. Sharded data parallelism "
         "sums gradients this way.",
-        tuple(steps),
-        (_build_formula(steps, 1, reduce_scatter_bytes, ranks, elements),),
-        (f"It takes {ranks - 1} rounds. In each, every rank sends and receives one chunk at the same time.",),
+        steps,
+        [_build_formula(steps, 1, reduce_scatter_bytes, ranks, elements)],
+        [f"It takes {ranks - 1} rounds. In each, every rank sends and receives one chunk at the same time."],
         _LEGEND,
     )
 
@@ -153,9 +129,9 @@ def build_all_gather(ranks: int, elements: int) -> Story:
         "All-gather",
         "Each rank has one chunk of a list, and all want the whole. Sharded data parallelism gathers parameters "
         "this way, right before they are needed.",
-        tuple(steps),
-        (_build_formula(steps, 1, all_gather_bytes, ranks, elements),),
-        (f"It takes {ranks - 1} rounds. The size is that of the whole list, which every rank has at the end.",),
+        steps,
+        [_build_formula(steps, 1, all_gather_bytes, ranks, elements)],
+        [f"It takes {ranks - 1} rounds. The size is that of the whole list, which every rank has at the end."],
         _LEGEND[1:],
     )
 
@@ -170,28 +146,25 @@ def build_all_reduce(ranks: int, elements: int) -> Story:
         "All-reduce",
         "Lists are summed over ranks, and every rank gets the whole sum. Data parallelism sums gradients this way, "
         "tensor parallelism outputs.",
-        tuple(steps),
-        (_build_formula(steps, 2, all_reduce_bytes, ranks, elements),),
-        (
+        steps,
+        [_build_formula(steps, 2, all_reduce_bytes, ranks, elements)],
+        [
             f"It takes {2 * (ranks - 1)} rounds: {ranks - 1} that sum, and {ranks - 1} that share.",
             "With more ranks each sends hardly more: never as much as twice the list. No algorithm in which "
             "the ranks compute the sum sends less.",
-        ),
+        ],
         _LEGEND,
     )
 
 
 def _build_formula(
     steps: list[StoryStep], factor: int, formula: Callable[[float, int], float], ranks: int, elements: int
-) -> Formula:
-    size = NUMBER_BYTES * elements
-    return Formula(
-        "Bytes that each rank sends",
-        "2 (N − 1) / N × size" if factor == 2 else "(N − 1) / N × size",
-        f"{'2 × ' if factor == 2 else ''}{ranks - 1} / {ranks} × {format_byte_count(size)}",
-        format_byte_count(formula(size, ranks)),
-        format_range(sum_sent(steps)),
-    )
+) -> story.Formula:
+    size = story.NUMBER_BYTES * elements
+    symbols = "2 (N − 1) / N × size" if factor == 2 else "(N − 1) / N × size"
+    numbers = f"{'2 × ' if factor == 2 else ''}{ranks - 1} / {ranks} × {story.format_byte_count(size)}"
+    sent = story.sum_sent(steps)
+    return story.Formula.of_bytes("Bytes that each rank sends", symbols, numbers, formula(size, ranks), sent)
 
 
 def _reduce(ring: RingSimulation) -> Iterator[StoryStep]:
@@ -218,26 +191,24 @@ def _build_step(ring: RingSimulation, title: str, description: str, messages: li
     fresh = {(message.target, message.chunk) for message in messages}
     rows = []
     for rank, own in enumerate(ring.chunks):
-        boxes = [
-            _build_box(rank, chunk, numbers, ring.done[rank][chunk], (rank, chunk) in fresh)
-            for chunk, numbers in enumerate(own)
-        ]
+        boxes = []
+        for chunk, numbers in enumerate(own):
+            if numbers is None:
+                boxes.append(DiagramBox(chunk, chunk + 1, "", "n", f"rank {rank} has no chunk {chunk}"))
+                continue
+            text = " ".join(map(str, numbers[:_MAX_NUMBERS])) + (" …" if len(numbers) > _MAX_NUMBERS else "")
+            done = ring.done[rank][chunk]
+            what = "finished" if done else "its own numbers, or part of the sum"
+            tooltip = f"rank {rank}, chunk {chunk}: {what}"
+            tone: Tone = "c1" if done else "c6"
+            boxes.append(DiagramBox(chunk, chunk + 1, text, tone, tooltip, (rank, chunk) in fresh))
         beside = "".join(f"sends chunk {message.chunk}" for message in messages if message.source == rank)
-        rows.append(DiagramRow(f"rank {rank}", tuple(boxes), beside))
+        rows.append(story.DiagramRow(f"rank {rank}", boxes, beside))
     return StoryStep(
         title,
         description,
-        tuple(rows),
-        tuple(DiagramBox(chunk, chunk + 1, f"chunk {chunk}") for chunk in range(ring.ranks)),
-        tuple(float(message.bytes) for message in messages),
-        tuple(Arrow(message.source, message.target, message.chunk + 0.5) for message in messages),
+        rows,
+        story.build_head([f"chunk {chunk}" for chunk in range(ring.ranks)]),
+        [float(message.bytes) for message in messages],
+        [story.Arrow(message.source, message.target, message.chunk + 0.5) for message in messages],
     )
-
-
-def _build_box(rank: int, chunk: int, numbers: Chunk | None, done: bool, fresh: bool) -> DiagramBox:
-    if numbers is None:
-        return DiagramBox(chunk, chunk + 1, "", "n", f"rank {rank} has no chunk {chunk}")
-    text = " ".join(map(str, numbers[:_MAX_NUMBERS])) + (" …" if len(numbers) > _MAX_NUMBERS else "")
-    what = "finished" if done else "its own numbers, or part of the sum"
-    tone = SERIES[0] if done else SERIES[5]
-    return DiagramBox(chunk, chunk + 1, text, tone, f"rank {rank}, chunk {chunk}: {what}", fresh)

@@ -12,18 +12,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from cornstarch.explain.story import (
-    NUMBER_BYTES,
-    DiagramBox,
-    DiagramRow,
-    Formula,
-    Story,
-    StoryStep,
-    Tone,
-    format_byte_count,
-    format_range,
-    sum_sent,
-)
+from cornstarch.explain import story
+from cornstarch.explain.story import NUMBER_BYTES, DiagramBox, DiagramRow, Formula, Story, StoryStep, Tone
 from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 from cornstarch.plan.load_balancing import assign_largest_first
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
@@ -47,6 +37,7 @@ _MEANINGS: dict[Part, str] = {
     "gathered": "whole for a moment",
     "own": "from this rank's samples only",
 }
+_STEP_SLICES = "Every rank steps its slices by itself: all that a slice needs is on the same rank. Gradients are freed."
 
 
 @dataclass(frozen=True)
@@ -70,6 +61,10 @@ class ShardState:
         )
 
 
+_Step = tuple[str, str, ShardState, float]
+"""A title, a description, the state after the step, and the bytes that each rank sends in it."""
+
+
 @dataclass(frozen=True)
 class ShardedModel:
     """A model under one kind of data parallelism."""
@@ -77,6 +72,11 @@ class ShardedModel:
     plan: DataPlan
     parameters: int
     ranks: int
+
+    @property
+    def bytes(self) -> int:
+        """The size of all parameters."""
+        return NUMBER_BYTES * self.parameters
 
     @cached_property
     def layers(self) -> tuple[ParameterSize, ...]:
@@ -138,10 +138,10 @@ class ShardedModel:
                 for start, (name, parts) in zip(starts, groups.items(), strict=True)
                 for layer, part in enumerate(parts[rank])
             ]  # fmt: skip
-            beside = f"holds {format_byte_count(self.count_bytes(rank, state))}"
-            rows.append(DiagramRow(f"rank {rank}", tuple(boxes), beside))
-        head = tuple(DiagramBox(start, start + self.ranks, name) for start, name in zip(starts, _GROUPS, strict=True))
-        return StoryStep(title, description, tuple(rows), head, (sent,) * self.ranks if sent else ())
+            beside = f"holds {story.format_byte_count(self.count_bytes(rank, state))}"
+            rows.append(DiagramRow(f"rank {rank}", boxes, beside))
+        head = [DiagramBox(start, start + self.ranks, name) for start, name in zip(starts, _GROUPS, strict=True)]
+        return StoryStep(title, description, rows, head, [sent] * self.ranks if sent else ())
 
 
 # ------------------------------------------------------------------------------------------------ stories
@@ -156,13 +156,12 @@ def build_ddp(ranks: int, parameters: int) -> Story:
         "Every rank steps all parameters by itself; as all had the same numbers and the same gradients, they stay the "
         "same without a message."
     )
-    steps = [model.build_step("Before", text, start), *_all_reduce(model), model.build_step("Step", after, start)]
     return _build_story(
         model,
         "ddp",
         "DDP: data parallelism",
         "Every rank has the whole model and other samples; gradients are averaged, so that all take the same step.",
-        steps,
+        [("Before", text, start, 0.0), *_all_reduce(model), ("Step", after, start, 0.0)],
         2,
         "Gradients of the last layers are sent while backward still computes those of the first ones.",
     )
@@ -181,17 +180,16 @@ def build_zero1(ranks: int, parameters: int) -> Story:
         "Every owner sends its new layers to all others, so that all have the same model again; together this is as "
         "much as an all-gather."
     )
-    gather = all_gather_bytes(NUMBER_BYTES * parameters, ranks)
     return _build_story(
         model,
         "zero1",
         "ZeRO-1: sharded optimizer states",
         "As DDP, but each rank keeps the states of the optimizer for its own part of the parameters only.",
         [
-            model.build_step("Before", text, start),
+            ("Before", text, start, 0.0),
             *_all_reduce(model),
-            model.build_step("Step", after, start),
-            model.build_step("Share parameters", share, start, gather),
+            ("Step", after, start, 0.0),
+            ("Share parameters", share, start, all_gather_bytes(model.bytes, ranks)),
         ],
         3,
         "Here whole parameters are assigned to ranks, the largest first to the rank with the least, and gradients are "
@@ -202,37 +200,26 @@ def build_zero1(ranks: int, parameters: int) -> Story:
 def build_zero2(ranks: int, parameters: int) -> Story:
     """Return ZeRO-2 as it is run here: gathered once for forward and backward."""
     model = ShardedModel(DataPlan("zero2"), parameters, ranks)
-    start, size = model.build_resting_state(), NUMBER_BYTES * parameters
+    start = model.build_resting_state()
     gathered = start.replace(parameters="gathered")
     steps = [
         ("Before", "Every rank holds a slice of every layer, with the states of the optimizer for it.", start, 0.0),
-        (
-            "Forward",
-            "Layer by layer all slices are gathered, and stay: backward will need the same parameters again.",
-            gathered,
-            all_gather_bytes(size, ranks),
-        ),
-        (
-            "Backward",
-            "Every rank computes gradients from its own samples; those of a layer are whole for a moment only.",
-            gathered.replace(gradients="own", layer=ranks - 1),
-            0.0,
-        ),
-        (
-            "Reduce-scatter",
-            "The gradients of each layer are summed over the ranks as soon as they are there, and every rank keeps the "
-            "slice that it will step; gathered parameters are freed.",
-            start.replace(gradients="slice"),
-            reduce_scatter_bytes(size, ranks),
-        ),
-    ]
+        ("Forward", "Layer by layer all slices are gathered, and stay: backward will need the same parameters again.",
+         gathered, all_gather_bytes(model.bytes, ranks)),
+        ("Backward", "Every rank computes gradients from its own samples; those of a layer are whole for a moment "
+         "only.", gathered.replace(gradients="own", layer=ranks - 1), 0.0),
+        ("Reduce-scatter", "The gradients of each layer are summed over the ranks as soon as they are there, and every "
+         "rank keeps the slice that it will step; gathered parameters are freed.",
+         start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
+        ("Step", _STEP_SLICES, start, 0.0),
+    ]  # fmt: skip
     return _build_story(
         model,
         "zero2",
         "ZeRO-2: sharded gradients, too",
         "Each rank keeps gradients and states of the optimizer for its slices only; parameters are whole from forward "
         "to backward.",
-        [*(model.build_step(*step) for step in steps), _step_slices(model)],
+        steps,
         2,
         "In the original ZeRO-2 parameters are whole all the time. Here they are slices between steps.",
     )
@@ -241,38 +228,25 @@ def build_zero2(ranks: int, parameters: int) -> Story:
 def build_zero3(ranks: int, parameters: int) -> Story:
     """Return ZeRO-3, pass by pass."""
     model = ShardedModel(DataPlan("zero3"), parameters, ranks)
-    start, size = model.build_resting_state(), NUMBER_BYTES * parameters
-    gather = all_gather_bytes(size, ranks)
+    start, gather = model.build_resting_state(), all_gather_bytes(model.bytes, ranks)
     in_backward = start.replace(gradients="slice").replace(parameters="gathered", gradients="own", layer=0)
     steps = [
         ("Before", "Every rank holds a slice of everything: nothing is there twice.", start, 0.0),
-        (
-            "Forward",
-            "Each layer is gathered right before it computes and freed right after it; the picture shows the last one.",
-            start.replace(parameters="gathered", layer=ranks - 1),
-            gather,
-        ),
-        (
-            "Backward",
-            "Layers are gathered once more, from the last to the first, because they were freed; gradients of a layer "
-            "are whole until they are summed. The picture shows the first layer.",
-            in_backward,
-            gather,
-        ),
-        (
-            "Reduce-scatter",
-            "The gradients of each layer have been summed over the ranks; every rank keeps the slice that it steps.",
-            start.replace(gradients="slice"),
-            reduce_scatter_bytes(size, ranks),
-        ),
-    ]
+        ("Forward", "Each layer is gathered right before it computes and freed right after it; the picture shows the "
+         "last one.", start.replace(parameters="gathered", layer=ranks - 1), gather),
+        ("Backward", "Layers are gathered once more, from the last to the first, because they were freed; gradients of "
+         "a layer are whole until they are summed. The picture shows the first layer.", in_backward, gather),
+        ("Reduce-scatter", "The gradients of each layer have been summed over the ranks; every rank keeps the slice "
+         "that it steps.", start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
+        ("Step", _STEP_SLICES, start, 0.0),
+    ]  # fmt: skip
     return _build_story(
         model,
         "zero3",
         "ZeRO-3: sharded parameters, too",
         "Each rank keeps a slice of parameters, gradients and states; a layer is whole only while it computes. "
         "The topic fsdp shows it layer by layer.",
-        [*(model.build_step(*step) for step in steps), _step_slices(model)],
+        steps,
         3,
         "It sends half as much again as DDP, and holds 1 / N of everything, and one or two whole layers.",
     )
@@ -283,90 +257,72 @@ def build_fsdp(ranks: int, parameters: int) -> Story:
     model = ShardedModel(DataPlan("fsdp2"), parameters, ranks)
     start = model.build_resting_state()
     text = "Every parameter is cut along its first dimension, and each rank holds one slice of it."
-    steps = [model.build_step("Before", text, start)]
-    for layer, size in enumerate(model.layers):
+    steps = [("Before", text, start, 0.0)]
+    gathers = [all_gather_bytes(size.bytes, ranks) for size in model.layers]
+    for layer, gather in enumerate(gathers):
         freed = f"; layer {layer - 1} is freed, its slice stays." if layer else "."
         text = f"Layer {layer} is gathered because its forward needs all of it{freed}"
-        state = start.replace(parameters="gathered", layer=layer)
-        steps.append(model.build_step(f"Forward of layer {layer}", text, state, all_gather_bytes(size.bytes, ranks)))
+        steps.append((f"Forward of layer {layer}", text, start.replace(parameters="gathered", layer=layer), gather))
     text = "The last layer is freed, too, and every rank computes the loss of its own samples."
-    steps.append(model.build_step("Loss", text, start))
+    steps.append(("Loss", text, start, 0.0))
     state = start
     for layer in reversed(range(ranks)):
-        size = model.layers[layer]
         text = f"Layer {layer} is gathered once more, and every rank computes its gradients from its own samples."
         now = state.replace(parameters="gathered", gradients="own", layer=layer)
-        steps.append(model.build_step(f"Backward of layer {layer}", text, now, all_gather_bytes(size.bytes, ranks)))
+        steps.append((f"Backward of layer {layer}", text, now, gathers[layer]))
         text = f"Its gradients are summed over the ranks, each keeps its slice; layer {layer} is freed."
         state = state.replace(gradients="slice", layer=layer)
-        sent = reduce_scatter_bytes(size.bytes, ranks)
-        steps.append(model.build_step(f"Reduce-scatter of layer {layer}", text, state, sent))
+        sent = reduce_scatter_bytes(model.layers[layer].bytes, ranks)
+        steps.append((f"Reduce-scatter of layer {layer}", text, state, sent))
     return _build_story(
         model,
         "fsdp",
         "FSDP: fully sharded data parallelism",
         "ZeRO-3 as torch runs it: unit by unit, mostly layers. A unit's parameters are gathered together, and while "
         "one unit computes the next one is already coming.",
-        [*steps, _step_slices(model)],
+        [*steps, ("Step", _STEP_SLICES, start, 0.0)],
         3,
         "The picture leaves out the unit that comes while another computes: with it two are whole at a time.",
     )
 
 
-def _all_reduce(model: ShardedModel) -> list[StoryStep]:
+def _all_reduce(model: ShardedModel) -> list[_Step]:
     """DDP and ZeRO-1: gradients of a rank's own samples, then of the whole batch."""
     start = model.build_resting_state()
     own = "Every rank computes gradients from its own samples: they differ from rank to rank."
     summed = "Gradients are summed over the ranks, so that every rank has those of the whole batch."
-    sent = all_reduce_bytes(NUMBER_BYTES * model.parameters, model.ranks)
     return [
-        model.build_step("Forward and backward", own, start.replace(gradients="own")),
-        model.build_step("All-reduce", summed, start.replace(gradients="whole"), sent),
+        ("Forward and backward", own, start.replace(gradients="own"), 0.0),
+        ("All-reduce", summed, start.replace(gradients="whole"), all_reduce_bytes(model.bytes, model.ranks)),
     ]
 
 
-def _step_slices(model: ShardedModel) -> StoryStep:
-    text = "Every rank steps its slices by itself: all that a slice needs is on the same rank. Gradients are freed."
-    return model.build_step("Step", text, model.build_resting_state())
-
-
 def _build_story(
-    model: ShardedModel, topic: str, title: str, lead: str, steps: list[StoryStep], passes: int, remark: str
+    model: ShardedModel, topic: str, title: str, lead: str, described: list[_Step], passes: int, remark: str
 ) -> Story:
-    """Add formulas; `passes` counts all-gathers and reduce-scatters over all parameters, an all-reduce as both."""
+    """Build the steps and formulas; `passes` counts all-gathers and reduce-scatters of all parameters."""
     ranks, parameters = model.ranks, model.parameters
-    sent = passes * all_gather_bytes(NUMBER_BYTES * parameters, ranks)
+    steps = [model.build_step(*step) for step in described]
     by_kind: dict[str, tuple[str, float]] = {
         "ddp": ("(4 + 4 + 8) Ψ", 16 * parameters),
         "zero1": ("(4 + 4) Ψ + 8 Ψ / N", 8 * parameters + 8 * parameters / ranks),
     }
     symbols, held = by_kind.get(model.plan.kind, ("(4 + 4 + 8) Ψ / N", 16 * parameters / ranks))
-    counted = tuple(float(model.memory(rank).persistent) for rank in range(ranks))
+    counted = [float(model.memory(rank).persistent) for rank in range(ranks)]
     values = f"Ψ = {parameters:,}, N = {ranks}"
-    formulas = (
-        Formula(
-            "Bytes that each rank sends in a step",
-            f"{passes} (N − 1) / N × 4 Ψ",
-            values,
-            format_byte_count(sent),
-            format_range(sum_sent(steps)),
-        ),
-        Formula(
-            "Bytes that each rank holds with its gradients",
-            symbols,
-            values,
-            format_byte_count(held),
-            format_range(counted),
-        ),
-    )
-    remarks = (
+    formulas = [
+        Formula.of_bytes("Bytes that each rank sends in a step", f"{passes} (N − 1) / N × 4 Ψ", values,
+                         passes * all_gather_bytes(model.bytes, ranks), story.sum_sent(steps)),
+        Formula.of_bytes("Bytes that each rank holds with its gradients", symbols, values, held, counted),
+    ]  # fmt: skip
+    remarks = [
         remark,
         f"The model: {parameters:,} parameters in float32 (4 bytes, gradients 4, Adam's averages 8), in {ranks} "
         "equal layers. In the picture each group has a box for each layer.",
-    )
+    ]
     used = {box.tone for step in steps for row in step.rows for box in row.boxes}
-    legend = tuple((_TONES[part], text) for part, text in _MEANINGS.items() if part and _TONES[part] in used)
-    return Story(topic, title, lead, tuple(_mark_changes(steps)), formulas, remarks, legend)
+    legend = [(_TONES[part], text) for part, text in _MEANINGS.items() if part and _TONES[part] in used]
+    return Story(topic, title, lead, list(_mark_changes(steps)), formulas, remarks, legend)
 
 
 def _mark_changes(steps: Sequence[StoryStep]) -> Iterator[StoryStep]:
@@ -379,5 +335,5 @@ def _mark_changes(steps: Sequence[StoryStep]) -> Iterator[StoryStep]:
                 replace(box, fresh=box.tone not in ("n", was.tone) and was.tone != _TONES["gathered"])
                 for was, box in zip(old.boxes, row.boxes, strict=True)
             ]
-            rows.append(replace(row, boxes=tuple(boxes)))
-        yield replace(step, rows=tuple(rows))
+            rows.append(replace(row, boxes=boxes))
+        yield replace(step, rows=rows)

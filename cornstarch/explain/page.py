@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import astuple
 
 from markupsafe import Markup
 
-from cornstarch.explain.story import Arrow, DiagramBox, DiagramRow, Story, StoryStep, describe_sent, format_byte_count
-from cornstarch.report.html import Table, build_element, render_page, write_html
+from cornstarch.explain.story import Arrow, DiagramRow, Story, StoryStep, describe_sent, format_byte_count
+from cornstarch.report.html import Table, build_element, render_page
 
 _LETTER = 6.3  # the width of a letter in a box
 _SMALL = 5.4  # and of one beside a row
@@ -22,30 +22,17 @@ _GROWS = 1.7
 def render(story: Story) -> str:
     """Render the page."""
     diagram = StepDiagram(story.steps)
-    formulas = [[one.name, one.symbols, one.numbers, one.result, one.counted] for one in story.formulas]
+    columns = ["what", "formula", "with numbers", "is#", "counted step by step#"]
     total = ", ".join(f"rank {rank}: {format_byte_count(count)}" for rank, count in enumerate(story.sent))
     return render_page(
         "explain.html",
         title=story.title,
         sections=[],
-        story={"topic": story.topic, "title": story.title, "lead": story.lead, "legend": story.legend},
-        steps=[
-            {
-                "title": step.title,
-                "text": step.description,
-                "drawing": diagram.draw(step),
-                "sent": describe_sent(step.sent),
-            }
-            for step in story.steps
-        ],
-        formulas=Table(["what", "formula", "with numbers", "is#", "counted step by step#"], formulas, "Formulas"),
-        remarks=(f"Sent by {total}.", *story.remarks),
+        story=story,
+        steps=[(step, diagram.draw(step), describe_sent(step.sent)) for step in story.steps],
+        formulas=Table(columns, [astuple(one) for one in story.formulas], "Formulas"),
+        remarks=[f"Sent by {total}.", *story.remarks],
     )
-
-
-def write_page(story: Story, path: Path) -> None:
-    """Write the page into a file."""
-    write_html(path, render(story))
 
 
 class StepDiagram:
@@ -92,18 +79,15 @@ class StepDiagram:
         width = f"{self.units * self.unit:.1f}"
         yield build_element("rect", x=f"{self._x(0):.1f}", y=y, width=width, height=_BOX, rx=3, class_="lane")
         for box in row.boxes:
-            yield self._draw_box(box, y)
-
-    def _draw_box(self, box: DiagramBox, y: float) -> Markup:
-        left, right = self._x(box.start) + 1, self._x(box.end) - 1
-        middle, width = f"{(left + right) / 2:.1f}", f"{right - left:.1f}"
-        return build_element(
-            "g",
-            build_element("title", box.tooltip) if box.tooltip else None,
-            build_element("rect", x=f"{left:.1f}", y=y + 1, width=width, height=_BOX - 2, rx=3, class_="cell"),
-            build_element("text", box.text, x=middle, y=y + _BOX / 2 + 4) if box.text else None,
-            class_=f"{box.tone} {'fresh' if box.fresh else 'kept'}",
-        )
+            left, right = self._x(box.start) + 1, self._x(box.end) - 1
+            middle, width = f"{(left + right) / 2:.1f}", f"{right - left:.1f}"
+            yield build_element(
+                "g",
+                build_element("title", box.tooltip) if box.tooltip else None,
+                build_element("rect", x=f"{left:.1f}", y=y + 1, width=width, height=_BOX - 2, rx=3, class_="cell"),
+                build_element("text", box.text, x=middle, y=y + _BOX / 2 + 4) if box.text else None,
+                class_=f"{box.tone} {'fresh' if box.fresh else 'kept'}",
+            )
 
     def _draw_arrow(self, arrow: Arrow, top: float) -> Iterator[Markup]:
         """Yield an arrow to a neighbouring row; for a row further away, two stubs where it leaves and arrives."""

@@ -6,36 +6,18 @@ from dataclasses import replace
 from itertools import chain
 
 from cornstarch.errors import ConfigError
-from cornstarch.explain.story import (
-    NUMBER_BYTES,
-    Arrow,
-    DiagramBox,
-    DiagramRow,
-    Formula,
-    Story,
-    StoryStep,
-    Tone,
-    format_byte_count,
-    format_range,
-    sum_sent,
-)
+from cornstarch.explain import story
+from cornstarch.explain.story import NUMBER_BYTES, DiagramBox, DiagramRow, Formula, Story, StoryStep, Tone
 from cornstarch.plan.communication import send_bytes
 from cornstarch.plan.simulate import SimulatedAction, Timeline, as_text, simulate
-from cornstarch.schedule import Action, Kind, Schedule, StageGraph, make_schedule
+from cornstarch.schedule import Action, Kind, StageGraph, make_schedule
 from cornstarch.schedule.actions import get_transfers
 
 VIRTUAL = 2
 """Stages of each place under `interleaved`."""
-
 _MAX_FORWARDS = 64  # ranks times microbatches: every step draws all actions so far
 
-POLICY_OF = {
-    "naive": "naive",
-    "gpipe": "gpipe",
-    "1f1b": "1f1b",
-    "interleaved": "interleaved",
-    "zero-bubble": "zero_bubble",
-}
+POLICY_OF = {name: name.replace("-", "_") for name in ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")}
 """The policy of each topic."""
 
 _TONES: dict[Kind, Tone] = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w"}
@@ -92,40 +74,33 @@ def build_pipeline(topic: str, ranks: int, microbatches: int, elements: int) -> 
         topic,
         f"Pipeline: {topic}",
         _LEADS[topic],
-        tuple(steps),
+        steps,
         _build_formulas(topic, timeline, steps, elements),
-        (
+        [
             "Forward, and each half of backward, take one unit of time on every stage; transfers take none. The most "
             f"microbatches that a stage holds activations of, by rank: {', '.join(map(str, in_flight))}.",
             "The list of actions is the very one that the runtime carries out.",
-        ),
-        tuple((_TONES[kind], f"{kind} {_ACTIONS[kind]}") for kind in Kind if kind in kinds),
+        ],
+        [(_TONES[kind], f"{kind} {_ACTIONS[kind]}") for kind in Kind if kind in kinds],
     )
 
 
-def _build_formulas(topic: str, timeline: Timeline, steps: list[StoryStep], elements: int) -> tuple[Formula, ...]:
+def _build_formulas(topic: str, timeline: Timeline, steps: list[StoryStep], elements: int) -> list[Formula]:
     places, count = len(timeline.events), timeline.schedule.microbatches
     bubble = compute_bubble(topic, places, count)
     values = f"K = {places}, M = {count}" + (f", v = {VIRTUAL}" if topic == "interleaved" else "")
-    sent, size = sum_sent(steps), send_bytes(NUMBER_BYTES * elements)
+    by_formula = "holds for M ≥ K only" if bubble is None else f"{bubble:.1%}"
+    sent, size = story.sum_sent(steps), send_bytes(NUMBER_BYTES * elements)
     # Every edge between two stages carries each microbatch once forward and once backward.
     edges = len(timeline.schedule.graph.nodes) - 1
-    return (
-        Formula(
-            "Bubble: the fraction of time that ranks wait",
-            _BUBBLES[topic],
-            values,
-            "holds for M ≥ K only" if bubble is None else f"{bubble:.1%}",
-            f"{timeline.bubble:.1%}",
-        ),
-        Formula(
-            "Bytes that all ranks send together",
-            "2 M × (stages − 1) × activation",
-            f"2 × {count} × {edges} × {format_byte_count(size)}",
-            format_byte_count(2 * count * edges * size),
-            f"{format_byte_count(sum(sent))} ({format_range(sent)} for each rank)",
-        ),
-    )
+    return [
+        Formula("Bubble: the fraction of time that ranks wait", _BUBBLES[topic], values, by_formula,
+                f"{timeline.bubble:.1%}"),
+        Formula("Bytes that all ranks send together", "2 M × (stages − 1) × activation",
+                f"2 × {count} × {edges} × {story.format_byte_count(size)}",
+                story.format_byte_count(2 * count * edges * size),
+                f"{story.format_byte_count(sum(sent))} ({story.format_range(sent)} for each rank)"),
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -136,55 +111,43 @@ def _build_step(timeline: Timeline, moment: float, elements: int) -> StoryStep:
     graph = timeline.schedule.graph
     events = [[event for event in own if event.start <= moment] for own in timeline.events]
     new = [own[-1] if own and own[-1].start == moment else None for own in events]
-    sends = [_find_targets(timeline.schedule, event) if event else [] for event in new]
     size = send_bytes(NUMBER_BYTES * elements)
-    so_far = max(event.end for own in events for event in own)
-    rows = []
+    rows, arrows, sent = [], [], []
     for place, own in enumerate(events):
         busy = own[-1] if own and own[-1].end > moment else None
-        boxes = tuple(_build_box(graph, event, event is new[place]) for event in own)
+        boxes = [_build_box(graph, event, event is new[place]) for event in own]
         doing = f"{_ACTIONS[busy.kind].split(' of ')[0]} {busy.microbatch}" if busy else "waits"
         rows.append(DiagramRow(_name_place(graph, place), boxes, doing))
-    arrows = [
-        Arrow(place, target, event.end)
-        for place, event in enumerate(new)
-        if event is not None
-        for target in sends[place]
-    ]
+        targets = []  # the places that receive the output of the new action
+        if (event := new[place]) is not None:
+            _, sends = get_transfers(graph, Action(event.kind, event.stage, event.microbatch))
+            targets = [graph.nodes[action.other].place for action in sends if action.other is not None]
+            arrows += [story.Arrow(place, target, event.end) for target in targets]
+        sent.append(size * len(targets))
+    so_far = max(event.end for own in events for event in own)
     return StoryStep(
         f"Time {moment:g}",
         _describe_moment(timeline, new, events, moment),
-        tuple(rows),
-        _build_ruler(timeline),
-        tuple(size * len(targets) for targets in sends),
-        tuple(arrows),
+        rows,
+        story.build_head(range(round(timeline.step))),
+        sent,
+        arrows,
         as_text(replace(timeline, events=tuple(map(tuple, events)), step=so_far), unit=1.0),
     )
 
 
 def _build_end(timeline: Timeline) -> StoryStep:
     graph = timeline.schedule.graph
-    rows = [
-        DiagramRow(
-            _name_place(graph, place),
-            tuple(_build_box(graph, event, False) for event in own),
-            f"waits {timeline.bubbles[place]:.1%}",
-        )
-        for place, own in enumerate(timeline.events)
-    ]
+    rows = []
+    for place, own in enumerate(timeline.events):
+        boxes = [_build_box(graph, event, False) for event in own]
+        rows.append(DiagramRow(_name_place(graph, place), boxes, f"waits {timeline.bubbles[place]:.1%}"))
     description = (
         f"All gradients are there after {timeline.step:g} units of time: ranks have waited {timeline.bubble:.1%} of "
         "it, which is the bubble; the optimizer steps now, because every microbatch has added its part."
     )
-    return StoryStep(
-        "The end of the step", description, tuple(rows), _build_ruler(timeline), text=as_text(timeline, unit=1.0)
-    )
-
-
-def _find_targets(schedule: Schedule, event: SimulatedAction) -> list[int]:
-    """Return the places that receive the output of an action."""
-    _, sent = get_transfers(schedule.graph, Action(event.kind, event.stage, event.microbatch))
-    return [schedule.graph.nodes[action.other].place for action in sent if action.other is not None]
+    ruler, text = story.build_head(range(round(timeline.step))), as_text(timeline, unit=1.0)
+    return StoryStep("The end of the step", description, rows, ruler, text=text)
 
 
 def _name_place(graph: StageGraph, place: int) -> str:
@@ -198,10 +161,6 @@ def _build_box(graph: StageGraph, event: SimulatedAction, fresh: bool) -> Diagra
     tooltip = f"stage {event.stage}: {action}, {event.start:g} to {event.end:g}"
     text = f"{event.kind}{event.microbatch}{stage}"
     return DiagramBox(event.start, event.end, text, _TONES[event.kind], tooltip, fresh)
-
-
-def _build_ruler(timeline: Timeline) -> tuple[DiagramBox, ...]:
-    return tuple(DiagramBox(unit, unit + 1, str(unit)) for unit in range(round(timeline.step)))
 
 
 def _describe_moment(

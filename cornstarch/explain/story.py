@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cornstarch.errors import ConfigError
 from cornstarch.report.number_format import format_bytes
 
 Tone = Literal["c1", "c2", "c3", "c4", "c5", "c6", "n", "f", "b", "i", "w"]
@@ -17,9 +18,7 @@ Tone = Literal["c1", "c2", "c3", "c4", "c5", "c6", "n", "f", "b", "i", "w"]
 are the kinds of pipeline actions."""
 
 SERIES: tuple[Tone, ...] = ("c1", "c2", "c3", "c4", "c5", "c6")
-
-NUMBER_BYTES = 4
-"""Bytes of a number: float32."""
+NUMBER_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class DiagramRow:
     """One rank."""
 
     name: str
-    boxes: tuple[DiagramBox, ...]
+    boxes: Sequence[DiagramBox]
     beside: str = ""
     """A short note on this rank in this step."""
 
@@ -61,12 +60,12 @@ class StoryStep:
 
     title: str
     description: str
-    rows: tuple[DiagramRow, ...]
-    head: tuple[DiagramBox, ...] = ()
+    rows: Sequence[DiagramRow]
+    head: Sequence[DiagramBox] = ()
     """The column headers."""
-    sent: tuple[float, ...] = ()
+    sent: Sequence[float] = ()
     """Bytes that each rank sends in this step; empty: none."""
-    arrows: tuple[Arrow, ...] = ()
+    arrows: Sequence[Arrow] = ()
     text: str = ""
     """The diagram for a terminal; empty: the table of the boxes."""
 
@@ -84,6 +83,11 @@ class Formula:
     counted: str
     """The sum over the steps."""
 
+    @classmethod
+    def of_bytes(cls, name: str, symbols: str, numbers: str, result: float, counted: Sequence[float]) -> Formula:
+        """Return a formula for bytes; those counted on each rank become one figure, or the least and the most."""
+        return cls(name, symbols, numbers, format_byte_count(result), format_range(counted))
+
 
 @dataclass(frozen=True)
 class Story:
@@ -93,10 +97,10 @@ class Story:
     title: str
     lead: str
     """What the technique is for, in a sentence or two."""
-    steps: tuple[StoryStep, ...]
-    formulas: tuple[Formula, ...] = ()
-    remarks: tuple[str, ...] = ()
-    legend: tuple[tuple[Tone, str], ...] = ()
+    steps: Sequence[StoryStep]
+    formulas: Sequence[Formula]
+    remarks: Sequence[str]
+    legend: Sequence[tuple[Tone, str]] = ()
     """What the colours mean."""
 
     @property
@@ -111,12 +115,30 @@ def sum_sent(steps: Sequence[StoryStep]) -> tuple[float, ...]:
     return tuple(float(sum(step.sent[rank] for step in steps if step.sent)) for rank in ranks)
 
 
+def check_divisible(elements: int, pieces: int, reason: str) -> None:
+    """Raise ConfigError with the numbers near to `elements` if it cannot be cut into equal pieces."""
+    if elements % pieces or elements < pieces:
+        near = max(1, elements // pieces) * pieces
+        raise ConfigError(f"--elements {elements}: {reason}. Use {near} or {near + pieces}.")
+
+
+def build_head(names: Sequence[object]) -> list[DiagramBox]:
+    """Return column headers of one unit each."""
+    return [DiagramBox(at, at + 1, str(name)) for at, name in enumerate(names)]
+
+
 def format_byte_count(count: float) -> str:
     """Return a number of bytes: exact while it is short, else with a unit."""
     return f"{count:,.10g} B" if count < 10_000 else format_bytes(count).replace("\u00a0", " ")
 
 
-def describe_sent(sent: tuple[float, ...]) -> str:
+def format_range(values: Sequence[float]) -> str:
+    """Return the bytes of all ranks as one figure, or the least and the most."""
+    low, high = min(values), max(values)
+    return format_byte_count(low) if high - low < 0.5 else f"{format_byte_count(low)} to {format_byte_count(high)}"
+
+
+def describe_sent(sent: Sequence[float]) -> str:
     """Return how much each rank sends in a step; "" if none sends anything."""
     if not any(sent):
         return ""
@@ -124,9 +146,3 @@ def describe_sent(sent: tuple[float, ...]) -> str:
         return f"Sent in this step: {format_byte_count(sent[0])} by every rank."
     each = ", ".join(f"{format_byte_count(count)} by rank {rank}" for rank, count in enumerate(sent) if count)
     return f"Sent in this step: {each}."
-
-
-def format_range(values: tuple[float, ...]) -> str:
-    """Return the bytes of all ranks as one figure, or the least and the most."""
-    low, high = min(values), max(values)
-    return format_byte_count(low) if high - low < 0.5 else f"{format_byte_count(low)} to {format_byte_count(high)}"

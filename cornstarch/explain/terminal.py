@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from rich import box
@@ -11,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cornstarch.explain.story import DiagramBox, DiagramRow, Formula, Story, StoryStep, Tone, describe_sent
+from cornstarch.explain.story import DiagramBox, DiagramRow, Story, StoryStep, describe_sent
 
-_STYLES: dict[Tone, str] = {
+_STYLES = {  # by tone
     "c1": "green", "c2": "dark_orange", "c3": "medium_purple", "c4": "magenta", "c5": "yellow", "c6": "dodger_blue1",
     "n": "dim", "f": "dodger_blue1", "b": "green", "i": "medium_purple", "w": "yellow",
 }  # fmt: skip
@@ -28,24 +27,31 @@ def show(story: Story, console: Console, only: int | None = None) -> None:
         console.print(Text("  ").join(Text(f"■ {meaning}", style=_STYLES[tone]) for tone, meaning in story.legend))
     for number, step in enumerate(story.steps, 1):
         if only in (None, number):
-            _print_step(number, len(story.steps), step, console)
+            console.print()
+            console.print(Text.assemble((f"{number}/{len(story.steps)} ", "dim"), (step.title, "bold")))
+            _print_step(step, console)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("", "formula", "with numbers", "is", "counted step by step"):
+        table.add_column(name, overflow="fold")
+    for one in story.formulas:
+        table.add_row(one.name, one.symbols, one.numbers, one.result, one.counted)
     console.print()
-    console.print(_build_formula_table(story.formulas))
+    console.print(table)
     for remark in story.remarks:
         console.print(Text(remark, style="dim"))
 
 
-def _print_step(number: int, steps: int, step: StoryStep, console: Console) -> None:
-    console.print()
-    console.print(Text.assemble((f"{number}/{steps} ", "dim"), (step.title, "bold")))
+def _print_step(step: StoryStep, console: Console) -> None:
     console.print(Text(step.description))
-    if step.text:
-        for line in fold_timeline(step.text, console.width).splitlines():
-            console.print(_colour_actions(line), no_wrap=True, crop=False)
-    else:
+    for line in fold_timeline(step.text, console.width).splitlines() if step.text else ():
+        text = Text(line)
+        for found in _ACTIONS.finditer(line):
+            text.stylize(_STYLES[found[1].lower()], *found.span())
+        console.print(text, no_wrap=True, crop=False)
+    if not step.text:
         console.print(_build_table(step))
-    if text := describe_sent(step.sent):
-        console.print(Text(text, style="dim"))
+    if sent := describe_sent(step.sent):
+        console.print(Text(sent, style="dim"))
 
 
 def fold_timeline(text: str, width: int) -> str:
@@ -64,18 +70,10 @@ def fold_timeline(text: str, width: int) -> str:
     return "\n\n".join(blocks)
 
 
-def _colour_actions(line: str) -> Text:
-    text = Text(line)
-    for found in _ACTIONS.finditer(line):
-        tone: Tone = {"F": "f", "B": "b", "I": "i", "W": "w"}[found[1]]  # type: ignore[assignment]
-        text.stylize(_STYLES[tone], *found.span())
-    return text
-
-
 def _build_table(step: StoryStep) -> Table:
     """Return the boxes as a table: a column for each header, or for each box of a row if there are none."""
     table = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=True)
-    heads = step.head or tuple(replace(cell, text="") for cell in step.rows[0].boxes)
+    heads = step.head or [replace(cell, text="") for cell in step.rows[0].boxes]
     table.add_column("", no_wrap=True)
     for head in heads:
         table.add_column(head.text, overflow="fold")
@@ -95,12 +93,3 @@ def _build_cell(row: DiagramRow, head: DiagramBox) -> Text:
         )
         for cell in inside
     )
-
-
-def _build_formula_table(formulas: Sequence[Formula]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("", "formula", "with numbers", "is", "counted step by step"):
-        table.add_column(name, overflow="fold")
-    for one in formulas:
-        table.add_row(one.name, one.symbols, one.numbers, one.result, one.counted)
-    return table

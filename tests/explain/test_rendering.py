@@ -12,7 +12,7 @@ from rich.console import Console
 from cornstarch.cli.explain import NAMES
 from cornstarch.cli.main import main
 from cornstarch.explain import TOPICS, explain
-from cornstarch.explain.page import render, write_page
+from cornstarch.explain.page import render
 from cornstarch.explain.terminal import fold_timeline, show
 from tests.report.browser import needs_chromium, open_page
 from tests.report.test_page import PageParser
@@ -125,7 +125,7 @@ return found;
 @pytest.mark.parametrize("topic", ["allreduce", "fsdp", "tp", "interleaved"])
 def test_buttons_and_keys_step_through_a_page(topic: str, width: int, tmp_path: Path) -> None:
     story = explain(topic)
-    write_page(story, tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(render(story), encoding="utf-8")
     found, console = open_page(tmp_path / "page.html", USE, width)
     last = len(story.steps)
     assert console == [] and found["inner"] == width and max(found["scroll"]) <= width

@@ -7,17 +7,18 @@ import pytest
 from cornstarch.errors import ConfigError
 from cornstarch.explain import TOPICS, Story, explain
 from cornstarch.explain.collectives import RingSimulation, build_example
-from cornstarch.explain.context_parallel import (
+from cornstarch.explain.data_parallel import ShardedModel
+from cornstarch.explain.pipeline_schedules import POLICY_OF, VIRTUAL, compute_bubble
+from cornstarch.explain.sharded_layers import (
     HEAD_WIDTH,
     HEADS_PER_RANK,
+    FeedForward,
     build_ring,
     build_ulysses,
     distribute_tokens,
     exchange_pieces,
+    sum_vectors,
 )
-from cornstarch.explain.data_parallel import ShardedModel
-from cornstarch.explain.pipeline_schedules import POLICY_OF, VIRTUAL, compute_bubble
-from cornstarch.explain.tensor_parallel import FeedForward, sum_vectors
 from cornstarch.plan import DataPlan
 from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, all_to_all_bytes, reduce_scatter_bytes
 from cornstarch.plan.memory import textbook
