@@ -89,7 +89,7 @@ def plan(
         for size in sizes:
             resize_cluster(machines, size)  # refuses a size that does not fill nodes
 
-    from cornstarch.report.plan_page import write_plan_page
+    from cornstarch.report.plan_page import render_plan
     from cornstarch.report.plan_text import build_train_command
 
     page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
@@ -106,7 +106,7 @@ def plan(
             command = build_train_command(page.found.best, page.cluster, str(config), str(output), overrides or ())
             print(f"{output}: {command}")
     if html is not None:
-        write_plan_page(page, html)
+        write_file("--html", html, render_plan(page))
         print(html)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup, escape
 
 from cornstarch import __version__
-from cornstarch.errors import ConfigError
 from cornstarch.report.number_format import MISSING, format_percent
 
 if TYPE_CHECKING:
@@ -99,11 +98,3 @@ def join_html(*content: str | Iterable[str] | None) -> Markup:
     """Concatenate pieces; those that are not `Markup` are escaped."""
     pieces = (piece for part in content if part is not None for piece in ([part] if isinstance(part, str) else part))
     return Markup("").join(escape(_replace_nul(piece)) for piece in pieces)
-
-
-def write_html(path: Path, text: str) -> None:
-    """Write a page into the file given with `--html`."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path}: the file cannot be written ({error.strerror}).") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -14,8 +13,7 @@ from cornstarch.plan.predict import PlaceMemory, Prediction
 from cornstarch.plan.search import SearchResult
 from cornstarch.plan.simulate import Timeline
 from cornstarch.report.charts import Chart, ChartLine, draw_chart
-from cornstarch.report.gantt import draw_gantt
-from cornstarch.report.html import Table, TableCell, render_page, write_html
+from cornstarch.report.html import Table, TableCell, render_page
 from cornstarch.report.number_format import MISSING, format_bytes, format_count, format_percent, pluralize
 from cornstarch.report.plan_text import (
     TIME_PARTS,
@@ -31,7 +29,7 @@ from cornstarch.report.plan_text import (
     format_step_time,
     select_rate_unit,
 )
-from cornstarch.report.timelines import AFTER, KINDS, PipelineTimelines, StepTimeline, TimelineBar
+from cornstarch.report.timelines import AFTER, KINDS, PipelineTimelines, StepTimeline, TimelineBar, draw_gantt
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -84,11 +82,6 @@ class PlanReport:
     def sentence(self) -> str:
         """The plan on one line."""
         return describe_auto_plan(self.best, self.cluster)
-
-
-def write_plan_page(report: PlanReport, path: Path) -> None:
-    """Write the page into a file."""
-    write_html(path, render_plan(report))
 
 
 def render_plan(report: PlanReport) -> str:

@@ -10,34 +10,15 @@ from statistics import median
 from typing import Any
 
 from cornstarch.errors import ConfigError
-from cornstarch.report.charts import (
-    COLOURS,
-    LONG,
-    Chart,
-    ChartLine,
-    draw_chart,
-    keep_finite,
-    smooth_points,
-    thin_points,
-)
-from cornstarch.report.gantt import build_pipeline_view
+from cornstarch.report import charts
+from cornstarch.report import number_format as fmt
+from cornstarch.report.charts import Chart, ChartLine, keep_finite, smooth_points
+from cornstarch.report.held_out import build_samples_view, build_shuffled_view, shorten_text
 from cornstarch.report.html import Table, TableCell, render_page
 from cornstarch.report.json_values import as_list, as_mapping, as_number, as_text
-from cornstarch.report.number_format import (
-    MISSING,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_flops,
-    format_number,
-    format_percent,
-    format_timestamp,
-    pluralize,
-)
-from cornstarch.report.run_folder import Curve, ReportedPart, RunEvent, RunRecord, read_run
-from cornstarch.report.samples import build_samples_view, shorten_text
-from cornstarch.report.shuffled_media import build_shuffled_view
-from cornstarch.report.time_breakdown import BreakdownRow, describe_hidden_communication, format_milliseconds
+from cornstarch.report.run_record import Curve, ReportedPart, RunRecord, read_run
+from cornstarch.report.time_breakdown import describe_hidden_communication, format_milliseconds
+from cornstarch.report.timelines import build_pipeline_view
 
 PAGE, PICTURE = "report.html", "loss.png"
 
@@ -68,22 +49,17 @@ def write_report(folder: Path) -> Path:
     # JSON may contain lone surrogates, which UTF-8 cannot encode.
     page = render_run(run).encode("utf-8", errors="replace")
     picture = plot_loss(run)
-    try:
-        _replace_file(folder / PICTURE, picture)
-        _replace_file(folder / PAGE, page)
-    except OSError as error:
-        raise ConfigError(f"The report cannot be written into {folder}: {error.strerror}.") from error
+    for path, content in ((folder / PICTURE, picture), (folder / PAGE, page)):
+        # Atomically: a reader finds the old file or the new one, never half of one.
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+        try:
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise ConfigError(f"The report cannot be written into {folder}: {error.strerror}.") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
     return folder / PAGE
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader finds the old one or the new one, never half of one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def render_run(run: RunRecord) -> str:
@@ -106,7 +82,7 @@ def render_run(run: RunRecord) -> str:
         data=_build_data(run),
         events=_build_events(run),
         config=run.config,
-        config_lines=pluralize((run.config or "").count("\n"), "line"),
+        config_lines=fmt.pluralize((run.config or "").count("\n"), "line"),
         versions=[(name[:60], as_text(v)[:60]) for name, v in as_mapping(run.summary.get("versions")).items()],
     )
 
@@ -116,11 +92,11 @@ def render_run(run: RunRecord) -> str:
 
 def _build_header(run: RunRecord) -> dict[str, Any]:
     css, sign = _STATUS.get(run.status, ("", "?"))
-    facts = [
-        ("task", as_text(run.summary.get("task"))),
-        ("started", format_timestamp(run.number("started"))),
-        ("ended", format_timestamp(run.number("ended"))),
-    ]
+    facts = {
+        "task": as_text(run.summary.get("task")),
+        "started": fmt.format_timestamp(run.number("started")),
+        "ended": fmt.format_timestamp(run.number("ended")),
+    }
     step, total = run.step, run.number("total_steps")
     progress = None
     if step is not None and total is not None and 0 < total < float("inf"):
@@ -128,7 +104,7 @@ def _build_header(run: RunRecord) -> dict[str, Any]:
     return {
         "name": run.name[:200],
         "status": {"css": css, "sign": sign, "text": run.status[:40]},
-        "facts": [(name, value) for name, value in facts if value.strip(MISSING)],
+        "facts": [(name, value) for name, value in facts.items() if value.strip(fmt.MISSING)],
         "command": as_text(run.summary.get("command"))[:2000],
         "progress": progress,
     }
@@ -142,11 +118,11 @@ def _build_accuracies(run: RunRecord) -> dict[str, Any] | None:
     sources = {name: measures for name, measures in evaluation.sources.items() if "accuracy" in measures}
     if not sources and "accuracy" in evaluation.measures:
         sources = {"all": evaluation.measures}
-    rows = [
-        {"name": name[:60], "fraction": measures["accuracy"], "colour": 1, "text": format_percent(measures["accuracy"]),
-         "note": f"of {measures['count']:,.0f}" if measures.get("count") else ""}
-        for name, measures in list(sources.items())[:12]
-    ]  # fmt: skip
+    rows = []
+    for name, measures in list(sources.items())[:12]:
+        accuracy, note = measures["accuracy"], f"of {measures['count']:,.0f}" if measures.get("count") else ""
+        text = fmt.format_percent(accuracy)
+        rows.append({"name": name[:60], "fraction": accuracy, "colour": 1, "text": text, "note": note})
     return {"title": f"Held-out accuracy at step {evaluation.step:,}", "rows": rows} if rows else None
 
 
@@ -156,40 +132,40 @@ def _build_key_figures(run: RunRecord) -> Iterator[tuple[str, str, str]]:
     trained, evaluation = run.metrics.last("loss"), run.evaluation
     if evaluation is not None and "loss" in evaluation.measures:
         best = f" · best at step {run.best_step:,}" if run.best_step is not None else ""
-        note = f"training {format_number(trained)}{best}"
-        yield "Held-out loss", format_number(evaluation.measures["loss"]), note
+        note = f"training {fmt.format_number(trained)}{best}"
+        yield "Held-out loss", fmt.format_number(evaluation.measures["loss"]), note
     else:
         note = "nothing was logged" if trained is None else "no evaluation"
-        yield "Training loss", format_number(trained), note
+        yield "Training loss", fmt.format_number(trained), note
 
     if "tokens_per_second" in train:
         notes = ["median"]
         if "flops_per_second" in train:
-            notes.append(f"{format_flops(_median(train['flops_per_second']))}/s")
+            notes.append(f"{fmt.format_flops(_median(train['flops_per_second']))}/s")
         if "mfu" in train:
-            notes.append(f"{format_percent(_median(train['mfu']))} MFU")
+            notes.append(f"{fmt.format_percent(_median(train['mfu']))} MFU")
         for name, curve in list(run.metrics.items.items())[:3]:
-            notes.append(f"{format_number(float(f'{_median(curve):.3g}'))} {name}")
-        yield "Tokens per second", format_count(_median(train["tokens_per_second"])), " · ".join(notes)
+            notes.append(f"{fmt.format_number(float(f'{_median(curve):.3g}'))} {name}")
+        yield "Tokens per second", fmt.format_count(_median(train["tokens_per_second"])), " · ".join(notes)
 
-    yield "Training time", format_duration(run.seconds), pluralize(run.step, "step") if run.step else ""
+    yield "Training time", fmt.format_duration(run.seconds), fmt.pluralize(run.step, "step") if run.step else ""
     if run.parts:
         total = sum(part.parameters or 0 for part in run.parts)
         trainable = sum(part.trainable or 0 for part in run.parts)
-        fraction = f" ({format_percent(trainable / total)})" if total else ""
-        yield "Parameters", format_count(total), f"{format_count(trainable)} trained{fraction}"
+        fraction = f" ({fmt.format_percent(trainable / total)})" if total else ""
+        yield "Parameters", fmt.format_count(total), f"{fmt.format_count(trainable)} trained{fraction}"
 
     device, precision = as_text(summary.get("device")), as_text(summary.get("precision"))
     if device or precision:
         notes = [f"precision {precision[:40]}"] if precision else []
         if buckets := as_text(summary.get("buckets")):
             notes.append(f"gradients in {buckets[:120]}")
-        yield "Device", device[:40] or MISSING, " · ".join(notes)
+        yield "Device", device[:40] or fmt.MISSING, " · ".join(notes)
 
     if "memory" in train:
         checkpointing = as_text(as_mapping(summary.get("recomputation")).get("line"))[:120]
         note = " · ".join(filter(None, ["as logged while training", checkpointing]))
-        yield "Peak memory", format_bytes(max(value for _, value in train["memory"])), note
+        yield "Peak memory", fmt.format_bytes(max(value for _, value in train["memory"])), note
 
 
 def _median(curve: Curve) -> float:
@@ -202,13 +178,13 @@ def _median(curve: Curve) -> float:
 def _build_curves(run: RunRecord) -> dict[str, Any]:
     train = run.metrics.train
     items = [
-        ChartLine(name[:60], smooth_points(curve) if len(curve) > LONG else curve, index % COLOURS + 1)
+        ChartLine(name[:60], smooth_points(curve) if len(curve) > charts.LONG else curve, index % charts.COLOURS + 1)
         for index, (name, curve) in enumerate(run.metrics.items.items())
     ]
     waits = [ChartLine("batches", train.get("data_wait", []), 1)]
     if any(value for _, value in train.get("copy_wait", [])):
         waits.append(ChartLine("copies", train["copy_wait"], 2))
-    charts = [
+    others = [
         _build_accuracy_chart(run),
         Chart("Learning rate", [ChartLine("scheduled", train.get("learning_rate", []), 3)]),
         Chart("Tokens per second", _build_lines(train.get("tokens_per_second", []), 6), unit="count", from_zero=True),
@@ -223,10 +199,10 @@ def _build_curves(run: RunRecord) -> dict[str, Any]:
     if evaluated := _collect_measure(run, "loss"):
         loss.append(ChartLine("evaluation", evaluated, 2, "dots"))
     return {
-        "loss": draw_chart(Chart("Loss", loss, marks=_collect_marks(run), log=True, tall=True)),
-        "charts": [draw_chart(chart) for chart in charts],
+        "loss": charts.draw_chart(Chart("Loss", loss, marks=_collect_marks(run), log=True, tall=True)),
+        "charts": [charts.draw_chart(chart) for chart in others],
         "evaluations": _build_evaluation_table(run),
-        "evaluation_count": pluralize(len(run.metrics.evaluations), "evaluation"),
+        "evaluation_count": fmt.pluralize(len(run.metrics.evaluations), "evaluation"),
     }
 
 
@@ -243,10 +219,10 @@ def _collect_marks(run: RunRecord) -> Sequence[tuple[float, str]]:
 
 def _build_accuracy_chart(run: RunRecord) -> Chart:
     names = list(dict.fromkeys(name for evaluation in run.metrics.evaluations for name in evaluation.sources))
-    by_source = {name: _collect_measure(run, "accuracy", name) for name in names[:COLOURS]}
+    by_source = {name: _collect_measure(run, "accuracy", name) for name in names[: charts.COLOURS]}
     found = {name: curve for name, curve in by_source.items() if curve} or {"all": _collect_measure(run, "accuracy")}
     lines = [
-        ChartLine(name[:60], curve, index % COLOURS + 1, "dots") for index, (name, curve) in enumerate(found.items())
+        ChartLine(name[:60], curve, at % charts.COLOURS + 1, "dots") for at, (name, curve) in enumerate(found.items())
     ]
     return Chart("Held-out accuracy", lines, unit="percent", range=(0.0, 1.0))
 
@@ -262,7 +238,7 @@ def _collect_measure(run: RunRecord, measure: str, source: str | None = None) ->
 
 def _build_lines(curve: Curve, colour: int, name: str = "logged", smoothed: str = "smoothed") -> list[ChartLine]:
     """Return a curve, with a smooth one over it if it is long."""
-    if len(curve) <= LONG:
+    if len(curve) <= charts.LONG:
         return [ChartLine(name, curve, colour)]
     return [ChartLine(name, curve, colour, "raw"), ChartLine(smoothed, smooth_points(curve), colour)]
 
@@ -272,9 +248,9 @@ def _build_evaluation_table(run: RunRecord) -> Table | None:
     if not found:
         return None
     names = list(dict.fromkeys(name for evaluation in found for name in evaluation.measures))
-    formats = [format_percent if name.endswith("accuracy") else format_number for name in names]
+    formats = [fmt.format_percent if name.endswith("accuracy") else fmt.format_number for name in names]
     rows = [
-        [f"{e.step:,}", *[show(e.measures.get(name)) for name, show in zip(names, formats, strict=True)]]
+        [f"{e.step:,}", *[form(e.measures.get(name)) for name, form in zip(names, formats, strict=True)]]
         for e in reversed(found)
     ]
     return Table(["step", *[f"{name.replace('_', ' ')}#" for name in names]], rows, "Evaluations")
@@ -294,10 +270,10 @@ def _build_times(run: RunRecord) -> dict[str, Any] | None:
     for row in breakdown.rows():
         extremes = [format_milliseconds(one) or "0" for one in breakdown.extremes(row.name)] if several else []
         fraction = row.seconds / breakdown.seconds if breakdown.seconds else None
-        part = TableCell(format_percent(fraction), fraction=fraction) if fraction is not None else ""
-        rows.append([row.name[:60], *_format_phases(row), part, *extremes])
+        part = TableCell(fmt.format_percent(fraction), fraction=fraction) if fraction is not None else ""
+        rows.append([row.name[:60], *row.format_phases(), part, *extremes])
         for kind in row.kinds.values():
-            rows.append([TableCell(kind.name, "small"), *_format_phases(kind), "", *([""] * 2 * several)])
+            rows.append([TableCell(kind.name, "small"), *kind.format_phases(), "", *([""] * 2 * several)])
     foot = ["a step", "", "", format_milliseconds(breakdown.seconds), "", *([""] * 2 * several)]
     title = breakdown.title()
     notes = (*breakdown.notes, describe_hidden_communication(breakdown))
@@ -306,10 +282,6 @@ def _build_times(run: RunRecord) -> dict[str, Any] | None:
         "table": Table(columns, rows, "Where the time goes", foot),
         "notes": [note[:400] for note in notes if note],
     }
-
-
-def _format_phases(row: BreakdownRow) -> list[str]:
-    return [format_milliseconds(one) for one in (row.forward, row.backward, row.seconds)]
 
 
 def _build_model_table(parts: Sequence[ReportedPart]) -> Table:
@@ -322,7 +294,7 @@ def _build_model_table(parts: Sequence[ReportedPart]) -> Table:
     def build_fraction(text: str, value: float | None, whole: float | None) -> TableCell:
         if value is None or not whole:
             return TableCell(text)
-        return TableCell(text, note=format_percent(value / whole), fraction=value / whole)
+        return TableCell(text, note=fmt.format_percent(value / whole), fraction=value / whole)
 
     weights, flops = total(lambda part: part.parameters), total(lambda part: part.flops)
     columns = [
@@ -332,18 +304,18 @@ def _build_model_table(parts: Sequence[ReportedPart]) -> Table:
         [
             part.name,
             TableCell(part.kind, "code"),
-            build_fraction(format_count(part.parameters), part.parameters, weights),
-            TableCell(format_count(part.trainable), note=part.train or MISSING),
-            format_bytes(part.bytes),
-            format_number(part.learning_rate),
-            format_number(part.weight_decay),
-            build_fraction(format_flops(part.flops), part.flops, flops),
+            build_fraction(fmt.format_count(part.parameters), part.parameters, weights),
+            TableCell(fmt.format_count(part.trainable), note=part.train or fmt.MISSING),
+            fmt.format_bytes(part.bytes),
+            fmt.format_number(part.learning_rate),
+            fmt.format_number(part.weight_decay),
+            build_fraction(fmt.format_flops(part.flops), part.flops, flops),
         ]
         for part in parts
     ]
     foot = [
-        "all parts", "", format_count(weights), format_count(total(lambda part: part.trainable)),
-        format_bytes(total(lambda part: part.bytes)), "", "", format_flops(flops),
+        "all parts", "", fmt.format_count(weights), fmt.format_count(total(lambda part: part.trainable)),
+        fmt.format_bytes(total(lambda part: part.bytes)), "", "", fmt.format_flops(flops),
     ]  # fmt: skip
     return Table(columns, rows, "The parts of the model", foot)
 
@@ -359,13 +331,13 @@ def _build_data(run: RunRecord) -> list[tuple[str, list[str], str]]:
     skipped = {name: as_number(count) for name, count in as_mapping(run.summary.get("skipped")).items()}
     if not skipped and run.metrics.last("skipped") is not None:
         skipped = {"of all kinds": run.metrics.last("skipped")}
-    lines = [f"{format_count(count)} {name.replace('_', ' ')}" for name, count in skipped.items()]
+    lines = [f"{fmt.format_count(count)} {name.replace('_', ' ')}" for name, count in skipped.items()]
     blocks.append(("Skipped samples", _shorten_lines(lines), "The number of skipped samples is not known."))
     if cache := as_mapping(run.summary.get("features")):
         hits, misses = (as_number(cache.get(name)) or 0 for name in ("hits", "misses"))
         lines = [
-            f"{format_count(hits)} of {format_count(hits + misses)} items found",
-            f"{format_bytes(as_number(cache.get('bytes')))} in {as_text(cache.get('folder'))}",
+            f"{fmt.format_count(hits)} of {fmt.format_count(hits + misses)} items found",
+            f"{fmt.format_bytes(as_number(cache.get('bytes')))} in {as_text(cache.get('folder'))}",
             *([as_text(cache["problem"])] if cache.get("problem") else []),
         ]
         blocks.append(("Feature cache", _shorten_lines(lines), unknown))
@@ -381,22 +353,16 @@ def _build_events(run: RunRecord) -> dict[str, Any]:
     found = run.metrics.events
     shown, started = found[-_MAX_ROWS:], run.number("started")
     note = f"The last {_MAX_ROWS} of {len(found):,}. " if len(found) > len(shown) else ""
-    table = Table(
-        ["event", "step#", "what", "after#", "time"], [_build_event(event, started) for event in shown], "Events"
-    )
+    rows: list[list[str | TableCell]] = []
+    for event in shown:
+        css = {"failed": "bad", "stopped": "warn", "finished": "good", "best": "good"}.get(event.name, "")
+        after = None if event.time is None or started is None else max(0.0, event.time - started)
+        name = TableCell(event.name[:40] or "event", "span", f"pill {css}".rstrip())
+        text = TableCell(shorten_text(event.text), "span", "text")
+        times = [fmt.format_duration(after), fmt.format_timestamp(event.time)]
+        rows.append([name, f"{event.step:,}", text, *times])
+    table = Table(["event", "step#", "what", "after#", "time"], rows, "Events")
     return {"note": note, "table": table if found else None}
-
-
-def _build_event(event: RunEvent, started: float | None) -> list[str | TableCell]:
-    css = {"failed": "bad", "stopped": "warn", "finished": "good", "best": "good"}.get(event.name, "")
-    after = None if event.time is None or started is None else max(0.0, event.time - started)
-    return [
-        TableCell(event.name[:40] or "event", "span", f"pill {css}".rstrip()),
-        f"{event.step:,}",
-        TableCell(shorten_text(event.text), "span", "text"),
-        format_duration(after),
-        format_timestamp(event.time),
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ loss.png
@@ -415,15 +381,15 @@ def plot_loss(run: RunRecord) -> bytes:
     axes = figure.add_subplot()
     trained = keep_finite(run.metrics.train.get("loss", []))
     evaluated = keep_finite(_collect_measure(run, "loss"))
-    if len(trained) > LONG:
-        axes.plot(*_split_columns(thin_points(trained)), color=train_colour, alpha=0.3, linewidth=1)
+    if len(trained) > charts.LONG:
+        axes.plot(*_split_columns(charts.thin_points(trained)), color=train_colour, alpha=0.3, linewidth=1)
         smoothed = _split_columns(smooth_points(trained))
         axes.plot(*smoothed, color=train_colour, linewidth=2, label="training (smoothed)")
     elif trained:
         marker = "o" if len(trained) < 3 else ""  # a line of one point would not be seen
         axes.plot(*_split_columns(trained), color=train_colour, linewidth=2, label="training", marker=marker)
     if evaluated:
-        points = _split_columns(thin_points(evaluated))
+        points = _split_columns(charts.thin_points(evaluated))
         axes.plot(*points, color=evaluation_colour, marker="o", markersize=4, label="evaluation")
     if trained or evaluated:
         axes.legend(frameon=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +25,10 @@ class BreakdownRow:
     backward: float | None = None
     kinds: Mapping[str, BreakdownRow] = field(default_factory=dict)
     """The time by kind of work; empty if there is only one."""
+
+    def format_phases(self) -> list[str]:
+        """Return the times of forward, backward and both, in milliseconds."""
+        return [format_milliseconds(one) for one in (self.forward, self.backward, self.seconds)]
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,7 @@ class ProfileBreakdown:
         return fmean(rank.hidden for rank in self.ranks)
 
     def rows(self) -> list[BreakdownRow]:
-        """Return the rows, averaged over processes."""
-        return [_average_rows([_find_row(rank, name) for rank in self.ranks]) for name in self._list_names()]
-
-    def extremes(self, name: str) -> tuple[float, float]:
-        """Return the shortest and the longest time of a row in any process."""
-        times = [_find_row(rank, name).seconds for rank in self.ranks]
-        return min(times), max(times)
-
-    def _list_names(self) -> list[str]:
-        """Return the names of all rows in order; processes of different stages have different rows."""
+        """Return the rows, averaged over processes; processes of different stages have different rows."""
         names: list[str] = []
         for rank in self.ranks:
             at = 0
@@ -76,7 +71,12 @@ class ProfileBreakdown:
                 if row.name not in names:
                     names.insert(at, row.name)
                 at = names.index(row.name) + 1
-        return names
+        return [_average_rows([_find_row(rank, name) for rank in self.ranks]) for name in names]
+
+    def extremes(self, name: str) -> tuple[float, float]:
+        """Return the shortest and the longest time of a row in any process."""
+        times = [_find_row(rank, name).seconds for rank in self.ranks]
+        return min(times), max(times)
 
     def title(self) -> str:
         """Describe which steps were measured, and how long they took."""
@@ -109,28 +109,28 @@ def _average_rows(rows: Sequence[BreakdownRow]) -> BreakdownRow:
     )
 
 
-# ------------------------------------------------------------------------------------------------ reading
-
-
 def read_time_breakdown(data: Mapping[str, Any]) -> ProfileBreakdown:
     """Read the content of profile.json; raise ValueError if it is malformed."""
-    ranks = tuple(_read_rank(as_mapping(rank)) for rank in as_list(data.get("ranks")))
+    ranks = []
+    for rank in map(as_mapping, as_list(data.get("ranks"))):
+        rows = tuple(_read_row(as_mapping(row)) for row in as_list(rank.get("rows")))
+        hidden = _read_seconds(rank.get("hidden_communication", 0.0))
+        ranks.append(RankBreakdown(_read_seconds(rank.get("seconds")), hidden, rows))
     steps = tuple(int(_read_seconds(step)) for step in as_list(data.get("steps")))
     if not ranks or not steps:
         raise ValueError("the file has no ranks or no steps")
     notes = tuple(as_text(note) for note in as_list(data.get("notes")))
-    return ProfileBreakdown(steps, as_text(data.get("device")), notes, ranks)
-
-
-def _read_rank(rank: Mapping[str, Any]) -> RankBreakdown:
-    rows = tuple(_read_row(as_mapping(row)) for row in as_list(rank.get("rows")))
-    return RankBreakdown(_read_seconds(rank.get("seconds")), _read_seconds(rank.get("hidden_communication", 0.0)), rows)
+    return ProfileBreakdown(steps, as_text(data.get("device")), notes, tuple(ranks))
 
 
 def _read_row(row: Mapping[str, Any]) -> BreakdownRow:
     forward, backward = (as_number(row.get(phase)) for phase in ("forward", "backward"))
+    kinds = {}
+    for kind in _KINDS:
+        if kind in row:
+            there, back = (as_number(as_mapping(row[kind]).get(phase)) or 0.0 for phase in ("forward", "backward"))
+            kinds[kind] = BreakdownRow(kind, there + back, there, back)
     found = BreakdownRow(as_text(row.get("name")), _read_seconds(row.get("seconds")), forward, backward)
-    kinds = {kind: _read_kind(kind, as_mapping(row[kind])) for kind in _KINDS if kind in row}
     if _KINDS[0] not in kinds:  # a projector has matrix products only
         return found
     known = kinds.values()
@@ -140,12 +140,7 @@ def _read_row(row: Mapping[str, Any]) -> BreakdownRow:
         max((forward or 0.0) - sum(one.forward or 0.0 for one in known), 0.0),
         max((backward or 0.0) - sum(one.backward or 0.0 for one in known), 0.0),
     )
-    return BreakdownRow(found.name, found.seconds, forward, backward, kinds)
-
-
-def _read_kind(kind: str, phases: Mapping[str, Any]) -> BreakdownRow:
-    forward, backward = (as_number(phases.get(phase)) or 0.0 for phase in ("forward", "backward"))
-    return BreakdownRow(kind, forward + backward, forward, backward)
+    return replace(found, kinds=kinds)
 
 
 def _read_seconds(value: object) -> float:

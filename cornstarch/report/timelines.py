@@ -1,18 +1,31 @@
-"""timeline.json as data: pipelined steps as recorded and as predicted, and as a trace for Perfetto."""
+"""Pipelined steps as recorded and as predicted: timeline.json as data, as Gantt charts, and as a trace for Perfetto."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+from markupsafe import Markup
+
+from cornstarch.report.charts import Axis, build_linear_axis
+from cornstarch.report.html import Table, build_element, join_html
 from cornstarch.report.json_values import as_finite, as_list, as_mapping, as_number, as_text
+from cornstarch.report.number_format import format_duration, format_number, format_percent, format_tick, pluralize
 
 TIMELINE, TRACE = "timeline.json", "trace.json"
 
 # By the letter of an action in a schedule.
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 WAIT, BUBBLE, AFTER = "transfer wait", "bubble", "sums and optimizer"
+
+_WIDTH = 1000  # of a drawing, in its own units
+_ROW, _BAR = 20, 16
+_MAX_BARS = 3000  # of one drawing that have a text of their own
+_MAX_PLACES = 64
+_LETTER = 0.022  # the width of a digit as a fraction of the drawing's, on a narrow screen
+_CSS = {**{kind: letter.lower() for letter, kind in KINDS.items()}, WAIT: "t", AFTER: "o", BUBBLE: "n"}
 
 
 @dataclass(frozen=True)
@@ -75,25 +88,28 @@ class PipelineTimelines:
     steps: tuple[StepComparison, ...]
 
 
+# ------------------------------------------------------------------------------------------------ data and trace
+
+
 def read_timelines(data: Mapping[str, Any]) -> PipelineTimelines:
     """Read the content of timeline.json; raise ValueError if it is malformed."""
     places = [as_mapping(place) for place in as_list(data.get("places"))]
+    comparisons = []
+    for step in map(as_mapping, as_list(data.get("steps"))):
+        real, predicted = (_read_step(as_mapping(step.get(name)), len(places)) for name in ("real", "predicted"))
+        began = as_finite(step.get("began"))
+        comparisons.append(StepComparison(int(as_finite(step.get("step"))), began, real, predicted))
     timelines = PipelineTimelines(
         as_text(data.get("schedule")),
         int(as_number(data.get("microbatches")) or 0),
         tuple(as_text(place.get("name")) for place in places),
         tuple(tuple(int(as_finite(rank)) for rank in as_list(place.get("ranks"))) for place in places),
         tuple(as_text(stage) for stage in as_list(data.get("stages"))),
-        tuple(_read_comparison(as_mapping(step), len(places)) for step in as_list(data.get("steps"))),
+        tuple(comparisons),
     )
     if not timelines.places or not timelines.steps:
         raise ValueError("the file has no places or no steps")
     return timelines
-
-
-def _read_comparison(step: Mapping[str, Any], places: int) -> StepComparison:
-    real, predicted = (_read_step(as_mapping(step.get(name)), places) for name in ("real", "predicted"))
-    return StepComparison(int(as_finite(step.get("step"))), as_finite(step.get("began")), real, predicted)
 
 
 def _read_step(step: Mapping[str, Any], places: int) -> StepTimeline:
@@ -118,23 +134,23 @@ def _read_bars(events: Sequence[Any]) -> Iterator[TimelineBar]:
 def chrome_trace(data: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the content of timeline.json to the format of chrome://tracing and Perfetto: a process for each place."""
     timelines = read_timelines(data)
-    clock = min(step.began for step in timelines.steps)
     events: list[dict[str, Any]] = []
+
+    def add_name(what: str, place: int, thread: int, name: str) -> None:
+        events.append({"name": what, "ph": "M", "pid": place, "tid": thread, "args": {"name": name}})
+
     for place, name in enumerate(timelines.places):
-        events.append(_build_name_event("process_name", place, 0, f"place {place}: {name}"))
+        add_name("process_name", place, 0, f"place {place}: {name}")
         for stage in sorted({bar.stage for step in timelines.steps for bar in step.real.rows[place]}):
-            events.append(_build_name_event("thread_name", place, stage, f"stage {stage}: {timelines.stages[stage]}"))
+            add_name("thread_name", place, stage, f"stage {stage}: {timelines.stages[stage]}")
+    clock = min(step.began for step in timelines.steps)
     for step in timelines.steps:
         for place, row in enumerate(step.real.rows):
-            events += [_build_bar_event(bar, place, step, step.began - clock) for bar in row]
+            events += [_build_trace_event(bar, place, step, step.began - clock) for bar in row]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timelines.schedule}}
 
 
-def _build_name_event(what: str, place: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": place, "tid": thread, "args": {"name": name}}
-
-
-def _build_bar_event(bar: TimelineBar, place: int, step: StepComparison, offset: float) -> dict[str, Any]:
+def _build_trace_event(bar: TimelineBar, place: int, step: StepComparison, offset: float) -> dict[str, Any]:
     name = f"{bar.letter}{bar.microbatch}"
     return {
         "name": f"wait for {name}" if bar.kind == WAIT else name,
@@ -146,3 +162,123 @@ def _build_bar_event(bar: TimelineBar, place: int, step: StepComparison, offset:
         "tid": bar.stage,
         "args": {"step": step.step, "microbatch": bar.microbatch, "kind": bar.kind},
     }
+
+
+# ------------------------------------------------------------------------------------------------ Gantt charts
+
+
+def build_pipeline_view(timelines: PipelineTimelines | None) -> dict[str, Any] | None:
+    """Return the page's section of recorded steps; None if the run has no pipeline."""
+    if timelines is None:
+        return None
+    *earlier, last = (_build_step(timelines, step) for step in timelines.steps)
+    lead = (
+        f"{pluralize(len(timelines.places), 'place')} with the schedule {timelines.schedule[:40]} and "
+        f"{pluralize(timelines.microbatches, 'microbatch', 'microbatches')}. The prediction is a simulation of the "
+        "same schedule with the mean costs of that step, and transfers that take no time."
+    )
+    return {"lead": lead, "last": last, "earlier": earlier[::-1]}
+
+
+def _build_step(timelines: PipelineTimelines, step: StepComparison) -> dict[str, Any]:
+    real, predicted = step.real, step.predicted
+    longer = f"{abs(step.difference) * 100:.1f}\u00a0% {'longer' if step.difference >= 0 else 'shorter'}"
+    rows = []
+    for place, name in enumerate(timelines.places):
+        ranks, transfer = timelines.ranks[place], real.transfers[place] / real.seconds if real.seconds else 0.0
+        shown = ", ".join(map(str, ranks[:8])) + (f", … ({len(ranks):,})" if len(ranks) > 8 else "")
+        fractions = map(format_percent, (predicted.bubbles[place], real.bubbles[place], transfer))
+        rows.append([name[:200], shown, *fractions])
+    columns = ["place", "ranks", "bubble, predicted#", "bubble, real#", "of it transfer#"]
+    return {
+        "title": f"Step {step.step:,}",
+        "cards": [
+            ("Step time", _format_time(real.seconds), f"step {step.step:,}"),
+            ("Predicted", _format_time(predicted.seconds), f"the real one is {longer}"),
+            ("Bubble", format_percent(real.bubble), f"predicted {format_percent(predicted.bubble)}"),
+        ],
+        "drawing": draw_gantt(timelines, {"Predicted": predicted, "Real": real}),
+        "table": Table(columns, rows, f"Places of step {step.step}"),
+    }
+
+
+def draw_gantt(timelines: PipelineTimelines, steps: Mapping[str, StepTimeline]) -> Markup:
+    """Draw steps below one another, by their titles, over the same time axis; `timelines` names places and stages."""
+    across = build_linear_axis(0.0, 1e3 * max(1e-6, *(step.seconds for step in steps.values())))
+    used = {bar.kind for step in steps.values() for row in step.rows for bar in row}
+    kinds = [name for name in (*KINDS.values(), WAIT, AFTER) if name in used]
+    legend = [
+        build_element("li", build_element("i", class_=f"block {_CSS[name]}", aria_hidden="true"), name)
+        for name in (*kinds, BUBBLE)
+    ]
+    # Ticks whose text would run out of the drawing are left out.
+    ticks = [tick for tick in across.ticks if across.place(tick) <= 1 - _LETTER]
+    marks = [build_element("span", format_tick(t), style=f"left:{100 * across.place(t):.2f}%") for t in ticks]
+    unit = build_element("span", "ms", class_="unit")
+    return build_element(
+        "figure",
+        build_element("figcaption", build_element("ul", legend, class_="legend")),
+        [_draw_step(title, timelines, step, across) for title, step in steps.items()],
+        build_element("div", unit, build_element("div", marks, class_="marks"), class_="times"),
+        class_="gantt",
+    )
+
+
+def _draw_step(title: str, timelines: PipelineTimelines, step: StepTimeline, across: Axis) -> Markup:
+    places = timelines.places[:_MAX_PLACES]
+    bubbles = [f"{name[:60]} {format_percent(b)}" for name, b in zip(places, step.bubbles, strict=False)]
+    names = []
+    for name in places:
+        words, _, last = name.rpartition(" ")  # the last word stays visible when there is no room for all of them
+        names.append(build_element("span", build_element("span", words[:60]), f"\u00a0{last[:20]}", title=name[:200]))
+    drawing = build_element(
+        "svg",
+        [_draw_row(timelines, step, place, across) for place in range(len(places))],
+        viewBox=f"0 0 {_WIDTH} {_ROW * len(places)}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=f"{title}: a step of {_format_time(step.seconds)}. Bubble: {', '.join(bubbles)}.",
+        style=f"height:{1.5 * len(places):g}rem",
+    )
+    omitted = len(timelines.places) - len(places)
+    note = f"{omitted:,} more places are not drawn; the table has them."
+    return join_html(
+        build_element("h3", title, build_element("small", f" {_format_time(step.seconds)}")),
+        build_element("div", build_element("div", names, class_="places"), drawing, class_="rows"),
+        build_element("p", note, class_="note") if omitted else None,
+    )
+
+
+def _draw_row(timelines: PipelineTimelines, step: StepTimeline, place: int, across: Axis) -> Markup:
+    """Draw the actions of a place over a bar of bubble."""
+    y = place * _ROW + (_ROW - _BAR) / 2
+
+    def find_x(seconds: float) -> float:
+        return min(max(_WIDTH * across.place(1e3 * seconds), 0.0), float(_WIDTH))
+
+    def draw_bar(title: str, x: str, width: float, css: str) -> Markup:
+        title_element = build_element("title", title)
+        return build_element("rect", title_element, x=x, y=y, width=f"{width:.2f}", height=_BAR, class_=css)
+
+    bubble = f"{timelines.places[place][:60]}: {BUBBLE} {format_percent(step.bubbles[place])}"
+    shapes = [draw_bar(bubble, "0", find_x(step.seconds), "n")]
+    if sum(map(len, step.rows)) <= _MAX_BARS:
+        for bar in step.rows[place]:
+            stage = timelines.stages[bar.stage] if bar.stage < len(timelines.stages) else str(bar.stage)
+            times = f"{_format_time(bar.lasts)} from {_format_time(bar.start)}"
+            title = f"{bar.kind}, microbatch {bar.microbatch}, {stage[:60]}: {times}"
+            left, right = find_x(bar.start), find_x(bar.end)
+            shapes.append(draw_bar(title, f"{left:.2f}", max(right - left, 0.3), _CSS[bar.kind]))
+        return build_element("g", shapes)
+    # Too many bars for a text each: one shape for each kind.
+    for kind, bars in groupby(sorted(step.rows[place], key=lambda bar: bar.kind), key=lambda bar: bar.kind):
+        ends = [(find_x(bar.start), find_x(bar.end)) for bar in bars]
+        path = "".join(f"M{left:.2f} {y}V{y + _BAR}H{max(right, left + 0.1):.2f}V{y}z" for left, right in ends)
+        shapes.append(build_element("path", build_element("title", kind), d=path, class_=_CSS[kind]))
+    return build_element("g", shapes)
+
+
+def _format_time(seconds: float) -> str:
+    if seconds >= 1:
+        return format_duration(seconds)
+    return f"{format_number(float(f'{1e3 * seconds:.3g}'))}\u00a0ms"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cornstarch.cli import write_file
 from cornstarch.cli.plan import parse_sizes
 from cornstarch.config.config_file import load_config
 from cornstarch.errors import ConfigError
@@ -232,3 +233,8 @@ def test_auto_is_not_a_plan_yet(run: Path, command: Command) -> None:
     for arguments in (("layout", "auto.yaml", "--world", 2), ("verify", "auto.yaml", here)):
         code, _, err = command(*arguments)
         assert code == 2 and "cornstarch plan" in err, err
+
+
+def test_unwritable_page_raises_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--html .*: the file cannot be written"):
+        write_file("--html", tmp_path / "none" / "page.html", "a page")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cornstarch.report import write_report
-from cornstarch.report.run_folder import read_run
+from cornstarch.report.run_record import read_run
 from cornstarch.report.run_report import render_run
 from cornstarch.schedule.graph import StageGraph
 from tests.report import fake_run, fake_timeline

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cornstarch.report import write_report
-from cornstarch.report.run_folder import read_run
+from cornstarch.report.run_record import read_run
 from cornstarch.report.run_report import render_run
 from tests.effort import counted
 from tests.report import fake_run

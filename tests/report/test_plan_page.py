@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import resize_cluster
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.plan import Plan
 from cornstarch.plan.search import OwnPlan, ScalingPoint, search
-from cornstarch.report.plan_page import PlanReport, render_plan, write_plan_page
+from cornstarch.report.plan_page import PlanReport, render_plan
 from cornstarch.report.plan_text import (
     TIME_PARTS,
     describe_choice,
@@ -113,15 +112,10 @@ def test_reasons_compare_with_the_best_plan_that_differs(whole: PlanReport) -> N
     assert all(extract_reason(one).startswith("lost: ") for one in found.runners_up if one.reason.startswith("+"))
 
 
-def test_unwritable_page_raises_config_error(whole: PlanReport, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the file cannot be written"):
-        write_plan_page(whole, tmp_path / "none" / "page.html")
-
-
 @needs_chromium
 @pytest.mark.parametrize("width", [1280, 400])
 def test_plan_page_fits_the_screen_without_console_messages(width: int, whole: PlanReport, tmp_path: Path) -> None:
-    write_plan_page(replace(whole, name="x" * 300), tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(render_plan(replace(whole, name="x" * 300)), encoding="utf-8")
     (inner, scroll), console = open_page(tmp_path / "page.html", SIZES, width)
     assert scroll <= inner == width
     assert console == []
@@ -129,7 +123,7 @@ def test_plan_page_fits_the_screen_without_console_messages(width: int, whole: P
 
 @needs_chromium
 def test_filters_show_only_the_chosen_plans(whole: PlanReport, tmp_path: Path) -> None:
-    write_plan_page(whole, tmp_path / "page.html")
+    (tmp_path / "page.html").write_text(render_plan(whole), encoding="utf-8")
     found, console = open_page(tmp_path / "page.html", FILTER, 1280)
     assert console == []
     assert found["all"] == 2 + len(whole.found.runners_up)

@@ -9,8 +9,8 @@ import pytest
 
 from cornstarch.errors import ConfigError
 from cornstarch.report import write_report
-from cornstarch.report.run_folder import EvaluationRecord, read_metrics, read_run
-from cornstarch.report.shuffled_media import MediaComparison, compare_evaluations
+from cornstarch.report.held_out import MediaComparison, compare_evaluations
+from cornstarch.report.run_record import EvaluationRecord, read_metrics, read_run
 from tests.report import fake_run
 
 

@@ -11,7 +11,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from cornstarch.report.samples import embed_media
+from cornstarch.report.held_out import embed_media
 from tests.report import fake_run
 
 

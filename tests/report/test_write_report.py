@@ -15,7 +15,7 @@ from PIL import Image
 
 from cornstarch.errors import ConfigError
 from cornstarch.report import write_report
-from cornstarch.report.run_folder import read_run
+from cornstarch.report.run_record import read_run
 from cornstarch.report.run_report import plot_loss
 from tests.report import fake_run
 

@@ -113,7 +113,6 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """The run's name; else that of the folder."""
         return as_text(self.summary.get("name")) or self.folder.resolve().name
 
     @property
@@ -161,7 +160,6 @@ class RunRecord:
 
     @property
     def parts(self) -> list[ReportedPart]:
-        """The parts of the model."""
         return [_read_part(as_mapping(part)) for part in as_list(self.summary.get("parts"))]
 
     @property
@@ -183,49 +181,47 @@ def read_run(folder: Path) -> RunRecord:
             f"and {SUMMARY}.{advice}"
         )
     warnings: list[str] = []
+
+    def read_summary(value: object) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            warnings.append(f"{SUMMARY} holds a {type(value).__name__}, expected an object.")
+        return as_mapping(value)
+
     config = _read_config(folder / CONFIG, warnings)
-    summary = _read_summary(folder / SUMMARY, warnings)
-    timelines = _read_optional(folder / TIMELINE, read_timelines, warnings)
-    breakdown = _read_optional(folder / PROFILE, read_time_breakdown, warnings)
+    missing = f"There is no {SUMMARY}: the model, the data, samples and versions are not known."
+    summary = _read_json(folder / SUMMARY, read_summary, warnings, missing) or {}
+    timelines = _read_json(folder / TIMELINE, lambda value: read_timelines(as_mapping(value)), warnings)
+    breakdown = _read_json(folder / PROFILE, lambda value: read_time_breakdown(as_mapping(value)), warnings)
     return RunRecord(folder, config, read_metrics(folder / METRICS), summary, tuple(warnings), timelines, breakdown)
 
 
 def _read_config(path: Path, warnings: list[str]) -> str | None:
     try:
         config = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        warnings.append(f"There is no {CONFIG}.")
-        return None
     except OSError as error:
-        warnings.append(f"{CONFIG} could not be read ({error.strerror}).")
+        missing = isinstance(error, FileNotFoundError)
+        warnings.append(f"There is no {CONFIG}." if missing else f"{CONFIG} could not be read ({error.strerror}).")
         return None
     if len(config) > _MAX_CONFIG:
         warnings.append(f"{CONFIG} has {len(config):,} characters; the first {_MAX_CONFIG:,} are here.")
     return config[:_MAX_CONFIG]
 
 
-def _read_summary(path: Path, warnings: list[str]) -> Mapping[str, Any]:
-    try:
-        summary = json.loads(path.read_bytes())
-        if isinstance(summary, dict):
-            return summary
-        warnings.append(f"{SUMMARY} holds a {type(summary).__name__}, expected an object.")
-    except FileNotFoundError:
-        warnings.append(f"There is no {SUMMARY}: the model, the data, samples and versions are not known.")
-    except (OSError, ValueError, RecursionError) as error:
-        warnings.append(f"{SUMMARY} could not be read ({type(error).__name__}: {error}).")
-    return {}
+def _read_json(
+    path: Path, read: Callable[[Any], Content], warnings: list[str], missing: str | None = None
+) -> Content | None:
+    """Return what `read` makes of a JSON file; None if there is no such file or it is damaged.
 
-
-def _read_optional(path: Path, read: Callable[[Mapping[str, Any]], Content], warnings: list[str]) -> Content | None:
-    """Read a JSON file that only some runs have."""
+    Only some runs have such a file: it is missed only with a text for that, `missing`.
+    """
     try:
-        return read(as_mapping(json.loads(path.read_bytes())))
+        return read(json.loads(path.read_bytes()))
     except FileNotFoundError:
-        return None
+        if missing is not None:
+            warnings.append(missing)
     except (OSError, ValueError, LookupError, RecursionError) as error:
         warnings.append(f"{path.name} could not be read ({type(error).__name__}: {error}).")
-        return None
+    return None
 
 
 # ------------------------------------------------------------------------------------------------ metrics
@@ -255,9 +251,11 @@ def read_metrics(path: Path) -> MetricsHistory:
         elif kind in ("evaluation", "shuffled") and (evaluation := _read_evaluation(line)) is not None:
             evaluated[evaluation.modality, evaluation.step] = evaluation
         elif kind == "event":
-            what = as_text(line.get("event"))
-            metrics.events.append(RunEvent(step, as_number(line.get("time")), what, as_text(line.get("text"))))
-    metrics.train, metrics.items = _sort_curves(train), _sort_curves(items)
+            name, text = as_text(line.get("event")), as_text(line.get("text"))
+            metrics.events.append(RunEvent(step, as_number(line.get("time")), name, text))
+    metrics.train, metrics.items = (
+        {key: sorted(values.items()) for key, values in found.items() if values} for found in (train, items)
+    )
     in_order = sorted(evaluated.values(), key=lambda evaluation: evaluation.step)
     metrics.evaluations = [evaluation for evaluation in in_order if evaluation.modality is None]
     metrics.shuffled = [evaluation for evaluation in in_order if evaluation.modality is not None]
@@ -298,10 +296,6 @@ def _add_values(curves: dict[str, dict[int, float]], keys: Iterable[str], values
             curves[key][step] = value
         elif (known := as_number(value)) is not None:
             curves[key][step] = known
-
-
-def _sort_curves(found: Mapping[str, Mapping[int, float]]) -> dict[str, Curve]:
-    return {key: sorted(values.items()) for key, values in found.items() if values}
 
 
 def _read_evaluation(line: Mapping[str, Any]) -> EvaluationRecord | None:

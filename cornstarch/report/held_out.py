@@ -1,21 +1,28 @@
-"""Samples of the report: questions with their images, sounds and features embedded, the truth and the answer."""
+"""The page's sections on held-out data: the shuffled-media check, and samples with their media and answers."""
 
 from __future__ import annotations
 
 import base64
 import io
+import math
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup
 
 from cornstarch.report.html import build_element, join_html
-from cornstarch.report.number_format import format_bytes, format_number
-from cornstarch.report.run_folder import RunRecord, SampleAnswer
+from cornstarch.report.number_format import format_bytes, format_count, format_number, format_percent
+from cornstarch.report.run_record import EvaluationRecord, RunRecord
 
 if TYPE_CHECKING:
     import numpy
+
+# The first measure that both evaluations have is compared.
+_MEASURES = ("accuracy", "token_accuracy", "loss")
+_BETTER = 0.02  # than chance: a smaller difference may be luck
+_ITEMS = {"vision": "images", "audio": "sounds", "video": "videos"}
 
 _MAX_SAMPLES = 60
 _MAX_TEXT = 2000  # characters
@@ -29,6 +36,97 @@ _BROWSER_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif"
 _HEAT = ((13, 22, 45), (22, 78, 99), (15, 133, 124), (134, 187, 88), (253, 231, 120))  # dark is low
 
 
+# ------------------------------------------------------------------------------------------------ shuffled media
+
+
+class MediaComparison(NamedTuple):
+    """One source with its true items and with items shuffled between samples."""
+
+    source: str
+    measure: str
+    true: float
+    shuffled: float
+    note: str = ""
+    chance: float | None = None
+    """The accuracy that a model that uses its items has by chance with shuffled ones."""
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """A CSS class and a sentence that say what the two numbers mean."""
+        if not (math.isfinite(self.true) and math.isfinite(self.shuffled)):
+            return "", "cannot be compared"
+        worse = self.shuffled - self.true if self.measure == "loss" else self.true - self.shuffled
+        # Only accuracy above chance can be lost: with two classes, half of the answers stay right.
+        chance = self.chance or 0.0
+        if self.chance is not None and self.true < chance + _BETTER:
+            return "bad", "the answers are hardly better than guessing"
+        fraction = worse / (self.true - chance) if self.true else 0.0
+        if fraction >= 0.5:
+            return "good", "the answers depend on them"
+        if fraction >= 0.1:
+            return "warn", "the answers depend on them in part"
+        return "bad", "the answers hardly depend on them"
+
+
+def compare_evaluations(true: EvaluationRecord | None, shuffled: EvaluationRecord) -> list[MediaComparison]:
+    """Compare the sources that both evaluations have; all samples together if they have none in common."""
+    if true is None:
+        return []
+    pairs = [(name, true.sources[name], those) for name, those in shuffled.sources.items() if name in true.sources]
+    rows = [row for pair in pairs if (row := _compare_measures(*pair))]
+    everything = _compare_measures("all", true.measures, shuffled.measures)
+    return rows or ([everything] if everything else [])
+
+
+def _compare_measures(source: str, true: Mapping[str, float], shuffled: Mapping[str, float]) -> MediaComparison | None:
+    measure = next((name for name in _MEASURES if name in true and name in shuffled), None)
+    if measure is None:
+        return None
+    everything, with_items = true.get("count"), shuffled.get("count")
+    note = ""
+    if everything is not None and with_items is not None and everything != with_items:
+        note = f"{format_count(with_items)} of the {format_count(everything)} samples have items to shuffle."
+    chance = shuffled.get("chance") if measure == "accuracy" else None
+    return MediaComparison(source, measure, true[measure], shuffled[measure], note, chance)
+
+
+def build_shuffled_view(run: RunRecord) -> dict[str, Any]:
+    """Return the section's blocks, one for each modality, and whether there is any evaluation with shuffled items."""
+    blocks = []
+    for shuffled in run.shuffled:
+        same_step = [one for one in run.metrics.evaluations if one.step == shuffled.step]
+        rows = compare_evaluations(same_step[-1] if same_step else run.evaluation, shuffled)
+        items = _ITEMS.get(shuffled.modality or "", f"{shuffled.modality or ''} items")
+        if rows:
+            title = f"{items[:1].upper()}{items[1:60]} shuffled"
+            blocks.append({"title": title, "rows": [_build_comparison(row, items) for row in rows]})
+    return {"any": bool(run.shuffled), "blocks": blocks}
+
+
+def _build_comparison(row: MediaComparison, items: str) -> dict[str, Any]:
+    is_loss = row.measure == "loss"
+    show = format_number if is_loss else format_percent
+    most = max((v for v in (row.true, row.shuffled) if math.isfinite(v)), default=1.0) if is_loss else 1.0
+    css, verdict = row.verdict
+    change = f"{row.shuffled - row.true:+.3g}" if is_loss else f"{(row.shuffled - row.true) * 100:+.1f} points"
+    chance = f"Chance: {format_percent(row.chance)}" if row.chance is not None else ""
+    return {
+        "source": row.source[:60],
+        "measure": row.measure.replace("_", " "),
+        "bars": [
+            {"name": name, "fraction": value / (most or 1.0), "colour": colour, "text": show(value), "note": None}
+            for name, value, colour in ((f"true {items}", row.true, 1), ("shuffled", row.shuffled, 2))
+        ],
+        "notes": [note for note in (row.note, chance) if note],
+        "css": css,
+        "change": change.replace("-", "−"),
+        "verdict": verdict,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ samples
+
+
 def build_samples_view(run: RunRecord) -> dict[str, Any]:
     """Return the section's samples, and by which verdicts they can be filtered."""
     answers = run.answers
@@ -36,30 +134,28 @@ def build_samples_view(run: RunRecord) -> dict[str, Any]:
     lead = f"{sum(judged):,} of these {len(judged):,} answers are right." if judged else ""
     if len(answers) > _MAX_SAMPLES:
         lead += f" The first {_MAX_SAMPLES} of {len(answers):,} are shown."
-    return {
-        "lead": lead,
-        "choices": ("all", "right", "wrong") if True in judged and False in judged else (),
-        "answers": [_build_sample(run.folder, answer, n) for n, answer in enumerate(answers[:_MAX_SAMPLES], 1)],
-    }
-
-
-def _build_sample(folder: Path, answer: SampleAnswer, number: int) -> dict[str, Any]:
-    verdict, sign = {True: ("right", "✓"), False: ("wrong", "✗"), None: ("", "")}[answer.right]
-
-    def build_piece(kind: str, value: str) -> Markup:
-        if kind == "text":
-            return build_element("span", shorten_text(value))
-        return embed_media(folder, kind[:40], value, number)
-
-    return {
-        "verdict": verdict,
-        "sign": sign,
-        "title": answer.source[:60] or f"sample {number}",
-        "id": answer.id[:120],
-        "pieces": [build_piece(*piece) for piece in answer.question],
-        "truth": shorten_text(answer.truth),
-        "answer": shorten_text(answer.answer),
-    }
+    shown = []
+    for number, answer in enumerate(answers[:_MAX_SAMPLES], 1):
+        verdict, sign = {True: ("right", "✓"), False: ("wrong", "✗"), None: ("", "")}[answer.right]
+        pieces = [
+            build_element("span", shorten_text(value))
+            if kind == "text"
+            else embed_media(run.folder, kind[:40], value, number)
+            for kind, value in answer.question
+        ]
+        shown.append(
+            {
+                "verdict": verdict,
+                "sign": sign,
+                "title": answer.source[:60] or f"sample {number}",
+                "id": answer.id[:120],
+                "pieces": pieces,
+                "truth": shorten_text(answer.truth),
+                "answer": shorten_text(answer.answer),
+            }
+        )
+    choices = ("all", "right", "wrong") if True in judged and False in judged else ()
+    return {"lead": lead, "choices": choices, "answers": shown}
 
 
 def shorten_text(text: str) -> str:
@@ -67,9 +163,6 @@ def shorten_text(text: str) -> str:
     if len(text) <= _MAX_TEXT:
         return text
     return f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT:,} more characters)"
-
-
-# ------------------------------------------------------------------------------------------------ media
 
 
 class _UnusableError(Exception):
