@@ -80,9 +80,9 @@ class SampleAnswer:
 class MetricsHistory:
     """The content of metrics.jsonl."""
 
-    train: dict[str, Curve] = field(default_factory=dict)
+    train: Mapping[str, Curve] = field(default_factory=dict)
     """By key of the train lines, one of `CURVES`."""
-    items: dict[str, Curve] = field(default_factory=dict)
+    items: Mapping[str, Curve] = field(default_factory=dict)
     """Items per second, by modality."""
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     shuffled: list[EvaluationRecord] = field(default_factory=list)
