@@ -41,7 +41,7 @@ from cornstarch.parallel.gradients import LossScale
 from cornstarch.pipeline.stage_program import get_device
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL
-from cornstarch.verify.plan_check import find_untested_modules
+from cornstarch.verify.twin_trial import find_untested_modules
 
 PathLike = str | os.PathLike[str]
 

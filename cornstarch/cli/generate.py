@@ -141,8 +141,7 @@ def _read_lines() -> Iterator[str]:
 
 def build_question(text: str, files: list[tuple[str, Path]]) -> Sample:
     """Return a question with its (kind, path) files, at their marks or in front."""
-    from cornstarch.data.row_formats import parse_row
-    from cornstarch.data.sample import Media, SampleError
+    from cornstarch.data.sample import Media, SampleError, parse_row
 
     images = [str(path.absolute()) for kind, path in files if kind == "image"]
     sounds = [str(path.absolute()) for kind, path in files if kind == "audio"]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cornstarch.config import yaml_tree as tree
     from cornstarch.config.yaml_tree import Node
     from cornstarch.plan.validation import Mistake
-    from cornstarch.verify.compare import Difference
+    from cornstarch.verify.twin_trial import Difference
 
     _Get = Callable[[tree.Path], Node | None]  # the value at a path of the config, None if there is none
 
@@ -145,7 +145,7 @@ def verify(
 
 
 def _format_difference(found: Difference) -> str:
-    from cornstarch.verify.compare import TOLERANCE
+    from cornstarch.verify.twin_trial import TOLERANCE
 
     width = max(len(one.part) for one in found.parts)
     lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]

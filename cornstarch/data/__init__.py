@@ -18,9 +18,17 @@ if TYPE_CHECKING:
         open_sources,
         register_data_source,
     )
-    from cornstarch.data.loader import SkipCounter, StepBatch, StepLoader
+    from cornstarch.data.loader import StepBatch, StepLoader
     from cornstarch.data.media import load_audio, load_image
-    from cornstarch.data.sample import BrokenSample, Media, Message, Sample, SampleError, SampleTooLongError
+    from cornstarch.data.sample import (
+        BrokenSample,
+        Media,
+        Message,
+        Sample,
+        SampleError,
+        SampleTooLongError,
+        SkipCounter,
+    )
     from cornstarch.data.sampler import EpochOrder
 
 __all__ = [
@@ -34,9 +42,9 @@ _MODULES = {
     "collate": ("ChatCollator", "CollatedBatch", "PreparedSample"),
     "data_report": ("DataReport", "check_data", "render"),
     "formats": ("DataSource", "JoinedSources", "open_rows", "open_source", "open_sources", "register_data_source"),
-    "loader": ("SkipCounter", "StepBatch", "StepLoader"),
+    "loader": ("StepBatch", "StepLoader"),
     "media": ("load_audio", "load_image"),
-    "sample": ("BrokenSample", "Media", "Message", "Sample", "SampleError", "SampleTooLongError"),
+    "sample": ("BrokenSample", "Media", "Message", "Sample", "SampleError", "SampleTooLongError", "SkipCounter"),
     "sampler": ("EpochOrder",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from cornstarch.data.row_formats import describe_formats
-from cornstarch.data.sample import Content, Media, Message, Sample, SampleError
+import numpy as np
+
+from cornstarch.data.sample import Content, Media, Message, Sample, SampleError, describe_formats
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,10 +41,8 @@ class RenderedText:
     """A text, ready for the tokenizer."""
 
     text: str
-    trained: Spans
-    """Spans of characters that the model learns to write."""
-    is_document: bool = False
-    """Plain text: the tokenizer adds its special tokens around it."""
+    trained: Spans  # spans of characters that the model learns to write
+    is_document: bool = False  # plain text: the tokenizer adds its special tokens around it
 
 
 class ChatWriter:
@@ -73,15 +72,12 @@ class ChatWriter:
         text = self._apply_template(turns)
         if not self._answers_only:
             return RenderedText(text, ((0, len(text)),))
-        is_answer = [turn["role"] == "assistant" for turn in turns]
-        marked = self._apply_template(
-            [
-                {**turn, "content": mark_answer(turn["content"])} if answer else turn
-                for turn, answer in zip(turns, is_answer, strict=True)
-            ]
-        )
-        answers = [turn["content"] for turn, answer in zip(turns, is_answer, strict=True) if answer]
-        _check_marks(marked, text, sum(bool(answer.strip()) for answer in answers))
+        answers = [turn for turn in turns if turn["role"] == "assistant"]
+        expected = sum(bool(turn["content"].strip()) for turn in answers)
+        for turn in answers:
+            turn["content"] = mark_answer(turn["content"])
+        marked = self._apply_template(turns)
+        _check_marks(marked, text, expected)
         return RenderedText(text, find_answers(marked, self._turn_end))
 
     def prompt(self, sample: Sample, placeholder: Placeholder) -> RenderedText:
@@ -121,12 +117,7 @@ class ChatWriter:
 class WholeChatWriter:
     """Converts samples to conversations for the chat template of a whole model's processor.
 
-    Trained on are each answer and its end, as in `ChatWriter`.
-
-    Args:
-        processor: The processor of the whole model.
-        system: The system prompt of conversations that have none.
-        answers_only: Train on answers alone.
+    Trained on are each answer and its end, as in `ChatWriter`. `system` is for conversations without a system prompt.
     """
 
     def __init__(self, processor: WholeModelProcessor, system: str | None, answers_only: bool) -> None:
@@ -148,15 +139,10 @@ class WholeChatWriter:
         """Return a conversation with marks around its answers; refuse a template that changes the text for them."""
         if not self._answers_only or self._processor.style in ("suffix", "tokens"):  # these find answers without marks
             return conversation
-        marked: Conversation = []
-        for turn in conversation:
-            if turn["role"] == "assistant":
-                parts = [
-                    {**part, "text": mark_answer(part["text"])} if part["type"] == "text" else part
-                    for part in turn["content"]
-                ]
-                turn = {**turn, "content": parts}
-            marked.append(turn)
+        marked: Conversation = [{**turn, "content": [{**part} for part in turn["content"]]} for turn in conversation]
+        for part in (part for turn in marked if turn["role"] == "assistant" for part in turn["content"]):
+            if part["type"] == "text":
+                part["text"] = mark_answer(part["text"])
         expected = sum(OPEN in part.get("text", "") for turn in marked for part in turn["content"])
         _check_marks(self.write(marked), self.write(conversation), expected)
         return marked
@@ -189,9 +175,6 @@ class WholeChatWriter:
         return turn_end([token for number, token in special.items() if number not in items], render)
 
 
-# ------------------------------------------------------------------------------------------------ messages
-
-
 def messages_of(sample: Sample, system: str | None) -> list[Message]:
     """Return the messages of a sample, with a system prompt before them if they have none."""
     if not sample.messages:
@@ -220,9 +203,6 @@ def _merge_texts(content: Content) -> Content:
         else:
             parts.append(part)
     return tuple(parts)
-
-
-# ------------------------------------------------------------------------------------------------ answers
 
 
 def mark_answer(content: str) -> str:
@@ -256,6 +236,23 @@ def find_answers(marked: str, end: re.Pattern[str]) -> Spans:
     return tuple(spans)
 
 
+def mask_trained_tokens(offsets: np.ndarray, rendered: RenderedText) -> np.ndarray:
+    """Return a mask of the trained tokens, given the characters [S, 2] of each token.
+
+    A token is trained if it lies in a trained span, except for white space at its start: many tokenizers merge a word
+    with the space before it, and a template may end a prompt with that space.
+    """
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    added = starts == ends  # special tokens that the tokenizer adds around a text
+    trained = added & rendered.is_document
+    for first, last in rendered.trained:
+        inside = ~added & (ends <= last) & (ends > first)
+        for token in np.flatnonzero(inside & (starts < first)):
+            inside[token] = not rendered.text[starts[token] : first].strip()
+        trained |= inside
+    return trained
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """Return a tokenizer's special tokens by id, including unnamed ones.
 
@@ -273,11 +270,7 @@ def turn_end(special: Iterable[str], render: Callable[[Sequence[Mapping[str, str
     """Return the pattern of an answer's end: the special tokens after every answer, with white space before them.
 
     If a template writes none there, or cannot render a conversation of text alone, the end is white space and the first
-    special token after it.
-
-    Args:
-        special: All special tokens.
-        render: Renders turns, each with a role and a text, with the template.
+    special token after it. `render` applies the template to turns, each with a role and a text.
     """
     ordered = sorted(special, key=len, reverse=True)
     token = "|".join(map(re.escape, ordered))

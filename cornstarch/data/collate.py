@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -15,23 +15,25 @@ import torch
 from torch import Tensor
 
 from cornstarch.config import DataConfig
-from cornstarch.data.chat import ChatWriter, RenderedText, special_tokens
+from cornstarch.data.chat import ChatWriter, RenderedText, mask_trained_tokens, special_tokens
 from cornstarch.data.feature_store import CachedItem, FeatureLookup, merge_cached_items
-from cornstarch.data.lengths import RowLengths
 from cornstarch.data.media import load_audio, load_features, load_image
-from cornstarch.data.sample import Media, MediaKind, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.data.sample import (
+    Media,
+    MediaKind,
+    Message,
+    Sample,
+    SampleError,
+    SampleTooLongError,
+    report_processor_errors,
+)
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalProcessor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
 from cornstarch.models.multimodal_language_model.packing import pack
+from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
-from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import (
-    get_item_argument,
-    get_item_kind,
-    get_keywords,
-)
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
-from cornstarch.parallel.device import pin_batch
 
 _KINDS: dict[str, MediaKind] = {"images": "image", "audio": "audio"}  # the processor's word, and ours
 
@@ -75,10 +77,6 @@ class CollatedBatch:
     items: dict[str, int]
     """The number of images and sounds, by modality."""
 
-    def pin_memory(self) -> CollatedBatch:
-        """Return the batch in pinned memory, for asynchronous copies to a GPU."""
-        return replace(self, inputs=pin_batch(self.inputs))
-
 
 class ChatCollator:
     """Builds batches of conversations and documents.
@@ -94,10 +92,10 @@ class ChatCollator:
     def __init__(self, processor: MultimodalProcessor | WholeModelProcessor, data: DataConfig) -> None:
         self.processor, self.data = processor, data
         self._lengths = RowLengths.of(data, compiled=False)
-        self.features: FeatureLookup | None = None
-        """Features of items that were encoded before; None: no feature cache."""
+        self.features: FeatureLookup | None = None  # features of items that were encoded before; None: no feature cache
         tokenizer = processor.llm_tokenizer
-        if self._reads_offsets and not getattr(tokenizer, "is_fast", False):
+        reads_offsets = not isinstance(processor, WholeModelProcessor) or processor.style != "tokens"
+        if reads_offsets and not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{type(tokenizer).__name__} does not map tokens to characters, so answers cannot be found; use its "
                 "fast version."
@@ -111,11 +109,6 @@ class ChatCollator:
         """Return the batch of samples, all of which must be valid."""
         return self.join([self.prepare(sample) for sample in samples])
 
-    @property
-    def _reads_offsets(self) -> bool:
-        """Whether answers are found by the characters of tokens."""
-        return True
-
     def expect_compiled(self) -> None:
         """Pad rows to few lengths unless the config sets the padding: the model is compiled for each length."""
         self._lengths = RowLengths.of(self.data, compiled=True)
@@ -125,14 +118,15 @@ class ChatCollator:
         assert isinstance(self.processor, MultimodalProcessor)
         return self.processor
 
-    # ------------------------------------------------------------------ one sample
-
     def prepare(self, sample: Sample) -> PreparedSample:
         """Decode, render and tokenize one sample; SampleError if it cannot be used."""
         try:
             prepared = self._prepare(sample)
-            if len(prepared.input_ids) > self.data.max_length:
-                prepared = self._truncate(prepared)
+            length, limit = len(prepared.input_ids), self.data.max_length
+            if length > limit:
+                if self.data.too_long != "cut":
+                    raise SampleTooLongError(f"has {length} tokens, max_length is {limit}")
+                prepared = self._truncate(prepared, limit)
         except SampleTooLongError as error:
             if self.data.too_long != "error":
                 raise
@@ -144,7 +138,6 @@ class ChatCollator:
         return prepared
 
     def _prepare(self, sample: Sample) -> PreparedSample:
-        """Return a sample of any length."""
         rendered = self._writer.write(sample, self._placeholder)
         items = self._decode_media(sample, self.features)
         single, trained = self._tokenize_text(rendered)
@@ -152,7 +145,7 @@ class ChatCollator:
         input_ids = single
         if items or bool(torch.isin(single, self._placeholder_ids).any()):
             with report_processor_errors():
-                made = self._run_processors(items, rendered)
+                made = self.encoder_inputs(items, rendered)
             input_ids = made.pop("input_ids")[0]
         # Labels are the ids where they are learned, which is never at a placeholder.
         is_text = ~torch.isin(single, self._placeholder_ids)
@@ -187,7 +180,7 @@ class ChatCollator:
         rendered = self._writer.prompt(sample, self._placeholder)
         items = self._decode_media(sample)
         with report_processor_errors():
-            inputs = self._run_processors(items, rendered)
+            inputs = self.encoder_inputs(items, rendered)
         return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
     @property
@@ -202,12 +195,10 @@ class ChatCollator:
         last = ids[trained][-1:].tolist()
         return sorted({*ends, *(token for token in last if token in special_tokens(tokenizer))})
 
-    # ------------------------------------------------------------------ media
-
     def media_kinds(self) -> dict[str, MediaKind]:
         """Return the kind of media of each modality."""
-        found = {name: get_item_kind(get_item_argument(p)) for name, p in self.processor.encoder_processors.items()}
-        return {name: _KINDS[kind] for name, kind in found.items() if kind in _KINDS}
+        kinds = {name: _get_kind(processor) for name, processor in self.processor.encoder_processors.items()}
+        return {name: _KINDS[kind] for name, kind in kinds.items() if kind in _KINDS}
 
     def modality(self, media: Media) -> str:
         """Return the one modality that takes this kind of media."""
@@ -260,12 +251,8 @@ class ChatCollator:
         """Whether items take other numbers of tokens beside each other than alone."""
         return False
 
-    def encoder_inputs(self, items: Mapping[str, list[Any]]) -> dict[str, Any]:
-        """Return the encoders' inputs for items without a text."""
-        return self._run_processors(items)
-
-    def _run_processors(self, items: Mapping[str, list[Any]], rendered: RenderedText | None = None) -> dict[str, Any]:
-        """Return the encoders' inputs for items, and the ids of their text."""
+    def encoder_inputs(self, items: Mapping[str, list[Any]], rendered: RenderedText | None = None) -> dict[str, Any]:
+        """Return the encoders' inputs for items, and the ids of their text if there is one."""
         options = {} if rendered is None else {"add_special_tokens": rendered.is_document, "verbose": False}
         if any(isinstance(item, CachedItem) for values in items.values() for item in values):
             # Only items that are not in the cache are processed.
@@ -288,53 +275,55 @@ class ChatCollator:
 
     def _item_arguments(self, name: str, items: list[Any]) -> dict[str, Any]:
         processor = self.processor.encoder_processors[name]
-        arguments: dict[str, Any] = {get_item_argument(processor): items}
+        arguments: dict[str, Any] = {modality_processors.get_item_argument(processor): items}
         rate = sampling_rate(processor)
-        if rate is not None and "sampling_rate" in get_keywords(processor):
+        if rate is not None and "sampling_rate" in modality_processors.get_keywords(processor):
             arguments["sampling_rate"] = rate
-        if get_item_kind(get_item_argument(processor)) == "audio":
+        if _get_kind(processor) == "audio":
             # Some feature extractors pad sounds only on request; others pad to a length of their own.
             padding = inspect.signature(processor.__call__).parameters.get("padding")
             if padding is not None and padding.default in (False, None):
                 arguments["padding"] = True
         return arguments
 
-    # ------------------------------------------------------------------ length
-
-    def _truncate(self, sample: PreparedSample) -> PreparedSample:
+    def _truncate(self, sample: PreparedSample, limit: int) -> PreparedSample:
         """Cut off the end of a sample, at the limit or before the images that cross it."""
-        limit, length = self.data.max_length, len(sample.input_ids)
-        if self.data.too_long != "cut":
-            raise SampleTooLongError(f"has {length} tokens, max_length is {limit}")
         end = limit
         last = sample.input_ids[limit - 1]
         if sample.input_ids[limit] == last and bool(torch.isin(last, self._placeholder_ids)):
             while end and sample.input_ids[end - 1] == last:
                 end -= 1
-        counts = self._count_items_before(sample, end)
-        items = {name: values[: counts[name]] for name, values in sample.items.items() if counts[name]}
-        is_same = counts == {name: len(values) for name, values in sample.items.items()}
-        encoder_inputs = sample.encoder_inputs if is_same else self._run_processors(items)
-        return PreparedSample(
-            sample.id, sample.text, sample.input_ids[:end], sample.labels[:end], items, encoder_inputs
-        )
-
-    def _count_items_before(self, sample: PreparedSample, end: int) -> dict[str, int]:
-        """Return the number of complete items before a token, by modality. Adjacent items are kept together."""
-        ids = self.processor.modality_token_ids
+        # Count the complete items before the end, by modality. Adjacent items are kept together.
+        token_ids = self.processor.modality_token_ids
         single = self.processor.llm_tokenizer(sample.text, add_special_tokens=False, verbose=False)["input_ids"]
         runs = [(token, len(list(run))) for token, run in groupby(single)]
         counts = {}
         for name in sample.items:
-            complete = sum(token == ids[name] for token, _ in groupby(sample.input_ids[:end].tolist()))
-            counts[name] = sum([count for token, count in runs if token == ids[name]][:complete])
-        return counts
-
-    # ------------------------------------------------------------------ several samples
+            complete = sum(token == token_ids[name] for token, _ in groupby(sample.input_ids[:end].tolist()))
+            counts[name] = sum([count for token, count in runs if token == token_ids[name]][:complete])
+        items = {name: values[: counts[name]] for name, values in sample.items.items() if counts[name]}
+        is_same = counts == {name: len(values) for name, values in sample.items.items()}
+        encoder_inputs = sample.encoder_inputs if is_same else self.encoder_inputs(items)
+        ids, labels = sample.input_ids[:end], sample.labels[:end]
+        return PreparedSample(sample.id, sample.text, ids, labels, items, encoder_inputs)
 
     def join(self, samples: Sequence[PreparedSample]) -> CollatedBatch:
         """Return the batch of prepared samples: one row each, or packed."""
-        inputs, order = self._pack_rows(samples) if self.data.packing else self._pad_rows(samples)
+        keys = list(dict.fromkeys(key for sample in samples for key in sample.token_inputs))
+        rows = [
+            {
+                "input_ids": sample.input_ids,
+                "labels": sample.labels,
+                # 0 in samples without a value: text alone.
+                **{key: sample.token_inputs.get(key, torch.zeros_like(sample.input_ids)) for key in keys},
+            }
+            for sample in samples
+        ]
+        order = list(range(len(samples)))
+        if self.data.packing:
+            inputs, order = self._pack_rows(rows, keys)
+        else:
+            inputs = self._pad_rows(rows)
         ordered = [samples[number] for number in order]
         inputs.update(self._join_encoder_inputs(ordered, inputs["input_ids"]))
         inputs["facts"] = BatchFacts.of(inputs, self.processor.modality_token_ids)
@@ -350,35 +339,21 @@ class ChatCollator:
     def _modalities(self, samples: Sequence[PreparedSample]) -> list[str]:
         return [name for name in self.processor.modality_tokens if any(name in sample.items for sample in samples)]
 
-    def _pad_rows(self, samples: Sequence[PreparedSample]) -> tuple[dict[str, Any], list[int]]:
-        length = self._lengths.of_rows(max(len(sample.input_ids) for sample in samples))
+    def _pad_rows(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+        length = self._lengths.of_rows(max(len(row["input_ids"]) for row in rows))
+        rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+        fills = {"input_ids": self._pad, "labels": IGNORE_INDEX}
+        inputs = {}
+        for key in rows[0]:
+            fill = fills.get(key, 0)
+            padded = torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=fill)
+            inputs[key] = torch.nn.functional.pad(padded, (0, length - padded.shape[1]), value=fill)
+        return inputs
 
-        def pad(tensors: list[Tensor], fill: int) -> Tensor:
-            rows = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
-            return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=fill)
-
-        inputs = {
-            "input_ids": pad([sample.input_ids for sample in samples], self._pad),
-            "attention_mask": pad([torch.ones_like(sample.input_ids) for sample in samples], 0),
-            "labels": pad([sample.labels for sample in samples], IGNORE_INDEX),
-        }
-        for key in _token_keys(samples):
-            inputs[key] = pad([_token_input(sample, key) for sample in samples], 0)
-        return inputs, list(range(len(samples)))
-
-    def _pack_rows(self, samples: Sequence[PreparedSample]) -> tuple[dict[str, Any], list[int]]:
-        keys = _token_keys(samples)
-        tokens = [
-            {
-                "input_ids": sample.input_ids,
-                "labels": sample.labels,
-                "number": torch.full_like(sample.input_ids, number + 1),
-                **{key: _token_input(sample, key) for key in keys},
-            }
-            for number, sample in enumerate(samples)
-        ]
+    def _pack_rows(self, rows: Sequence[Mapping[str, Tensor]], keys: list[str]) -> tuple[dict[str, Any], list[int]]:
+        """Return the inputs, and the order of the samples in them."""
         inputs = pack(
-            tokens,
+            [{**row, "number": torch.full_like(row["input_ids"], n)} for n, row in enumerate(rows, start=1)],
             self.data.max_length,
             pad_token_id=self._pad,
             pad_to=self._lengths.of_packed_rows,
@@ -401,7 +376,7 @@ class ChatCollator:
         # Items of several sizes: only the processors know how to pad them.
         items = {name: [item for s in samples for item in s.items.get(name, ())] for name in self._modalities(samples)}
         text = "".join(self.processor.modality_tokens[name] * len(values) for name, values in items.items())
-        made = self._run_processors(items, RenderedText(text, ()))
+        made = self.encoder_inputs(items, RenderedText(text, ()))
         together = made.pop("input_ids")
         for name in items:
             token = self.processor.modality_token_ids[name]
@@ -415,41 +390,8 @@ class ChatCollator:
         return made
 
 
-@contextmanager
-def report_processor_errors() -> Iterator[None]:
-    """Turn whatever a processor raises, for an odd image or a count that does not fit, into SampleError."""
-    try:
-        yield
-    except Exception as error:
-        named = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        raise SampleError(f"cannot be processed: {named}{error}") from error
-
-
-def mask_trained_tokens(offsets: np.ndarray, rendered: RenderedText) -> np.ndarray:
-    """Return a mask of the trained tokens, given the characters [S, 2] of each token.
-
-    A token is trained if it lies in a trained span, except for white space at its start: many tokenizers merge a word
-    with the space before it, and a template may end a prompt with that space.
-    """
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    added = starts == ends  # special tokens that the tokenizer adds around a text
-    trained = added & rendered.is_document
-    for first, last in rendered.trained:
-        inside = ~added & (ends <= last) & (ends > first)
-        for token in np.flatnonzero(inside & (starts < first)):
-            inside[token] = not rendered.text[starts[token] : first].strip()
-        trained |= inside
-    return trained
-
-
-def _token_keys(samples: Sequence[PreparedSample]) -> list[str]:
-    return list(dict.fromkeys(key for sample in samples for key in sample.token_inputs))
-
-
-def _token_input(sample: PreparedSample, key: str) -> Tensor:
-    """Return a value per token; 0 for samples without it: text alone."""
-    found = sample.token_inputs.get(key)
-    return torch.zeros_like(sample.input_ids) if found is None else found
+def _get_kind(processor: Any) -> str | None:
+    return modality_processors.get_item_kind(modality_processors.get_item_argument(processor))
 
 
 def sampling_rate(processor: Any) -> int | None:
@@ -477,3 +419,43 @@ def concatenate_inputs(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | N
         if joined[key] is None:
             return None
     return joined
+
+
+# ------------------------------------------------------------------------------------------------ padded lengths
+
+_BLOCK = 128  # tokens: the block size of attention kernels
+_MAX_LENGTHS = 8  # a model is compiled again for each length
+_RANGE = 8  # longest over shortest: shorter rows cost little however far they are padded
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """The lengths that rows are padded to."""
+
+    max_length: int  # the maximum number of tokens of a sample, and of a packed row
+    multiple: int | None = None  # pad to a multiple of this, up to `max_length`; None: pad to one of `lengths`
+    lengths: tuple[int, ...] = ()  # ascending. Empty: rows are as long as the longest sample in them.
+
+    @classmethod
+    def of(cls, data: DataConfig, *, compiled: bool) -> RowLengths:
+        if data.pad_to != "auto":
+            return cls(data.max_length, multiple=data.pad_to)
+        return cls(data.max_length, lengths=few_lengths(data.max_length) if compiled else ())
+
+    def of_rows(self, longest: int) -> int:
+        if self.multiple is not None:
+            return max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
+        return next((length for length in self.lengths if length >= longest), longest)
+
+    def of_packed_rows(self, fullest: int) -> int:
+        """Return the length of packed rows. They are nearly full: one length is enough."""
+        return self.max_length if self.lengths else self.of_rows(fullest)
+
+
+def few_lengths(max_length: int) -> tuple[int, ...]:
+    """Return at most eight lengths up to `max_length`: multiples of 128, each about a third longer than the last."""
+    shortest = max_length / _RANGE
+    factor = _RANGE ** (1 / (_MAX_LENGTHS - 1))
+    wanted = (shortest * factor**number for number in range(_MAX_LENGTHS - 1))
+    blocks = sorted({math.ceil(length / _BLOCK - 1e-9) * _BLOCK for length in wanted})
+    return (*(length for length in blocks if length < max_length), max_length)

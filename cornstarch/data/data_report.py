@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -22,8 +23,7 @@ PERCENTILES = (0, 50, 90, 99, 100)
 _EXCERPTS = 5
 _LISTED = 20
 
-Pieces = tuple[tuple[str, bool], ...]
-"""Pieces of text, and whether each is trained on."""
+Pieces = tuple[tuple[str, bool], ...]  # pieces of text, and whether each is trained on
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,15 @@ class SampleStats:
     pieces: Pieces
 
 
-class SampleInspector(Protocol):
-    """Reads a whole sample as a run would."""
+@dataclass(frozen=True)
+class SampleInspector:
+    """Reads whole samples as a run would: SampleError if it would skip one, ConfigError if it would stop there."""
 
-    @property
-    def unit(self) -> str:
-        """The unit of lengths."""
-        ...
+    unit: str  # of lengths
+    read: Callable[[Sample], SampleStats]
 
     def __call__(self, sample: Sample) -> SampleStats:
-        """Return its summary; SampleError if a run would skip it, ConfigError if a run would stop at it."""
-        ...
+        return self.read(sample)
 
 
 @dataclass
@@ -72,16 +70,13 @@ class SourceReport:
 
     @property
     def broken(self) -> list[BrokenSample]:
-        """Samples with something wrong."""
         return [sample for sample in self.skipped if not sample.too_long]
 
     @property
     def too_long(self) -> list[BrokenSample]:
-        """Samples above the limit."""
         return [sample for sample in self.skipped if sample.too_long]
 
     def percentiles(self) -> list[int]:
-        """Return the lengths at PERCENTILES."""
         if not self.lengths:
             return []
         return [int(value) for value in np.percentile(self.lengths, PERCENTILES, method="nearest")]
@@ -129,7 +124,7 @@ def check_data(data: DataConfig, look: SampleInspector | None = None, most: int 
             is checked against its placeholders. Without it only rows and media are checked, and torch is not needed.
         most: Check this many evenly spaced samples of each source instead of all.
     """
-    look = look or _RowInspector(data)
+    look = look or SampleInspector("characters", partial(_inspect_row, data))
     report = DataReport(look.unit, data.skip_limit, data.too_long == "error")
     for name, configs in (("train", data.train), ("evaluation", data.evaluation)):
         for number, config in enumerate(configs):
@@ -174,42 +169,27 @@ def select_evenly(length: int, most: int | None) -> Sequence[int]:
     return np.linspace(0, length - 1, most).astype(int).tolist()
 
 
-@dataclass(frozen=True)
-class _RowInspector:
-    """Checks rows and media alone: decodes media and counts characters."""
-
-    data: DataConfig
-    unit: str = "characters"
-
-    def __call__(self, sample: Sample) -> SampleStats:
-        """Decode a sample's media and count characters."""
-        items: dict[str, int] = {}
-        for media in sample.media:
-            if media.kind == "image":
-                load_image(media, self.data.max_pixels)
-            else:
-                load_audio(media, None)
-            items[media.kind] = items.get(media.kind, 0) + 1
-        pieces = tuple(_split_pieces(sample, self.data))
-        lengths = [(len(text), trained) for text, trained in pieces]
-        return SampleStats(sum(n for n, _ in lengths), sum(n for n, trained in lengths if trained), items, pieces)
-
-
-def _split_pieces(sample: Sample, data: DataConfig) -> Iterator[tuple[str, bool]]:
+def _inspect_row(data: DataConfig, sample: Sample) -> SampleStats:
+    """Check a row and its media alone: decode media and count characters."""
+    items: dict[str, int] = {}
+    for media in sample.media:
+        if media.kind == "image":
+            load_image(media, data.max_pixels)
+        else:
+            load_audio(media, None)
+        items[media.kind] = items.get(media.kind, 0) + 1
     everything = data.train_on == "everything"
+    pieces: list[tuple[str, bool]] = []
     for message in sample.messages:
-        yield f"{message.role}: ", everything
+        pieces.append((f"{message.role}: ", everything))
         for part in message.content:
-            if isinstance(part, str):
-                yield part, everything or message.role == "assistant"
-            else:
-                yield f"<{part.kind}>", False
-        yield "\n", everything
+            is_trained = isinstance(part, str) and (everything or message.role == "assistant")
+            pieces.append((part if isinstance(part, str) else f"<{part.kind}>", is_trained))
+        pieces.append(("\n", everything))
     for part in sample.document:
-        yield part if isinstance(part, str) else f"<{part.kind}>", isinstance(part, str)
-
-
-# ------------------------------------------------------------------------------------------------ rendering
+        pieces.append((part, True) if isinstance(part, str) else (f"<{part.kind}>", False))
+    trained = sum(len(text) for text, is_trained in pieces if is_trained)
+    return SampleStats(sum(len(text) for text, _ in pieces), trained, items, tuple(pieces))
 
 
 def render(report: DataReport) -> Group:

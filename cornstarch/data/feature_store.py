@@ -28,18 +28,14 @@ from cornstarch.models.multimodal_language_model.encoder_features import CACHED_
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.device import DevicePlacement
 
-# ------------------------------------------------------------------------------------------------ lookup
-
 
 @dataclass(frozen=True)
 class CachedItem:
     """An image or a sound whose features may be in the cache."""
 
     digest: str
-    decoded: Any
-    """None if the features are cached."""
-    tokens: Tensor | None
-    """[T, D], the cached features; None: the item must be encoded."""
+    decoded: Any  # None if the features are cached
+    tokens: Tensor | None  # [T, D], the cached features; None: the item must be encoded
 
 
 class FeatureLookup:
@@ -58,12 +54,9 @@ class FeatureLookup:
 def merge_cached_items(
     items: Sequence[CachedItem], inputs: Mapping[str, Any], lengths: Sequence[int]
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return an encoder's inputs for items of which some are cached, and the number of tokens of each item.
+    """Return an encoder's inputs for the items of one modality, and the number of tokens of each item.
 
-    Args:
-        items: All items of one modality, in order.
-        inputs: The processor's output for the items that are not cached.
-        lengths: The number of tokens of each of those.
+    `inputs` and `lengths` are the processor's output for the items that are not cached, and their numbers of tokens.
     """
     fresh_lengths = iter(lengths)
     all_lengths = [next(fresh_lengths) if item.tokens is None else len(item.tokens) for item in items]
@@ -78,8 +71,6 @@ def merge_cached_items(
     return {**inputs, CACHED_FEATURES: known}, all_lengths
 
 
-# ------------------------------------------------------------------------------------------------ one file per item
-
 _TENSOR = "features"
 _SHORT = 16  # letters of the key in the folder's name; the files have the whole key
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -88,11 +79,8 @@ _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 class FeatureStore:
     """Tensors of tokens [T, D] by the digest of their item, as safetensors with a checksum.
 
-    Any number of processes may read and write at once. A damaged file, or one of another key, is ignored.
-
-    Args:
-        space: The folder and its limit.
-        key: The digest of `encoder_key`.
+    Any number of processes may read and write at once. A damaged file, or one of another key, is ignored. `key` is the
+    digest of `encoder_key`.
     """
 
     def __init__(self, space: CacheFolder, key: str) -> None:
@@ -100,7 +88,6 @@ class FeatureStore:
         self.folder = space.folder / key[:_SHORT]
 
     def path(self, digest: str) -> Path:
-        """Return the file of an item's features."""
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def load(self, digest: str) -> Tensor | None:
@@ -150,8 +137,6 @@ def _checksum(about: dict[str, Any], data: memoryview) -> int:
     return zlib.crc32(data, zlib.crc32(json.dumps(about).encode()))
 
 
-# ------------------------------------------------------------------------------------------------ the folder
-
 _LOCK, _USED = ".lock", ".used"
 _UNFINISHED = ".tmp"
 _ABANDONED = 3600.0  # seconds after which an unfinished file belongs to a dead process
@@ -166,12 +151,8 @@ class CacheFolder:
     is recounted whenever the folder is opened, or full.
 
     The least recently used files make room for others, except files used since the folder was opened: epochs are
-    cyclic, so the least recently used file of this run is the one needed next.
-
-    Args:
-        folder: Created if it does not exist.
-        limit: Bytes.
-        opened: When this run began to use the folder, in seconds since 1970. Default: now.
+    cyclic, so the least recently used file of this run is the one needed next. `limit` is in bytes; `opened`, in
+    seconds since 1970, is when this run began to use the folder (default: now).
     """
 
     def __init__(self, folder: Path, limit: int, opened: float | None = None) -> None:
@@ -189,7 +170,6 @@ class CacheFolder:
 
     @property
     def used(self) -> int:
-        """Bytes that are written or reserved."""
         try:
             return int((self.folder / _USED).read_text())
         except (OSError, ValueError):
@@ -289,8 +269,6 @@ def _touch(path: Path) -> None:
         os.utime(path, (now, now))
 
 
-# ------------------------------------------------------------------------------------------------ key
-
 _FORMAT = 1
 _UNIMPORTANT = ("_name_or_path", "transformers_version", "architectures")  # of a config: they change no output
 
@@ -298,14 +276,7 @@ _UNIMPORTANT = ("_name_or_path", "transformers_version", "architectures")  # of 
 def encoder_key(
     module: nn.Module, processor: Any, reading: Mapping[str, Any], placement: DevicePlacement
 ) -> dict[str, Any]:
-    """Return everything that features depend on beside the item, as data.
-
-    Args:
-        module: The encoder, with its weights.
-        processor: The processor of its inputs.
-        reading: Further settings of how an item is read.
-        placement: The device and precision of the encoder.
-    """
+    """Return everything that features depend on beside the item, as data; `reading` are settings of how it is read."""
     inner = unwrap(module)
     config: Any = getattr(inner, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else repr(config)
@@ -321,11 +292,11 @@ def encoder_key(
         )
     return {
         "format": _FORMAT,
-        "encoder": _class_path(inner),
+        "encoder": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "config": settings,
         "attention": getattr(config, "_attn_implementation", None),
         "weights": weights_digest(inner),
-        "processor": _class_path(processor),
+        "processor": f"{type(processor).__module__}.{type(processor).__qualname__}",
         "settings": processor_settings,
         "reading": dict(reading),
         "device": placement.device.type,
@@ -341,7 +312,6 @@ def encoder_key(
 
 
 def key_digest(key: Mapping[str, Any]) -> str:
-    """Return the digest of `encoder_key`."""
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -354,7 +324,3 @@ def weights_digest(module: nn.Module) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _class_path(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -9,17 +9,23 @@ import glob
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from cornstarch.config import SourceConfig
-from cornstarch.data.file_formats import Rows, TarRows, expand_braces, open_json
-from cornstarch.data.hf_datasets import ARGUMENTS, is_table, open_table, wrap_dataset
-from cornstarch.data.row_formats import describe_formats, detect_format, parse_row
-from cornstarch.data.sample import Sample, SampleError
+from cornstarch.data.file_formats import (
+    ARGUMENTS,
+    Rows,
+    TarRows,
+    expand_braces,
+    is_table,
+    open_json,
+    open_table,
+    wrap_dataset,
+)
+from cornstarch.data.sample import Sample, SampleError, describe_formats, detect_format, parse_row
 from cornstarch.errors import ConfigError
 
 _INSPECTED_ROWS = 20  # for detecting the row format
@@ -53,14 +59,12 @@ class RowSource:
 
     @property
     def description(self) -> str:
-        """Path, format and number of samples."""
         return f"{self._origin}, {self.format}, {len(self):,} samples"
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def name(self, index: int) -> str:
-        """Return file and row."""
         return self._rows.name(index)
 
     def __getitem__(self, index: int) -> Sample:
@@ -79,7 +83,6 @@ class LimitedSource:
 
     @property
     def description(self) -> str:
-        """The description of the source, and how many samples are used."""
         return f"{self._source.description}, first {self._length:,} used"
 
     def __len__(self) -> int:
@@ -98,12 +101,10 @@ class JoinedSources:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of samples of each source."""
         return [len(source) for source in self.sources]
 
     @property
     def description(self) -> str:
-        """One line for each source."""
         return "\n".join(source.description for source in self.sources)
 
     def __len__(self) -> int:
@@ -114,7 +115,6 @@ class JoinedSources:
         return self.sources[number], index - self._starts[number]
 
     def name(self, index: int) -> str:
-        """Return file and row of a sample."""
         source, place = self._locate(index)
         return source.name(place)
 
@@ -122,8 +122,6 @@ class JoinedSources:
         source, place = self._locate(index)
         return source[place]
 
-
-# ------------------------------------------------------------------------------------------------ registry
 
 OpenSource = Callable[[SourceConfig, Sequence[Any] | None], DataSource]
 """(config of the source, rows given in Python or None) -> source."""
@@ -221,7 +219,6 @@ def _rename_columns(row: Any, columns: Mapping[str, str]) -> Any:
 
 
 def _detect_rows(rows: Rows, columns: Mapping[str, str], origin: str) -> str:
-    """Return the format of the first readable row."""
     problems: list[str] = []
     for index in range(min(len(rows), _INSPECTED_ROWS)):
         try:
@@ -240,9 +237,6 @@ def _detect_rows(rows: Rows, columns: Mapping[str, str], origin: str) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 def _check_file(path: str) -> Path:
     found = Path(path)
     if not found.exists():
@@ -255,24 +249,20 @@ def _check_file(path: str) -> Path:
     return found
 
 
-def _find_tars(pattern: str) -> list[Path]:
+def _open_tars(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
     found: list[Path] = []
-    for name in map(str, expand_braces(pattern)):
+    for name in map(str, expand_braces(config.path)):
         matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
         if not matches:
             raise ConfigError(f"{name} matches no file (looked in {Path.cwd()}).")
         found += map(_check_file, matches)
-    return found
+    return open_rows(config, TarRows(found), "WebDataset tars")
 
 
 def _open_table(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
-    arguments = (*ARGUMENTS, "streaming")
-    _check_columns(config, arguments)  # before a download that may take long
+    _check_columns(config, ARGUMENTS)  # before a download that may take long
     table = open_table(config.path, config.arguments)
-    return open_rows(config, table, table.found, table.folder, arguments)
-
-
-# ------------------------------------------------------------------------------------------------ Python
+    return open_rows(config, table, table.found, table.folder, ARGUMENTS)
 
 
 class _PythonRows:
@@ -285,7 +275,6 @@ class _PythonRows:
         return len(self._rows)
 
     def name(self, index: int) -> str:
-        """Return origin and number."""
         return f"{self._origin}:{index + 1}"
 
     def __getitem__(self, index: int) -> Any:
@@ -295,7 +284,9 @@ class _PythonRows:
             raise SampleError(f"{type(error).__name__}: {error}") from error
 
 
-def _wrap_rows(config: SourceConfig, given: Sequence[Any], origin: str) -> DataSource:
+def _wrap_rows(config: SourceConfig, given: Sequence[Any] | None, origin: str) -> DataSource:
+    if given is None:
+        raise ConfigError(f"{config.path}: its format is `given`, but no data was handed to the Trainer.")
     rows: Rows = wrap_dataset(given, config.path) or _PythonRows(given, config.path)
     if not len(rows):
         raise ConfigError(f"{config.path} returned nothing; expected samples or rows.")
@@ -309,26 +300,17 @@ def _wrap_rows(config: SourceConfig, given: Sequence[Any], origin: str) -> DataS
     return RowSource(rows, format, media, f"{config.path}: {origin}", {})
 
 
-def _open_given(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
-    if given is None:
-        raise ConfigError(f"{config.path}: its format is `given`, but no data was handed to the Trainer.")
-    return _wrap_rows(config, given, "given in Python")
-
-
 def _open_callable(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
-    module, _, name = config.path.partition(":")
     if not _FUNCTION.match(config.path):
         raise ConfigError(f"{config.path!r} is no function; expected `package.module:function`.")
     try:
-        function = import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-    except (ImportError, AttributeError) as error:
+        function = resolve_name(config.path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{config.path} cannot be imported: {error}.") from error
     if not callable(function):
         raise ConfigError(f"{config.path} is a {type(function).__name__}, expected a function.")
     try:
-        found = partial(function, **config.arguments)()
+        found = function(**config.arguments)
     except Exception as error:
         raise ConfigError(f"{config.path} failed: {type(error).__name__}: {error}.") from error
     wrap_dataset(found, config.path)  # refuses a streaming dataset, which `list` below would read to its end
@@ -339,16 +321,16 @@ def _open_callable(config: SourceConfig, given: Sequence[Any] | None) -> DataSou
     return _wrap_rows(config, found, "function")
 
 
-def _is_function(config: SourceConfig) -> bool:
-    return config.format == "auto" and _FUNCTION.match(config.path) is not None and not Path(config.path).exists()
-
-
 register_data_source(
-    "webdataset",
-    lambda config, given: open_rows(config, TarRows(_find_tars(config.path)), "WebDataset tars"),
-    matches=lambda config: config.format == "auto" and config.path.endswith(".tar"),
+    "webdataset", _open_tars, matches=lambda config: config.format == "auto" and config.path.endswith(".tar")
 )
 register_data_source("datasets", _open_table, matches=lambda config: is_table(config.path))
-register_data_source("callable", _open_callable, matches=_is_function)
-register_data_source("given", _open_given)
+register_data_source(
+    "callable",
+    _open_callable,
+    matches=lambda config: (
+        config.format == "auto" and _FUNCTION.match(config.path) is not None and not Path(config.path).exists()
+    ),
+)
+register_data_source("given", lambda config, given: _wrap_rows(config, given, "given in Python"))
 register_data_source(_FALLBACK, lambda config, given: open_rows(config, open_json(_check_file(config.path)), "JSON"))

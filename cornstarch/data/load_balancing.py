@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,25 +25,18 @@ from PIL import Image
 from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import RunFolder
 from cornstarch.cost.flops import StepFlops
-from cornstarch.data.collate import ChatCollator, report_processor_errors, sampling_rate
+from cornstarch.data.collate import ChatCollator, sampling_rate
 from cornstarch.data.formats import DataSource
 from cornstarch.data.loader import Collator
 from cornstarch.data.media import feature_frames, image_size, sound_length
-from cornstarch.data.sample import Media, Sample, SampleError
+from cornstarch.data.sample import Media, Sample, SampleError, report_processor_errors
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.parallel import distributed
+from cornstarch.plan import load_balancing
 from cornstarch.plan.layout import Layout
-from cornstarch.plan.load_balancing import (
-    SampleAssignment,
-    SampleCosts,
-    assign_in_order,
-    balance,
-    compute_loads,
-    compute_step_work,
-)
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
 COSTS = "sample_costs.npz"
@@ -61,14 +54,11 @@ CountFlops = Callable[[Mapping[str, Any]], StepFlops | None]
 class LoadBalancer:
     """Assigns the samples of a step by cost."""
 
-    costs: SampleCosts
-    """[phases, samples of the source]"""
-    padded: bool
-    """Whether rows are padded to the longest of their microbatch."""
+    costs: load_balancing.SampleCosts  # [phases, samples of the source]
+    padded: bool  # whether rows are padded to the longest of their microbatch
 
-    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> SampleAssignment:
-        """Return the places of a step's samples by replica and microbatch."""
-        return balance(self.costs[:, numbers], ranks, microbatches, self.padded)
+    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> load_balancing.SampleAssignment:
+        return load_balancing.balance(self.costs[:, numbers], ranks, microbatches, self.padded)
 
     def gain(self, steps: Sequence[np.ndarray], ranks: int, microbatches: int) -> tuple[float, float]:
         """Return the slowest replica's work over the mean, for samples in order and balanced, over some steps."""
@@ -76,20 +66,16 @@ class LoadBalancer:
         for numbers in steps:
             costs = self.costs[:, numbers]
             mean += float(costs.sum()) / ranks
-            in_order += compute_step_work(
-                compute_loads(costs, assign_in_order(len(numbers), ranks, microbatches), self.padded)
+            as_given = load_balancing.assign_in_order(len(numbers), ranks, microbatches)
+            in_order, balanced = (
+                work + load_balancing.compute_step_work(load_balancing.compute_loads(costs, assignment, self.padded))
+                for work, assignment in ((in_order, as_given), (balanced, self(numbers, ranks, microbatches)))
             )
-            balanced += compute_step_work(compute_loads(costs, self(numbers, ranks, microbatches), self.padded))
         return (in_order / mean, balanced / mean) if mean else (1.0, 1.0)
 
 
 def build_balancer(
-    config: RunConfig,
-    collator: Collator,
-    source: DataSource,
-    step: CountFlops,
-    layout: Layout,
-    folder: RunFolder,
+    config: RunConfig, collator: Collator, source: DataSource, step: CountFlops, layout: Layout, folder: RunFolder
 ) -> LoadBalancer | None:
     """Return the load balancer of a run; None if samples come in order. All ranks must call it.
 
@@ -125,10 +111,9 @@ def describe_gain(balancer: LoadBalancer, order: EpochOrder, config: RunConfig, 
     )
 
 
-def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]) -> SampleCosts:
+def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]) -> load_balancing.SampleCosts:
     """Return the costs of samples, [phases, samples]; 0 for samples that will be skipped."""
-    data = sizer.data
-    costs = np.zeros((len(sizer.phases), len(numbers)))
+    data, costs = sizer.data, np.zeros((len(sizer.phases), len(numbers)))
     for place, number in enumerate(numbers):
         with suppress(SampleError):
             size = sizer(source[number])
@@ -137,16 +122,25 @@ def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]
     return costs
 
 
-def _share_costs(sizer: SampleSizer, source: DataSource, config: RunConfig, folder: RunFolder) -> SampleCosts:
+def _share_costs(
+    sizer: SampleSizer, source: DataSource, config: RunConfig, folder: RunFolder
+) -> load_balancing.SampleCosts:
     """Return the costs of all samples: from the run's folder, or measured by all ranks together."""
     rank, size = distributed.rank(), distributed.world_size()
     shape = (len(sizer.phases), len(source))
     data = config.data.model_dump(mode="json", exclude=_WITHOUT_EFFECT)
     described = {"model": config.model.model_dump(mode="json"), "data": data, "recomputes": config.recomputes}
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    stored = _load_costs(folder, key, shape) if rank == 0 else None
-    is_stored = distributed.sum_over_ranks([stored is not None])[0] > 0
-    costs = np.zeros(shape) if stored is None else stored
+    costs, is_found = np.zeros(shape), False
+    if rank == 0:
+        with (
+            suppress(OSError, ValueError, KeyError, EOFError),  # missing, or damaged: measured again
+            np.load(folder / COSTS, allow_pickle=False) as file,
+        ):
+            stored, found = file["costs"], str(file["key"])
+            if found == key and stored.shape == shape:  # of the same model and data
+                costs, is_found = stored, True
+    is_stored = distributed.sum_over_ranks([is_found])[0] > 0
     if not is_stored:
         costs[:, rank::size] = measure_costs(sizer, source, range(rank, len(source), size))
     # Each cost is nonzero on one rank alone: the sum is exact.
@@ -158,37 +152,18 @@ def _share_costs(sizer: SampleSizer, source: DataSource, config: RunConfig, fold
     return costs
 
 
-def _load_costs(folder: RunFolder, key: str, shape: tuple[int, int]) -> SampleCosts | None:
-    """Return the stored costs if they are of the same model and data."""
-    try:
-        with np.load(folder / COSTS, allow_pickle=False) as file:
-            costs, found = file["costs"], str(file["key"])
-    except (OSError, ValueError, KeyError, EOFError):  # missing, or damaged: measured again
-        return None
-    return costs if found == key and costs.shape == shape else None
-
-
-# ------------------------------------------------------------------------------------------------ sizes
-
-
 @dataclass(frozen=True)
 class SampleSize:
     """The size of one sample for a model."""
 
-    tokens: int
-    """In the language model, including the tokens of items, before truncation."""
-    trained: int
-    """Tokens that are learned."""
-    items: Mapping[str, int]
-    """By encoder."""
-    item_tokens: Mapping[str, int]
-    """By encoder, of all its items."""
-    work: Mapping[str, float]
-    """By phase (each encoder, the language model): the FLOPs of forward and backward."""
+    tokens: int  # in the language model, including the tokens of items, before truncation
+    trained: int  # tokens that are learned
+    items: Mapping[str, int]  # by encoder
+    item_tokens: Mapping[str, int]  # by encoder, of all its items
+    work: Mapping[str, float]  # by phase (each encoder, the language model): the FLOPs of forward and backward
 
 
-@dataclass(frozen=True)
-class _ItemSize:
+class _ItemSize(NamedTuple):
     tokens: int
     work: float
 
@@ -198,16 +173,11 @@ class SampleSizer:
 
     Tokens and FLOPs of an item are measured once for each size, on a blank item; where images are cut into patches,
     once for each number of patches.
-
-    Args:
-        collator: The collator of the run.
-        step: Counts the FLOPs of a batch.
     """
 
     def __init__(self, collator: ChatCollator, step: CountFlops) -> None:
         self._collator, self._step = collator, step
-        self.phases = (*collator.processor.encoder_processors, LANGUAGE_MODEL)
-        """Encoders, then the language model."""
+        self.phases = (*collator.processor.encoder_processors, LANGUAGE_MODEL)  # encoders, then the language model
         self.data = collator.data
         self._items: dict[str, dict[Any, _ItemSize]] = {}
         placeholders = set(collator.processor.modality_token_ids.values())
@@ -239,7 +209,14 @@ class SampleSizer:
     def _item_size(self, name: str, items: list[Media]) -> _ItemSize:
         """Return the size of an item, or of several that are counted together."""
         processor = self._collator.processor.encoder_processors[name]
-        sizes = [self._read_size(media, processor) for media in items]
+        takes_arrays = isinstance(processor, PrecomputedFeatureExtractor)
+        sizes: list[Any] = []  # width and height of an image, the length of a sound
+        for media in items:
+            if media.kind == "image":
+                sizes.append(image_size(media, self.data.max_pixels))
+            else:
+                length = feature_frames(media) if takes_arrays else sound_length(media, sampling_rate(processor))
+                sizes.append(self._collator.check_sound_length(length, processor))
         known = self._items.setdefault(name, {})
         key = tuple(_count_patches(size, processor) or size for size in sizes)
         if key not in known:
@@ -247,19 +224,12 @@ class SampleSizer:
             if len(key) == 1 and len(known) >= _ALIKE and len(alone) == 1:
                 return next(iter(alone))
             with report_processor_errors():
-                inputs, lengths = self._collator.item_inputs(name, [_blank_item(size, processor) for size in sizes])
+                blanks = [_blank_item(size, processor) for size in sizes]
+                inputs, lengths = self._collator.item_inputs(name, blanks)
             parts = self._count({**self._text(1), name: inputs}).parts
             own = [parts[part] for part in (f"{name} encoder", f"{name} projector") if part in parts]
             known[key] = _ItemSize(sum(lengths), sum(part.total + part.recomputed for part in own))
         return known[key]
-
-    def _read_size(self, media: Media, processor: Any) -> Any:
-        """Return width and height of an image, or the length of a sound."""
-        if media.kind == "image":
-            return image_size(media, self.data.max_pixels)
-        is_array = isinstance(processor, PrecomputedFeatureExtractor)
-        length = feature_frames(media) if is_array else sound_length(media, sampling_rate(processor))
-        return self._collator.check_sound_length(length, processor)
 
     def _row_work(self, tokens: int, trained: int) -> float:
         if self._rows is None:

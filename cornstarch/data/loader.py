@@ -1,24 +1,33 @@
-"""The batches of a run, step by step: loaded by worker processes from any position on, and copied to the device."""
+"""The data of a run: its sources, and its batches step by step.
+
+Worker processes load batches from any position on; `DevicePrefetcher` copies them to the device.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from cornstarch.config import DataConfig
+from cornstarch.config import DataConfig, RunConfig, SourceConfig
 from cornstarch.data.collate import CollatedBatch
-from cornstarch.data.formats import DataSource
-from cornstarch.data.sample import BrokenSample, Sample, SampleError
+from cornstarch.data.formats import DataSource, JoinedSources, open_sources
+from cornstarch.data.sample import BrokenSample, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
+from cornstarch.metrics.metrics import Position
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
+from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement, pin_batch
+from cornstarch.parallel.mesh import Replica
 from cornstarch.plan.load_balancing import SampleAssignment, assign_in_order
 from cornstarch.trees import tensors_in
 
@@ -30,17 +39,13 @@ class Collator(Protocol):
     """Builds batches of samples, as `ChatCollator` does; other tasks have their own."""
 
     @property
-    def data(self) -> DataConfig:
-        """The data section of the run's config."""
-        ...
+    def data(self) -> DataConfig: ...
 
     def prepare(self, sample: Sample) -> Any:
         """Prepare one sample; SampleError if it cannot be used."""
         ...
 
-    def join(self, samples: Sequence[Any]) -> CollatedBatch:
-        """Return the batch of prepared samples."""
-        ...
+    def join(self, samples: Sequence[Any]) -> CollatedBatch: ...
 
 
 @dataclass(frozen=True)
@@ -63,73 +68,12 @@ class StepBatch:
 
     def pin_memory(self) -> StepBatch:
         """Return the batch in pinned memory, for asynchronous copies to a GPU."""
-        return replace(self, microbatches=[one.pin_memory() for one in self.microbatches])
+        pinned = [replace(one, inputs=pin_batch(one.inputs)) for one in self.microbatches]
+        return replace(self, microbatches=pinned)
 
     @property
     def trained_tokens(self) -> int:
-        """Labels that count, in all microbatches."""
         return sum(one.trained_tokens for one in self.microbatches)
-
-
-Gather = Callable[[list[str]], list[list[str]]]
-_LISTED = 5  # skipped samples in a message
-
-
-class SkipCounter:
-    """Counts skipped samples, and stops the run when too many of an epoch are broken.
-
-    Args:
-        limit: The maximum fraction of broken samples. Samples that are only too long do not count as broken.
-        at_least: The number of samples of an epoch before the fraction is checked.
-        gather: Returns the lists of all ranks, where samples of all ranks are counted: all ranks must count the same.
-    """
-
-    def __init__(self, limit: float, at_least: int = 20, gather: Gather = lambda own: [own]) -> None:
-        self.limit, self.at_least, self._gather = limit, at_least, gather
-        self.good = self.broken = self.too_long = 0
-        self._first: list[BrokenSample] = []
-        self.begin_epoch()
-
-    def begin_epoch(self, passed: int = 0) -> None:
-        """Reset the fraction; `passed` samples of the epoch were trained on before the run was resumed."""
-        self._good, self._broken = passed, 0
-
-    def add(self, good: int, skipped: Sequence[BrokenSample]) -> None:
-        """Count samples; ConfigError above the limit."""
-        broken = sum(not sample.too_long for sample in skipped)
-        self.count(good, broken, len(skipped) - broken, skipped)
-
-    def count(self, good: int, broken: int, too_long: int, skipped: Sequence[BrokenSample]) -> None:
-        """Count the samples of all ranks, where `skipped` are those of this rank; ConfigError above the limit."""
-        self.good, self._good = self.good + good, self._good + good
-        self.broken, self._broken = self.broken + broken, self._broken + broken
-        self.too_long += too_long
-        self._first += list(skipped)[: _LISTED - len(self._first)]
-        if self._good + self._broken >= self.at_least:
-            self._check()
-
-    def end_epoch(self) -> None:
-        """Check the fraction, however few samples there were."""
-        self._check()
-        if not self._good:
-            raise ConfigError(f"Not one of {self.broken + self.too_long} samples can be used. {self._list_first()}")
-        self.begin_epoch()
-
-    def _check(self) -> None:
-        total = self._good + self._broken
-        if self._broken > self.limit * total:
-            raise ConfigError(
-                f"{self._broken} of {total} samples are broken, more than `data.skip_limit` = {self.limit:g} allows. "
-                f"{self._list_first()}\nRepair them (`cornstarch data check` lists all), or raise the limit."
-            )
-
-    def _list_first(self) -> str:
-        # Ranks of one replica have the same list.
-        lists = dict.fromkeys(map(tuple, self._gather([str(sample) for sample in self._first])))
-        return "The first of them:" + "".join([f"\n  {sample}" for one in lists for sample in one][:_LISTED])
-
-
-# ------------------------------------------------------------------------------------------------ steps
 
 
 @dataclass
@@ -196,10 +140,9 @@ class StepLoader:
         earlier: list[BrokenSample] = []  # of batches that were skipped as a whole
         self._counter.begin_epoch(min(self.start[1] * self.batch_size, self.order.count(self.start[0])))
         asked = time.perf_counter()
-        for fetched in self._fetch():
-            if fetched.batch is None:
-                raise ConfigError(fetched.error)
-            batch = fetched.batch
+        for batch in self._fetch():
+            if isinstance(batch, str):
+                raise ConfigError(batch)
             if self.ranks == 1:
                 self._counter.add(batch.samples, batch.skipped)
                 if batch.ends_epoch:
@@ -211,12 +154,12 @@ class StepLoader:
             yield replace(batch, skipped=skipped, waited=time.perf_counter() - asked)
             asked = time.perf_counter()
 
-    def _fetch(self) -> Iterator[_FetchedStep]:
-        steps, places = _StepDataset(self), _StepSampler(self)
+    def _fetch(self) -> Iterator[StepBatch | str]:
+        steps, places = _StepDataset(self), self._list_places()
         if not self.workers:
             yield from map(steps.__getitem__, places)
             return
-        loader: DataLoader[_FetchedStep] = DataLoader(
+        loader: DataLoader[StepBatch | str] = DataLoader(
             steps,
             batch_size=None,  # one item of `steps` is a whole step
             sampler=places,
@@ -236,49 +179,32 @@ class StepLoader:
                 "or a smaller `data.prefetch`."
             ) from error
 
-
-@dataclass(frozen=True)
-class _StepPlace:
-    """The samples of one step, for a worker."""
-
-    epoch: int
-    index: int
-    numbers: np.ndarray
-    """Sample indices, counted through all sources."""
-    ends_epoch: bool
-
-
-@dataclass(frozen=True)
-class _FetchedStep:
-    """A worker's result. An error travels as text: an exception would carry the worker's traceback."""
-
-    batch: StepBatch | None
-    error: str = ""
-
-    def pin_memory(self) -> _FetchedStep:
-        """Return the batch in pinned memory; called by a thread of the DataLoader."""
-        return self if self.batch is None else replace(self, batch=self.batch.pin_memory())
-
-
-class _StepSampler(Sampler[_StepPlace]):
-    """All steps of a run, from the loader's start on."""
-
-    def __init__(self, loader: StepLoader) -> None:
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[_StepPlace]:
-        size, epochs = self._loader.batch_size, self._loader.epochs
-        epoch, first = self._loader.start
-        while epochs is None or epoch < epochs:
-            numbers = self._loader.order.order(epoch)
+    def _list_places(self) -> Iterator[_StepPlace]:
+        """Yield all steps of the run, from `start` on."""
+        size = self.batch_size
+        epoch, first = self.start
+        while self.epochs is None or epoch < self.epochs:
+            numbers = self.order.order(epoch)
             for start in range(first * size, len(numbers), size):
                 end = start + size
                 yield _StepPlace(epoch, start // size, numbers[start:end].copy(), end >= len(numbers))
             epoch, first = epoch + 1, 0
 
 
-class _StepDataset(Dataset[_FetchedStep]):
-    """Builds the batch of a step, in the workers."""
+class _StepPlace(NamedTuple):
+    """The samples of one step, for a worker."""
+
+    epoch: int
+    batch: int  # its number within the epoch
+    numbers: np.ndarray  # sample indices, counted through all sources
+    ends_epoch: bool
+
+
+class _StepDataset(Dataset[StepBatch | str]):
+    """Builds the batch of a step, in the workers.
+
+    An error travels as text: an exception would carry the worker's traceback.
+    """
 
     def __init__(self, loader: StepLoader) -> None:
         self._source, self._collator = loader.source, loader.collator
@@ -286,31 +212,28 @@ class _StepDataset(Dataset[_FetchedStep]):
         self._microbatch_size = loader.batch_size // loader.accumulation
         self._stand_in: CollatedBatch | None = None
 
-    def __getitem__(self, place: _StepPlace) -> _FetchedStep:
+    def __getitem__(self, place: _StepPlace) -> StepBatch | str:
         try:
-            return _FetchedStep(self._build(place))
+            return self._build(place)
         except ConfigError as error:
-            return _FetchedStep(None, str(error))
+            return str(error)
 
     def _build(self, place: _StepPlace) -> StepBatch:
         skipped: list[BrokenSample] = []
         microbatches: list[CollatedBatch] = []
-        samples = 0
-        for own in self._select(place.numbers):
+        samples, count = 0, -(-len(place.numbers) // self._microbatch_size)
+        if self._balancer is not None:
+            assigned = self._balancer(place.numbers, self._ranks, count)
+        else:
+            assigned = assign_in_order(len(place.numbers), self._ranks, count, self._microbatch_size)
+        for own in assigned[self._rank]:
             good = self._prepare(place.numbers[own], place.epoch, skipped)
             samples += len(good)
             if good:
                 microbatches.append(self._collator.join(good))
             elif self._ranks > 1:
                 microbatches.append(self._build_stand_in())
-        return StepBatch(microbatches, place.epoch, place.index, skipped, samples, place.ends_epoch)
-
-    def _select(self, numbers: np.ndarray) -> Sequence[np.ndarray]:
-        """Return the places of this replica's samples in a step, by microbatch."""
-        microbatches = -(-len(numbers) // self._microbatch_size)
-        if self._balancer is not None:
-            return self._balancer(numbers, self._ranks, microbatches)[self._rank]
-        return assign_in_order(len(numbers), self._ranks, microbatches, self._microbatch_size)[self._rank]
+        return StepBatch(microbatches, place.epoch, place.batch, skipped, samples, place.ends_epoch)
 
     def _build_stand_in(self) -> CollatedBatch:
         """Return a batch that can be computed but counts nothing."""
@@ -338,11 +261,9 @@ class _StepDataset(Dataset[_FetchedStep]):
 # ------------------------------------------------------------------------------------------------ to the device
 
 
-@dataclass(frozen=True)
-class _PendingCopy:
+class _PendingCopy(NamedTuple):
     microbatch: CollatedBatch
-    inputs: dict[str, Any]
-    """On the device, but not to be read before `done`."""
+    inputs: dict[str, Any]  # on the device, but not to be read before `done`
     done: torch.cuda.Event
 
 
@@ -379,12 +300,7 @@ class DevicePrefetcher:
             self.begin(batch, number)
         pending, self._next = self._next, None
         assert pending is not None
-        self._wait(pending)
-        self.begin(batch, number + 1)
-        return pending.inputs
-
-    def _wait(self, pending: _PendingCopy) -> None:
-        """Let the compute stream wait for a copy, and measure the wait."""
+        # Let the compute stream wait for the copy, and measure the wait.
         stream = torch.cuda.current_stream(self._placement.device)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
@@ -395,9 +311,100 @@ class DevicePrefetcher:
         places = facts.places.values() if isinstance(facts, BatchFacts) else ()
         for tensor in (*tensors_in(pending.inputs), *places):
             tensor.record_stream(stream)  # or the allocator could reuse its memory for the next copy while it is read
+        self.begin(batch, number + 1)
+        return pending.inputs
 
     def wait_seconds(self) -> float:
         """Return the seconds that the GPU waited for copies since the last call, without waits in progress."""
         over = [pair for pair in self._waits if pair[1].query()]
         self._waits = [pair for pair in self._waits if pair not in over]
         return sum(before.elapsed_time(after) for before, after in over) / 1000
+
+
+# ------------------------------------------------------------------------------------------------ the data of a run
+
+_TRIED = 20  # samples of a source, to find one that can be used
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The open sources of a run."""
+
+    config: RunConfig
+    train: JoinedSources
+    evaluation: Mapping[str, DataSource]  # by name
+
+    @cached_property
+    def order(self) -> EpochOrder:
+        data = self.config.data
+        return EpochOrder(self.train.lengths, [source.weight for source in data.train], self.config.seed, data.shuffle)
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        return -(-self.order.count(epoch) // self.config.loop.batch_size)
+
+    def total_steps(self) -> int:
+        loop = self.config.loop
+        if loop.steps is not None:
+            return loop.steps
+        epochs = loop.epochs or 1.0
+        whole = int(epochs)
+        last = math.ceil(self.steps_of_epoch(whole) * (epochs - whole))
+        return sum(map(self.steps_of_epoch, range(whole))) + last
+
+    def build_skip_counter(self, position: Position) -> SkipCounter:
+        """Return the counter of the samples that all ranks skip, from a position on."""
+        counter = SkipCounter(self.config.data.skip_limit, gather=distributed.all_gather_json)
+        counter.begin_epoch(min(position.batch * self.config.loop.batch_size, self.order.count(position.epoch)))
+        return counter
+
+    def peek_batch(self, collator: Collator) -> CollatedBatch | None:
+        """Return a batch with the first usable sample of each training source; None if there is none."""
+        prepared: list[Any] = []
+        for source in self.train.sources:
+            for index in range(min(len(source), _TRIED)):
+                with suppress(SampleError):
+                    prepared.append(collator.prepare(source[index]))
+                    break
+        return collator.join(prepared) if prepared else None
+
+    def build_loader(
+        self, collator: Collator, position: Position, replica: Replica, balancer: Deal | None, pin: bool
+    ) -> StepLoader:
+        """Return the loader of a replica's batches, from a position on; `pin` copies them to pinned memory."""
+        loop, data = self.config.loop, self.config.data
+        return StepLoader(
+            self.train,
+            self.order,
+            collator,
+            loop.batch_size,
+            loop.gradient_accumulation_steps,
+            workers=data.workers,
+            prefetch=data.prefetch,
+            pin=pin,
+            start=(position.epoch, position.batch),
+            rank=replica.index,
+            ranks=replica.count,
+            epochs=None if loop.steps is not None else math.ceil(loop.epochs or 1.0),
+            balancer=balancer,
+        )
+
+
+def open_data(
+    config: RunConfig, train: Sequence[Any] | None = None, evaluation: Sequence[Any] | None = None
+) -> RunData:
+    """Open the sources of a run; `train` and `evaluation` are the rows of sources of the format `given`."""
+    sources = open_sources(config.data.train, train)
+    opened = open_sources(config.data.evaluation, evaluation).sources
+    return RunData(config, sources, dict(zip(source_names(config.data.evaluation), opened, strict=True)))
+
+
+def source_names(configs: list[SourceConfig]) -> list[str]:
+    """Return a name for each source: its own, or the end of its path, numbered where two are equal."""
+    names: list[str] = []
+    for config in configs:
+        name = config.name or config.path.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1]
+        if name in names and config.name is not None:
+            raise ConfigError(f"Two sources of data.evaluation are named {name!r}; give each its own name.")
+        candidates = (name, *(f"{name} {number}" for number in range(2, len(names) + 2)))
+        names.append(next(one for one in candidates if one not in names))
+    return names

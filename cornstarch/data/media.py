@@ -21,12 +21,9 @@ from cornstarch.data.sample import Media, SampleError
 
 # Pillow reads more, but by running other programs (EPS), or formats that are not pictures.
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
-MAX_SECONDS = 3600
-"""Longer sounds are refused: a small compressed file can hold days of silence."""
-MAX_CHANNELS = 8
-"""An array with more columns is not a wave: 7.1 surround has 8 channels, features have more."""
-MAX_NUMBERS = 1 << 26
-"""More features of one sound are refused: an hour with 128 per frame has fewer."""
+MAX_SECONDS = 3600  # longer sounds are refused: a small compressed file can hold days of silence
+MAX_CHANNELS = 8  # an array with more columns is not a wave: 7.1 surround has 8 channels, features have more
+MAX_NUMBERS = 1 << 26  # more features of one sound are refused: an hour with 128 per frame has fewer
 _ZERO_CROSSINGS = 32  # of the sinc, on either side: more is sharper and slower
 _BLOCK = 1 << 22  # numbers in the windows that are filtered at once
 
@@ -133,9 +130,11 @@ def image_size(media: Media, max_pixels: int) -> tuple[int, int]:
 
 @contextmanager
 def _refuse_unreadable(media: Media, what: str) -> Iterator[None]:
-    """Turn whatever a decoder raises for a damaged file into SampleError."""
+    """Turn whatever a decoder raises for a damaged file into SampleError, and name the file."""
     try:
         yield
+    except SampleError as error:
+        raise SampleError(f"{_describe(media)} {error}") from error
     except Exception as error:
         raise SampleError(f"{_describe(media)} is no {what} that can be read: {error}") from error
 
@@ -195,7 +194,21 @@ def _lift_pillow_limit() -> Iterator[None]:
 
 def load_audio(media: Media, rate: int | None) -> np.ndarray:
     """Decode a sound to one channel of float32 at the given rate; None keeps its own."""
-    wave_form, found = _decode_sound(media, rate)
+    given = _array_and_rate(media, rate)
+    if given is not None:
+        wave_form, found = _as_float(np.asarray(given[0])), given[1]
+    else:
+        content = _read_media(media)
+        if content.startswith(_NPY):
+            raise SampleError(f"{_describe(media)} is an array, no sound file. {_WANTS_WAVES}")
+        with _refuse_unreadable(media, "sound"):
+            soundfile = _import_soundfile()
+            if soundfile is None:
+                wave_form, found = _read_wave(content)
+            else:
+                with soundfile.SoundFile(io.BytesIO(content)) as file:
+                    _check_length(file.frames, file.samplerate)
+                    wave_form, found = file.read(dtype="float32", always_2d=True), file.samplerate
     if wave_form.ndim == 2:
         wave_form = wave_form.mean(axis=1)
     if wave_form.ndim != 1:
@@ -213,26 +226,23 @@ def load_audio(media: Media, rate: int | None) -> np.ndarray:
 
 def sound_length(media: Media, rate: int | None) -> int:
     """Return the number of samples of a sound at a rate (None: its own) without decoding it."""
-    frames, found = _sound_frames(media, rate)
+    given = _array_and_rate(media, rate)
+    if given is not None:
+        frames, found = len(given[0]), given[1]
+    else:
+        with _open_media(media) as file, _refuse_unreadable(media, "sound"):
+            soundfile = _import_soundfile()
+            if soundfile is None:
+                with wave.open(file) as plain:
+                    frames, found = plain.getnframes(), plain.getframerate()
+            else:
+                with soundfile.SoundFile(file) as sound:
+                    frames, found = sound.frames, sound.samplerate
     if not frames:
         raise SampleError(f"{_describe(media)} has no samples: its length is zero")
     if frames > MAX_SECONDS * found:
         raise SampleError(f"{_describe(media)} is {frames / found:.0f} seconds long, more than {MAX_SECONDS}")
     return frames if rate is None or rate == found else -(-frames * rate // found)
-
-
-def _sound_frames(media: Media, rate: int | None) -> tuple[int, int]:
-    """Return length and rate of a sound."""
-    given = _array_and_rate(media, rate)
-    if given is not None:
-        return len(given[0]), given[1]
-    with _open_media(media) as file, _refuse_unreadable(media, "sound"):
-        soundfile = _import_soundfile()
-        if soundfile is None:
-            with wave.open(file) as plain:
-                return plain.getnframes(), plain.getframerate()
-        with soundfile.SoundFile(file) as sound:
-            return sound.frames, sound.samplerate
 
 
 def _array_and_rate(media: Media, rate: int | None) -> tuple[Any, int] | None:
@@ -246,21 +256,6 @@ def _array_and_rate(media: Media, rate: int | None) -> tuple[Any, int] | None:
     return (source, rate or 1) if isinstance(source, np.ndarray | list) else None
 
 
-def _decode_sound(media: Media, rate: int | None) -> tuple[np.ndarray, int]:
-    given = _array_and_rate(media, rate)
-    if given is not None:
-        return _as_float(np.asarray(given[0])), given[1]
-    content = _read_media(media)
-    if content.startswith(_NPY):
-        raise SampleError(f"{_describe(media)} is an array, no sound file. {_WANTS_WAVES}")
-    try:
-        return _read_sound(content)
-    except SampleError as error:
-        raise SampleError(f"{_describe(media)} {error}") from error
-    except Exception as error:
-        raise SampleError(f"{_describe(media)} is no sound that can be read: {error}") from error
-
-
 def _as_float(array: np.ndarray) -> np.ndarray:
     if array.ndim == 2 and array.shape[1] > MAX_CHANNELS:
         raise SampleError(
@@ -272,15 +267,6 @@ def _as_float(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "f":
         raise SampleError(f"audio is an array of {array.dtype}, expected numbers")
     return array.astype(np.float32)
-
-
-def _read_sound(content: bytes) -> tuple[np.ndarray, int]:
-    soundfile = _import_soundfile()
-    if soundfile is None:
-        return _read_wave(content)
-    with soundfile.SoundFile(io.BytesIO(content)) as file:
-        _check_length(file.frames, file.samplerate)
-        return file.read(dtype="float32", always_2d=True), file.samplerate
 
 
 def _import_soundfile() -> Any:
@@ -331,17 +317,14 @@ def resample(wave_form: np.ndarray, old: int, new: int) -> np.ndarray:
         places = np.arange(start, min(start + block, count)) * down
         whole, phase = places // up, places % up
         phases, which = np.unique(phase, return_inverse=True)
-        taps = _taps(steps[None, :] - phases[:, None] / up, cutoff, reach)
+        # A low-pass filter with a Hann window. Its weights add up to 1: a constant stays constant at every phase.
+        distance = steps[None, :] - phases[:, None] / up
+        window = np.where(np.abs(distance) < reach, np.cos(np.pi * distance / (2 * reach)) ** 2, 0.0)
+        taps = cutoff * np.sinc(cutoff * distance) * window
+        taps /= taps.sum(axis=1, keepdims=True)
         windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach)[whole + 1]
         result[start : start + block] = np.einsum("nk,nk->n", windows, taps[which])
     return result
-
-
-def _taps(distance: np.ndarray, cutoff: float, reach: int) -> np.ndarray:
-    """Return the weights of a low-pass filter with a Hann window, for samples at a distance."""
-    window = np.where(np.abs(distance) < reach, np.cos(np.pi * distance / (2 * reach)) ** 2, 0.0)
-    taps = cutoff * np.sinc(cutoff * distance) * window
-    return taps / taps.sum(axis=1, keepdims=True)  # a constant stays constant at every phase
 
 
 # ------------------------------------------------------------------------------------------------ features

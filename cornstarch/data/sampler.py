@@ -37,16 +37,21 @@ class EpochOrder:
         self._last: tuple[int, np.ndarray] | None = None
 
     def count(self, epoch: int) -> int:
-        """Return the number of samples of an epoch."""
         ranges = [self._range(source, epoch) for source in range(len(self.lengths))]
         return sum(end - start for start, end in ranges)
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the indices of an epoch's samples, counted through all sources."""
         if self._last is None or self._last[0] != epoch:
-            parts = [self._select(source, epoch) + self._starts[source] for source in range(len(self.lengths))]
+            parts = [np.empty(0, np.int64)]
+            for source, length in enumerate(self.lengths):
+                start, end = self._range(source, epoch)
+                for number in range(start // length, -(-end // length)):
+                    one_pass = self._permute(length, source, number) if self.shuffle else np.arange(length)
+                    taken = one_pass[max(start - number * length, 0) : end - number * length]
+                    parts.append(taken + self._starts[source])
             order = np.concatenate(parts)
-            if len(parts) > 1 and self.shuffle:
+            if len(self.lengths) > 1 and self.shuffle:
                 order = order[self._permute(len(order), _MIXTURE, epoch)]
             self._last = (epoch, order)
         return self._last[1]
@@ -55,15 +60,6 @@ class EpochOrder:
         """Return the range of an epoch in the endless sequence of passes over a source."""
         per_epoch = self.weights[source] * self.lengths[source]
         return int(per_epoch * epoch), int(per_epoch * (epoch + 1))
-
-    def _select(self, source: int, epoch: int) -> np.ndarray:
-        start, end = self._range(source, epoch)
-        length = self.lengths[source]
-        parts = [np.empty(0, np.int64)]
-        for number in range(start // length, -(-end // length)):
-            one_pass = self._permute(length, source, number) if self.shuffle else np.arange(length)
-            parts.append(one_pass[max(start - number * length, 0) : end - number * length])
-        return np.concatenate(parts)
 
     def _permute(self, length: int, *key: int) -> np.ndarray:
         """Return a random order that depends on the seed and the key alone.
@@ -126,14 +122,12 @@ class ShuffledMedia:
 
     @property
     def description(self) -> str:
-        """The description of the source, and the kind of media."""
         return f"{self._source.description}, {self._kind}s exchanged"
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def name(self, index: int) -> str:
-        """Return file and row of a sample."""
         return self._source.name(self._indices[index])
 
     def __getitem__(self, index: int) -> Sample:

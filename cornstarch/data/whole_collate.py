@@ -11,22 +11,15 @@ import torch
 from torch import Tensor
 
 from cornstarch.config import DataConfig
-from cornstarch.data.chat import MARKS, Conversation, RenderedText, WholeChatWriter
-from cornstarch.data.collate import (
-    ChatCollator,
-    PreparedSample,
-    concatenate_inputs,
-    mask_trained_tokens,
-    report_processor_errors,
-)
-from cornstarch.data.sample import MediaKind, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.data.chat import MARKS, Conversation, RenderedText, WholeChatWriter, mask_trained_tokens
+from cornstarch.data.collate import ChatCollator, PreparedSample, concatenate_inputs
+from cornstarch.data.sample import MediaKind, Message, Sample, SampleError, SampleTooLongError, report_processor_errors
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.preprocessing import hf_processor
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import (
     EncodedConversation,
     WholeModelProcessor,
-    build_message,
-    collect_items,
 )
 from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import build_noise_item
 from cornstarch.trees import tensors_in
@@ -46,13 +39,6 @@ class WholeChatCollator(ChatCollator):
         self._joins: dict[frozenset[frozenset[str]], bool] = {}
         self._counts_together: dict[str, bool] = {}
         self._takes_any_sound: bool | None = None
-
-    @property
-    def _reads_offsets(self) -> bool:
-        assert isinstance(self.processor, WholeModelProcessor)
-        return self.processor.style != "tokens"
-
-    # ------------------------------------------------------------------ one sample
 
     def _prepare(self, sample: Sample) -> PreparedSample:
         items = self._load_items(sample)
@@ -121,15 +107,14 @@ class WholeChatCollator(ChatCollator):
             return limit
         if self._takes_any_sound is None:  # a template that returns tokens may count those of longer sounds, too
             sounds = (np.zeros(length, dtype=np.float32) for length in (limit, limit + 1))
-            taken, longer = (len(template.tokens(build_message("audio", [sound]), prompt=True)) for sound in sounds)
+            taken, longer = (
+                len(template.tokens(hf_processor.build_message("audio", [sound]), prompt=True)) for sound in sounds
+            )
             self._takes_any_sound = longer > taken
         return None if self._takes_any_sound else limit
 
     def media_kinds(self) -> dict[str, MediaKind]:
-        """Return the kind of media of each modality."""
         return {name: _KINDS[name] for name in self._own.encoder_processors}
-
-    # ------------------------------------------------------------------ documents
 
     def _render_document(self, sample: Sample) -> RenderedText:
         if self._own.style == "tokens":
@@ -151,10 +136,7 @@ class WholeChatCollator(ChatCollator):
         labels = self._label_text(input_ids, encoded, whole)
         return PreparedSample(sample.id, encoded.text, input_ids, labels, items, encoder_inputs, tokens, None)
 
-    # ------------------------------------------------------------------ sizes, prompts
-
     def tokenize(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Return the ids of a sample's text, with one placeholder per item, and a mask of the trained ones."""
         if sample.document:
             return self._tokenize_text(self._render_document(sample))
         if self._own.token_template is not None:
@@ -176,7 +158,7 @@ class WholeChatCollator(ChatCollator):
             ids = torch.tensor(self._own.token_template.tokens(conversation, prompt=prompt))
         trained = torch.zeros_like(ids, dtype=torch.bool) if prompt else self._mask_answers(conversation, ids)
         kept = ~torch.isin(ids, self._placeholder_ids)
-        counts = {kind: len(values) for kind, values in collect_items(conversation).items()}
+        counts = {kind: len(values) for kind, values in hf_processor.collect_items(conversation).items()}
         for name, token in self._own.modality_token_ids.items():
             places, count = (ids == token).nonzero().flatten(), counts.get(_KINDS[name], 0)
             if count:
@@ -189,10 +171,12 @@ class WholeChatCollator(ChatCollator):
         The special tokens around an item count as its own. The split over several items is unknown: only the sum is
         exact.
         """
-        conversation = build_message(_KINDS[name], items)
+        conversation = hf_processor.build_message(_KINDS[name], items)
         taken = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
         if self._own.token_template is not None:
-            stand_ins = build_message(_KINDS[name], [build_noise_item(self._own.encoder_processors[name])] * len(items))
+            stand_ins = hf_processor.build_message(
+                _KINDS[name], [build_noise_item(self._own.encoder_processors[name])] * len(items)
+            )
             unexpanded, _ = self._apply_token_template(stand_ins, prompt=True)
         else:
             unexpanded, _ = self._tokenize_unexpanded(RenderedText(self._own.write(conversation, prompt=True), ()))
@@ -211,26 +195,21 @@ class WholeChatCollator(ChatCollator):
         return self._counts_together[name]
 
     def build_prompt(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return a batch of one conversation, for the model to continue."""
         sample = Sample("the question", tuple(messages))
         conversation = self._whole_writer.conversation(sample, self._load_items(sample))
         inputs = dict(self._encode(conversation, prompt=True).inputs)
         inputs.pop("labels", None)
         return inputs
 
-    def _truncate(self, sample: PreparedSample) -> PreparedSample:
+    def _truncate(self, sample: PreparedSample, limit: int) -> PreparedSample:
         """Cut off the end of a sample, if it contains no item."""
-        limit, length = self.data.max_length, len(sample.input_ids)
-        if self.data.too_long != "cut":
-            raise SampleTooLongError(f"has {length} tokens, max_length is {limit}")
         if bool(torch.isin(sample.input_ids[limit:], self._placeholder_ids).any()):
             raise SampleTooLongError(
-                f"has {length} tokens, max_length is {limit}, and an item stands beyond it, which cannot be cut off"
+                f"has {len(sample.input_ids)} tokens, max_length is {limit}, and an item stands beyond it, which "
+                "cannot be cut off"
             )
         tokens = {key: value[:limit] for key, value in sample.token_inputs.items()}
         return replace(sample, input_ids=sample.input_ids[:limit], labels=sample.labels[:limit], token_inputs=tokens)
-
-    # ------------------------------------------------------------------ several samples
 
     def _join_encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
         """Return the encoders' inputs of all samples, as the processor returns them for all together."""

@@ -4,7 +4,6 @@ The data are 1,797 handwritten digits and 640 spoken vowels; DATA_LICENSES.md na
 ordinary one: `demo.yaml` is its config, and its sources are the functions below.
 """
 
-from cornstarch.demo.demo_files import CONFIG, TOKENIZER, demo_config, write_demo
-from cornstarch.demo.samples import digits, parity, speakers
+from cornstarch.demo.demo_files import CONFIG, TOKENIZER, demo_config, digits, parity, speakers, write_demo
 
 __all__ = ["CONFIG", "TOKENIZER", "demo_config", "digits", "parity", "speakers", "write_demo"]

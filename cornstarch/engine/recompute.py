@@ -35,7 +35,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.apply import iter_planned_modules
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.plan.layout import Layout
-from cornstarch.tasks.meta_model import build_calls, is_frozen_encoder
+from cornstarch.tasks.build import build_calls, is_frozen_encoder
 
 _INSPECTED = 64  # samples of the training data whose items are counted
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from cornstarch.checkpoint.random_state import seed_all
 from cornstarch.config import RunConfig
 from cornstarch.data.collate import ChatCollator
-from cornstarch.data.run_data import RunData
+from cornstarch.data.loader import RunData
 from cornstarch.engine.acceleration import accelerate_model, find_uncompiled_modules
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.failure import out_of_memory

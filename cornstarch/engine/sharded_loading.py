@@ -29,9 +29,8 @@ from cornstarch.parallel.mesh import DeviceMeshes, StageMeshes
 from cornstarch.pipeline.stages import StageAssignment
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
-from cornstarch.tasks.build import resolve_task_name
+from cornstarch.tasks.build import build_meta_model, resolve_task_name
 from cornstarch.tasks.build_model import GetPartShard, PartShard
-from cornstarch.tasks.meta_model import build_meta_model
 
 _NO_TWIN = "it is run before it is cut, and there is no small model of its kind that could be run in its place"
 

@@ -29,7 +29,7 @@ from cornstarch.metrics.metrics import StepTotals
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import is_sharded
 from cornstarch.parallel import distributed
-from cornstarch.tasks.meta_model import build_meta_model
+from cornstarch.tasks.build import build_meta_model
 from cornstarch.tasks.task import Task
 
 _MOST = 8  # steps in one exchange

@@ -14,7 +14,6 @@ _CANNOT_START = 127  # the shell's exit code for a command that cannot be starte
 
 
 def main() -> None:
-    """Run the command that follows the parent's process id."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -55,18 +55,12 @@ def record_failure(error: BaseException) -> None:
         json.dump(record, file)
 
 
-# ---------------------------------------------------------------------------------------------------- rank 0's stderr
-
-
 class DelayedStderr:
     """Copies a process's stderr to its log at once, and to the terminal a second later.
 
     If another process fails first, rank 0's own error is only a consequence. By the time it would be printed, the first
-    failure is known, and rank 0's is left out.
-
-    Args:
-        log: The log of the process.
-        records: A folder. Once a process has recorded its failure there, nothing more is printed until `flush`.
+    failure is known, and rank 0's is left out. Once a process has recorded its failure in the folder `records`, nothing
+    more is printed until `flush`.
     """
 
     def __init__(self, log: Path, records: Path) -> None:
@@ -102,7 +96,11 @@ class DelayedStderr:
         poll = select.poll()
         poll.register(self._source, select.POLLIN)
         while True:
-            ready = poll.poll(self._next_print_ms())
+            with self._lock:
+                next_ms = None  # until there is something to read
+                if self._pending and not self._is_paused:
+                    next_ms = 1000 * max(0.0, self._pending[0][0] + _DELAY - time.time())
+            ready = poll.poll(next_ms)
             data = os.read(self._source, _CHUNK) if ready else b""
             if ready and not data:
                 break
@@ -110,17 +108,12 @@ class DelayedStderr:
                 if data:
                     self._log.write(data)
                     self._pending.append((time.time(), data))
-                self._is_paused = self._is_paused or _has_files(self._records)
+                with suppress(OSError):  # the folder is removed at the end of the launch
+                    self._is_paused = self._is_paused or any(self._records.iterdir())
                 if not self._is_paused:
                     self._print_until(time.time() - _DELAY)
         self._log.close()
         os.close(self._source)
-
-    def _next_print_ms(self) -> float | None:
-        with self._lock:
-            if not self._pending or self._is_paused:
-                return None
-            return 1000 * max(0.0, self._pending[0][0] + _DELAY - time.time())
 
     def _print_until(self, until: float) -> None:
         while self._pending and self._pending[0][0] <= until:
@@ -130,23 +123,12 @@ class DelayedStderr:
                     data = data[os.write(_STDERR, data) :]
 
 
-def _has_files(folder: Path) -> bool:
-    with suppress(OSError):  # the folder is removed at the end of the launch
-        return any(folder.iterdir())
-    return False
-
-
-# ---------------------------------------------------------------------------------------------------- errors in logs
-
-
 @dataclass(frozen=True)
 class LoggedError:
     """The error at the end of a log."""
 
-    text: str
-    """The error, or the last lines if the log has none."""
-    is_message: bool = False
-    """Whether the error is a message for the user, without a traceback."""
+    text: str  # the error, or the last lines if the log has none
+    is_message: bool = False  # whether the error is a message for the user, without a traceback
 
 
 def read_logged_error(log: Path, start: int = 0) -> LoggedError:
@@ -163,7 +145,9 @@ def read_logged_error(log: Path, start: int = 0) -> LoggedError:
 
 def find_error(text: str) -> LoggedError:
     """Return the error at the end of a process's output."""
-    lines = [_clean_line(line) for line in text.split("\n")]
+    # Lines as a terminal would show them: after the last carriage return, without colors.
+    shown = (_COLOR.sub("", line.rstrip("\r").rsplit("\r", 1)[-1]) for line in text.split("\n"))
+    lines = [_RANK_PREFIX.sub("", line).rstrip() for line in shown]
     lines = [line for line in lines if not _NOISE.match(line)]
     last_traceback = max((i for i, line in enumerate(lines) if line.strip() == _TRACEBACK), default=None)
     message = max((i for i, line in enumerate(lines) if _MESSAGE.match(line)), default=None)
@@ -179,11 +163,6 @@ def find_error(text: str) -> LoggedError:
             shortened = _shorten(lines[message:])
             return LoggedError(shortened[shortened.index(name) :], is_message=True)
     return LoggedError(_shorten(lines[last_traceback:]))
-
-
-def _clean_line(line: str) -> str:
-    """Return a line as a terminal would show it: after the last carriage return, without colors."""
-    return _RANK_PREFIX.sub("", _COLOR.sub("", line.rstrip("\r").rsplit("\r", 1)[-1])).rstrip()
 
 
 def _shorten(lines: list[str]) -> str:

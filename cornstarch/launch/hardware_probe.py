@@ -28,25 +28,19 @@ if TYPE_CHECKING:
     import torch
 
 MIB = 2**20
-BLOCKS = 5
-"""Each time is the best of 5 blocks of repetitions: other programs disturb some of them."""
+BLOCKS = 5  # each time is the best of 5 blocks of repetitions: other programs disturb some of them
 MAX_REPETITIONS = 200
-CPU_PROCESSES = 2
-"""The number of processes on a machine without GPUs."""
+CPU_PROCESSES = 2  # the number of processes on a machine without GPUs
 
 
 @dataclass(frozen=True)
 class ProbeSizes:
     """The sizes of the measurements."""
 
-    matrix: int
-    """Rows and columns of the matrices."""
-    copied: int
-    """Bytes of a copy within memory; more than caches hold."""
-    messages: tuple[int, ...]
-    """Bytes of the tensors in collectives."""
-    seconds: float
-    """About how long each measurement is repeated."""
+    matrix: int  # rows and columns of the matrices
+    copied: int  # bytes of a copy within memory; more than caches hold
+    messages: tuple[int, ...]  # bytes of the tensors in collectives
+    seconds: float  # about how long each measurement is repeated
 
 
 ON_CPU = ProbeSizes(1024, 128 * MIB, (4096, 32768, 256 * 1024, 2 * MIB, 16 * MIB), 0.5)
@@ -59,8 +53,7 @@ class ProbeResult(NamedTuple):
     """The measured cluster of one node."""
 
     cluster: Cluster
-    timings: list[Timing]
-    """The times that the links were fitted to; empty for one process."""
+    timings: list[Timing]  # the times that the links were fitted to; empty for one process
 
 
 def probe_hardware(folder: Path, nproc: int | None = None, quick: bool = False) -> ProbeResult:
@@ -71,7 +64,12 @@ def probe_hardware(folder: Path, nproc: int | None = None, quick: bool = False) 
         nproc: The number of processes. Default: one per GPU; without GPUs 2.
         quick: Use small sizes: seconds instead of minutes, and less exact.
     """
-    processes = _choose_nproc(nproc)
+    if current_world().size > 1:
+        raise ConfigError("Measure a machine with one command, which starts its processes itself: without torchrun.")
+    gpus = gpu_count()
+    if nproc is not None and nproc > gpus > 0:
+        raise ConfigError(f"nproc = {nproc}: {gpus} GPUs cannot be measured by more processes. Use at most {gpus}.")
+    processes = nproc if nproc is not None else gpus or CPU_PROCESSES
     write_rate, read_rate = measure_disk(folder, QUICK_FILE if quick else FILE)
     with tempfile.TemporaryDirectory(prefix="cornstarch-measure-") as place:
         results = Path(place) / "times.json"
@@ -85,15 +83,6 @@ def probe_hardware(folder: Path, nproc: int | None = None, quick: bool = False) 
     timings = [Timing(*one) for one in found["timings"]]
     cluster = build_cluster(found, timings, processes)
     return ProbeResult(replace(cluster, disk=_round(write_rate), disk_read=_round(read_rate)), timings)
-
-
-def _choose_nproc(nproc: int | None) -> int:
-    if current_world().size > 1:
-        raise ConfigError("Measure a machine with one command, which starts its processes itself: without torchrun.")
-    gpus = gpu_count()
-    if nproc is not None and nproc > gpus > 0:
-        raise ConfigError(f"nproc = {nproc}: {gpus} GPUs cannot be measured by more processes. Use at most {gpus}.")
-    return nproc if nproc is not None else gpus or CPU_PROCESSES
 
 
 def build_cluster(found: Mapping[str, Any], timings: list[Timing], processes: int) -> Cluster:
@@ -115,11 +104,7 @@ def _round_link(link: Link) -> Link:
 
 
 def _round(value: float) -> float:
-    """Return a figure with four significant digits."""
     return float(f"{value:.4g}")
-
-
-# ------------------------------------------------------------------------------------------------ the disk
 
 
 def measure_disk(folder: Path, size: int) -> tuple[float, float]:
@@ -143,9 +128,6 @@ def measure_disk(folder: Path, size: int) -> tuple[float, float]:
     except OSError as error:
         needs = f"{size // MIB} MiB must be free for a moment"
         raise ConfigError(f"{folder}: the disk cannot be measured: {error.strerror}. {needs}.") from error
-
-
-# ------------------------------------------------------------------------------------------------ processes
 
 
 class SynchronizedTimer:
@@ -217,28 +199,6 @@ def _use_float32_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def measure_memory_bandwidth(timer: SynchronizedTimer, device: torch.device, size: int) -> float:
-    """Return the bytes per second of a copy within memory, read and written bytes together."""
-    import torch
-
-    source = torch.ones(size // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / timer.time(lambda: target.copy_(source))
-
-
-def measure_collectives(
-    timer: SynchronizedTimer, device: torch.device, world: World, sizes: tuple[int, ...]
-) -> list[Timing]:
-    """Return the time of every collective, for several sizes."""
-    timings = []
-    for size in sizes:
-        count = -(-size // (4 * world.size)) * world.size  # a multiple of the world size: equal shards
-        for kind in COLLECTIVES:
-            seconds = timer.time(_build_collective(kind, count, device, world))
-            timings.append(Timing(kind, 4 * count, world.size, seconds / (2 if kind == "send" else 1)))
-    return timings
-
-
 def _build_collective(kind: Collective, count: int, device: torch.device, world: World) -> Callable[[], object]:
     """Return a function that runs a collective once. "send" is a round trip between ranks 0 and 1; the others idle."""
     import torch
@@ -273,14 +233,23 @@ def _run_worker(results: Path, quick: bool) -> None:
     # Newer versions of torch rename some collectives; older versions do not have the new names.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated")
     world = current_world()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = QUICK if quick else ON_GPU if kind == "cuda" else ON_CPU
-    with start_process_group(world, kind, timeout=300.0) as device:
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = QUICK if quick else ON_GPU if device_type == "cuda" else ON_CPU
+    with start_process_group(world, device_type, timeout=300.0) as device:
         timer = SynchronizedTimer(device, sizes.seconds)
         found: dict[str, Any] = _describe_device(device, world)
         found["rates"] = measure_matmul(timer, device, sizes.matrix)
-        found["bandwidth"] = measure_memory_bandwidth(timer, device, sizes.copied)
-        found["timings"] = measure_collectives(timer, device, world, sizes.messages) if world.size > 1 else []
+        source = torch.ones(sizes.copied // 4, device=device)
+        target = torch.empty_like(source)
+        # Bytes per second of a copy within memory, read and written bytes together.
+        found["bandwidth"] = 2 * sizes.copied / timer.time(lambda: target.copy_(source))
+        found["timings"] = []
+        for size in sizes.messages if world.size > 1 else ():
+            count = -(-size // (4 * world.size)) * world.size  # a multiple of the world size: equal shards
+            for kind in COLLECTIVES:
+                seconds = timer.time(_build_collective(kind, count, device, world))
+                one_way = seconds / (2 if kind == "send" else 1)
+                found["timings"].append(Timing(kind, 4 * count, world.size, one_way))
         if world.rank == 0:
             results.write_text(json.dumps(found), encoding="utf-8")
 

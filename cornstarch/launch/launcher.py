@@ -115,11 +115,9 @@ class TorchrunLauncher:
     """Processes that torchrun, `LocalLauncher` or another launcher with torchrun's variables has started."""
 
     def is_active(self, environment: Mapping[str, str]) -> bool:
-        """Return whether any of torchrun's rank variables is set."""
         return any(name in environment for name in _RANK_VARIABLES)
 
     def read_world(self, environment: Mapping[str, str]) -> World:
-        """Return the rank of this process; raise ConfigError if a variable is missing or wrong."""
         names = (*_RANK_VARIABLES, *_MASTER_VARIABLES)
         missing = [name for name in names if not environment.get(name)]
         if missing:

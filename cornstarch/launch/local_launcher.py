@@ -27,10 +27,8 @@ from cornstarch.launch.launcher import World
 if TYPE_CHECKING:
     from rich.console import Console
 
-STORE_SOCKET = "CORNSTARCH_STORE_SOCKET"
-"""A variable of rank 0: the inherited socket that is bound to MASTER_PORT."""
-GRACE_SECONDS = 5.0
-"""How long the other processes have to end by themselves after one has failed."""
+STORE_SOCKET = "CORNSTARCH_STORE_SOCKET"  # a variable of rank 0: the inherited socket that is bound to MASTER_PORT
+GRACE_SECONDS = 5.0  # how long the other processes have to end by themselves after one has failed
 _KILL_SECONDS = 10.0  # a killed process that takes longer hangs in the kernel, and is given up
 
 _HOST = "127.0.0.1"
@@ -57,7 +55,6 @@ class LocalLauncher:
     """Starts processes on this machine, with torchrun's variables. Active where no other launcher is."""
 
     def is_active(self, environment: Mapping[str, str]) -> bool:
-        """Return True: processes can always be started here."""
         return True
 
     def read_world(self, environment: Mapping[str, str]) -> World:
@@ -83,7 +80,6 @@ class LocalLauncher:
     def launch(
         self, command: Sequence[str], nproc: int | str, logs: Path, environment: Mapping[str, str], console: Console
     ) -> int:
-        """Run `nproc` processes of `command`, report the first failure, and return its exit code."""
         size, cores = process_count(nproc, console), core_count()
         try:
             logs.mkdir(parents=True, exist_ok=True)
@@ -131,7 +127,6 @@ def gpu_count() -> int:
 
 
 def core_count() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -182,7 +177,8 @@ def _forward_signals(workers: WorkerGroup) -> Iterator[None]:
         return
 
     def forward(number: int, frame: FrameType | None) -> None:
-        workers.queue_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        queued = signal.SIGTERM if number == signal.SIGHUP else number
+        os.write(workers.signal_pipe[1], bytes([queued]))  # safe in a handler: `wait` does the work
 
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it is ignored, and stays so
@@ -198,16 +194,14 @@ def _forward_signals(workers: WorkerGroup) -> Iterator[None]:
 
 
 def _report_end(workers: WorkerGroup, size: int, console: Console) -> int:
-    """Print the first failure, if there is one, and return the exit code."""
-    if workers.was_killed(0):
+    if 0 not in workers.exits or workers.exits[0].code < 0:
         with suppress(OSError, ValueError):  # a progress bar hides the cursor; a killed process does not restore it
             if sys.stdout.isatty():
                 print(_SHOW_CURSOR, flush=True)
     failures = workers.find_failures()
     if not failures:
         workers.flush_rank_0()
-        number = workers.find_stop_signal()
-        return 0 if number is None else 128 + number
+        return workers.find_stop_code()
     first = failures[0]
     error = workers.read_error(first.rank)
     for one in failures:  # an error that every process finds is shown as rank 0 prints it
@@ -237,22 +231,15 @@ def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-# ---------------------------------------------------------------------------------------------------- workers
-
-
 @dataclass(frozen=True)
 class WorkerExit:
     """How a worker ended."""
 
     rank: int
-    code: int
-    """As in `subprocess`: the negative number of the signal that killed it."""
-    time: float
-    """When its error was raised, if it recorded that; else when it ended."""
-    is_recorded: bool = False
-    """Whether the worker recorded its error."""
-    by_us: bool = False
-    """Whether the launcher killed it."""
+    code: int  # as in `subprocess`: the negative number of the signal that killed it
+    time: float  # when its error was raised, if it recorded that; else when it ended
+    is_recorded: bool = False  # whether the worker recorded its error
+    by_us: bool = False  # whether the launcher killed it
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -267,7 +254,6 @@ class WorkerExit:
 
     @property
     def exit_code(self) -> int:
-        """The exit code as a shell reports it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     def is_from(self, signals: Sequence[int]) -> bool:
@@ -282,8 +268,7 @@ class _Worker:
     log: Path
     log_start: int
     error_file: Path
-    exit_fd: int
-    """A file descriptor that becomes readable when the worker ends."""
+    exit_fd: int  # a file descriptor that becomes readable when the worker ends
     is_killed: bool = False
 
 
@@ -292,18 +277,17 @@ class WorkerGroup:
     """The workers of one launch, by rank: started, watched and ended together."""
 
     logs: Path
-    records: Path
-    """A folder where workers record their failures."""
+    records: Path  # a folder where workers record their failures
     _workers: list[_Worker] = field(default_factory=list)
-    _exits: dict[int, WorkerExit] = field(default_factory=dict)
+    exits: dict[int, WorkerExit] = field(default_factory=dict)
     _epoll: select.epoll = field(default_factory=select.epoll)
-    _signal_pipe: tuple[int, int] = field(default_factory=os.pipe)
+    signal_pipe: tuple[int, int] = field(default_factory=os.pipe)
     _signals: list[int] = field(default_factory=list)
     _stderr: DelayedStderr | None = None
     _deadline: float | None = None
 
     def __post_init__(self) -> None:
-        self._epoll.register(self._signal_pipe[0], select.EPOLLIN)
+        self._epoll.register(self.signal_pipe[0], select.EPOLLIN)
 
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], store_socket: int) -> None:
         """Start one worker per environment; rank 0 inherits `store_socket`."""
@@ -341,18 +325,23 @@ class WorkerGroup:
             stderr.start()
         return _Worker(rank, process, log, start, error_file, _open_exit_fd(process.pid))
 
-    def queue_signal(self, number: int) -> None:
-        """Queue a signal to forward. Safe in a signal handler: `wait` does the work."""
-        os.write(self._signal_pipe[1], bytes([number]))
-
     def wait(self) -> None:
-        """Wait until all workers have ended. When one fails, the others get `GRACE_SECONDS` and are then killed."""
-        while len(self._exits) < len(self._workers):
+        """Wait until all workers have ended. When one fails, the others get `GRACE_SECONDS` and are then killed.
+
+        Signals to us are forwarded; the third one kills all workers.
+        """
+        while len(self.exits) < len(self._workers):
             remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             events = self._epoll.poll(remaining)  # in the order in which they happened
             for fd, _ in events:
-                if fd == self._signal_pipe[0]:
-                    self._forward_signal(os.read(fd, 1)[0])
+                if fd == self.signal_pipe[0]:
+                    self._signals.append(os.read(fd, 1)[0])
+                    if len(self._signals) >= 3:
+                        self.kill()
+                        continue
+                    for worker in self._list_running():  # not its children, which it stops itself
+                        with suppress(ProcessLookupError):
+                            os.kill(worker.process.pid, self._signals[-1])
                 else:
                     self._reap(next(worker for worker in self._workers if worker.exit_fd == fd))
             if not events:
@@ -372,7 +361,7 @@ class WorkerGroup:
             with suppress(OSError):  # no record: the process was killed, or failed outside of a process group
                 recorded = worker.error_file.stat().st_mtime
         by_us = worker.is_killed and code == -signal.SIGKILL
-        self._exits[worker.rank] = WorkerExit(worker.rank, code, recorded or now, recorded is not None, by_us)
+        self.exits[worker.rank] = WorkerExit(worker.rank, code, recorded or now, recorded is not None, by_us)
         self._epoll.unregister(worker.exit_fd)
         os.close(worker.exit_fd)
         if self._deadline is None and self.find_failures():
@@ -382,38 +371,31 @@ class WorkerGroup:
 
     def find_failures(self) -> list[WorkerExit]:
         """Return failed workers, the cause first, without those that we, or a signal to us, have ended."""
-        failed = [one for one in self._exits.values() if one.code and not one.by_us and not one.is_from(self._signals)]
+        failed = [one for one in self.exits.values() if one.code and not one.by_us and not one.is_from(self._signals)]
         return sorted(failed, key=lambda one: one.order)
 
-    def find_stop_signal(self) -> int | None:
-        """Return the signal to us that ended a worker, or after which we killed the workers."""
-        for one in sorted(self._exits.values(), key=lambda one: one.time):
+    def find_stop_code(self) -> int:
+        """Return 128 + the signal to us that ended a worker, or after which we killed the workers; 0 without one."""
+        for one in sorted(self.exits.values(), key=lambda one: one.time):
             if one.is_from(self._signals):
-                return one.exit_code - 128
+                return one.exit_code
         killed = any(worker.is_killed for worker in self._workers)
-        return self._signals[-1] if self._signals and killed else None
-
-    def was_killed(self, rank: int) -> bool:
-        """Return whether a signal ended a worker before it could clean up."""
-        return rank not in self._exits or self._exits[rank].code < 0
+        return 128 + self._signals[-1] if self._signals and killed else 0
 
     def read_error(self, rank: int) -> LoggedError:
-        """Return the error in the log of a worker that has ended."""
         if rank == 0 and self._stderr:
             self._stderr.drain()
         return read_logged_error(self._workers[rank].log, self._workers[rank].log_start)
 
     def flush_rank_0(self) -> None:
-        """Print the delayed part of rank 0's stderr."""
         if self._stderr:
             self._stderr.flush()
 
     def close(self) -> None:
-        """Kill the workers that still run, and close all files."""
         self.kill()
         self.wait()
         self._epoll.close()
-        for fd in self._signal_pipe:
+        for fd in self.signal_pipe:
             os.close(fd)
 
     def kill(self) -> None:
@@ -423,22 +405,11 @@ class WorkerGroup:
             _kill_group(worker.process.pid)
         self._deadline = time.monotonic() + _KILL_SECONDS
 
-    def _forward_signal(self, number: int) -> None:
-        """Send a signal to each worker but not to its children, which it stops itself; the third signal kills all."""
-        self._signals.append(number)
-        if len(self._signals) >= 3:
-            self.kill()
-            return
-        for worker in self._list_running():
-            with suppress(ProcessLookupError):
-                os.kill(worker.process.pid, number)
-
     def _list_running(self) -> list[_Worker]:
-        return [worker for worker in self._workers if worker.rank not in self._exits]
+        return [worker for worker in self._workers if worker.rank not in self.exits]
 
 
 def _open_exit_fd(pid: int) -> int:
-    """Return a file descriptor that becomes readable when a process ends."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # Linux before 5.3: a thread waits

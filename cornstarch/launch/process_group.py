@@ -126,9 +126,6 @@ def _choose_gpu(world: World, backend: str) -> tuple[torch.device, bool]:
     return torch.device("cuda", world.local_rank % count), backend == "gloo" or world.local_size > count
 
 
-# ---------------------------------------------------------------------------------------------------- rendezvous
-
-
 class _Rendezvous:
     """Where the processes of a run find one another: a TCP store at MASTER_ADDR and MASTER_PORT.
 
@@ -291,16 +288,10 @@ def format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-# ---------------------------------------------------------------------------------------------------- same everywhere
-
-
 def agree(value: Any) -> None:
     """Raise the same ConfigError on every rank if ranks differ in `value` or in the versions they run.
 
-    All processes of the group must call it.
-
-    Args:
-        value: Anything that JSON can express and that must be the same everywhere, such as a config.
+    All processes of the group must call it. `value` is anything that JSON can express, such as a config.
     """
     from torch import distributed
 
@@ -315,7 +306,6 @@ def agree(value: Any) -> None:
 
 
 def get_versions() -> dict[str, str]:
-    """Return the versions that must be the same on every machine."""
     import torch
 
     return {
@@ -367,15 +357,10 @@ def _compare(flat: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> Iterato
                 if len(value) > _MAX_VALUE:
                     end = start + _MAX_VALUE
                     value = f"{'…' if start else ''}{value[start:end]}{'…' if end < len(value) else ''}"
-                texts.append(f"{value} on {format_ranks(group)}{_format_hosts(group, hosts)}")
+                names = sorted({hosts[rank] for rank in group})
+                where = f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})" if len(set(hosts)) > 1 else ""
+                texts.append(f"{value} on {format_ranks(group)}{where}")
             yield f"  {key}: {'; '.join(texts)}"
-
-
-def _format_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    if len(set(hosts)) == 1:
-        return ""
-    names = sorted({hosts[rank] for rank in ranks})
-    return f" ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
 
 
 def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from cornstarch.parallel.tensor.plan import plan_regions
 from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
-from cornstarch.tasks.meta_model import build_calls, build_meta_model
+from cornstarch.tasks.build import build_calls, build_meta_model
 
 if TYPE_CHECKING:
     from cornstarch.plan.data_statistics import DataStatistics

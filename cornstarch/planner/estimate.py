@@ -39,7 +39,7 @@ from cornstarch.planner.build_cost import build_run_model, run_cost
 from cornstarch.planner.search_run import cost_of, own_plan
 from cornstarch.report.number_format import format_bytes as show_size
 from cornstarch.report.plan_text import describe_prediction
-from cornstarch.tasks.meta_model import build_calls, is_frozen_encoder, takes_tokens
+from cornstarch.tasks.build import build_calls, is_frozen_encoder, takes_tokens
 
 # In the order of communication, least first. zero3 and fsdp2 are one kind; fsdp1 is shown only if the config has it.
 _KINDS: tuple[DataKind, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp1", "hsdp")

@@ -20,7 +20,7 @@ from cornstarch.parallel.device import DevicePlacement, choose_placement
 from cornstarch.plan.cluster import Device, device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.planner.build_cost import MicrobatchShape, build_cost, build_microbatch_shape
-from cornstarch.tasks.meta_model import build_meta_model
+from cornstarch.tasks.build import build_meta_model
 
 if TYPE_CHECKING:
     from cornstarch.plan.data_statistics import DataStatistics

@@ -14,47 +14,20 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from cornstarch.config import (
-    EncoderConfig,
-    LanguageModelConfig,
-    ModelConfig,
-    PartConfig,
-    RunConfig,
-    WholeModelConfig,
-)
+from cornstarch.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, RunConfig, WholeModelConfig
 from cornstarch.errors import ConfigError
 from cornstarch.files import find_damaged_weights
-from cornstarch.models.multimodal_language_model import (
-    ModalEncoderModule,
-    MultimodalModel,
-    MultimodalProjector,
-)
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
-    MultimodalProjectorConfig,
-    get_encoder_width,
-)
+from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProjector
+from cornstarch.models.multimodal_language_model import configuration_multimodal_language_model as configs
 from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
+from cornstarch.parallel import loading
 from cornstarch.parallel.apply import TensorSharder
 from cornstarch.parallel.device import DTYPES
-from cornstarch.parallel.loading import (
-    drop_parameters,
-    full_read_reason,
-    is_partial,
-    isolate_random_state,
-    load_partial,
-    mark_partial,
-    record_full_read,
-)
 from cornstarch.parallel.partial_init import build_partial_model
 from cornstarch.parallel.tensor import is_sharded, use_full_shapes
 
@@ -69,15 +42,9 @@ _ENCODER_CONFIGS = ("vision_config", "audio_config")
 class PartShard:
     """The shard of a part that this rank reads."""
 
-    tensors: TensorSharder | None = None
-    """How matrices are sharded over ranks."""
+    tensors: TensorSharder | None = None  # how matrices are sharded over ranks
     parameters: frozenset[str] | None = None
     """The names of the parameters of this rank's stages, without adapters. None: all."""
-
-    @property
-    def sequence(self) -> bool:
-        """Whether activations are sharded along tokens."""
-        return self.tensors is not None and self.tensors.sequence
 
     def apply(self, part: PartConfig, model: Any) -> None:
         """Shard the matrices of a part's model; the decoder of an encoder-decoder is dropped from an encoder part."""
@@ -86,7 +53,7 @@ class PartShard:
             within = set(encoder.modules())
             for module in model.modules():
                 if not within.intersection(module.modules()):
-                    drop_parameters(module)
+                    loading.drop_parameters(module)
             model = encoder
         if self.tensors is not None:
             self.tensors(model)
@@ -124,7 +91,9 @@ def build_model(config: ModelConfig, *, weights: bool = True, get_shard: GetPart
     traits = _check_twin(where, text) if shard is not None and config.encoders else LanguageModelTraits()
     if traits is None:
         language_model = load_part(where, text, weights=weights)
-        record_full_read(language_model, "there is no small model of its kind that could be checked in its place")
+        loading.record_full_read(
+            language_model, "there is no small model of its kind that could be checked in its place"
+        )
     else:
         language_model = load_part(where, text, weights=weights, shard=shard)
     language_model = add_adapters(where, text, language_model)
@@ -143,7 +112,7 @@ def build_model(config: ModelConfig, *, weights: bool = True, get_shard: GetPart
             model.add_encoder(name, encoder, *kind)
     if model is None:
         model = MultimodalModel({}, language_model)
-    if traits is not None and (is_sharded(language_model) or is_partial(language_model)):
+    if traits is not None and (is_sharded(language_model) or loading.is_partial(language_model)):
         model.traits = traits
     trained = {name: (e.train in ("full", "lora"), e.train != "frozen") for name, e in config.encoders.items()}
     return model.train(encoders_mode=trained, llm_mode=text.train != "frozen")
@@ -153,14 +122,14 @@ def _build_projector(
     module: nn.Module, language_model: nn.Module, kind: str, activation: str
 ) -> MultimodalProjector | None:
     """Return a new projector with real memory, also between parts without it; None if its width is unknown."""
-    configs = [getattr(unwrap(part), "config", None) for part in (module, language_model)]
-    width = get_encoder_width(configs[0])
+    parts = [getattr(unwrap(part), "config", None) for part in (module, language_model)]
+    width = configs.get_encoder_width(parts[0])
     table = language_model.get_input_embeddings().weight  # type: ignore[operator]
     if width is None:
         return None
-    config = MultimodalProjectorConfig(
-        encoder_config=configs[0],
-        text_config=configs[1],
+    config = configs.MultimodalProjectorConfig(
+        encoder_config=parts[0],
+        text_config=parts[1],
         projection_type=kind,
         activation=activation,
         in_features=width,
@@ -190,9 +159,6 @@ def get_language_model(config: ModelConfig) -> LanguageModelConfig:
     return config.language_model
 
 
-# ---------------------------------------------------------------------------------------------------- parts
-
-
 def load_part(
     where: str,
     part: PartConfig,
@@ -206,7 +172,7 @@ def load_part(
     """Return a part's model: loaded, or built from its config with random weights.
 
     Args:
-        where: The part's place in the config, for messages.
+        where: The part's place in the run's config, for messages.
         part: The part.
         config: The model's config, if it differs from the stored one.
         auto_class: The Auto class of transformers. Default: that of the language model or encoder.
@@ -229,21 +195,18 @@ def load_part(
     except ConfigError as error:
         raise type(error)(f"{where}: {error}") from error
     except SafetensorError as error:
-        raise ConfigError(
-            f"{where}.path = {part.path}\n  {find_damaged_weights(Path(str(part.path))) or error}"
-        ) from error
+        reason = find_damaged_weights(Path(str(part.path))) or error
+        raise ConfigError(f"{where}.path = {part.path}\n  {reason}") from error
     except (OSError, ValueError, RuntimeError) as error:
         if "Unrecognized configuration class" in str(error):  # the message goes on with the names of all models
-            name = getattr(model_class, "__name__", model_class)
-            raise ConfigError(
-                f"{where}: {name} of transformers knows no {stored_config.model_type!r} model."
-            ) from error
+            name, kind = getattr(model_class, "__name__", model_class), stored_config.model_type
+            raise ConfigError(f"{where}: {name} of transformers knows no {kind!r} model.") from error
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     if isinstance(part, EncoderConfig) and stored_config.is_encoder_decoder:
         whole, model = model, model.get_encoder()
-        record_full_read(model, full_read_reason(whole))
-        if is_partial(whole):
-            mark_partial(model)
+        loading.record_full_read(model, loading.full_read_reason(whole))
+        if loading.is_partial(whole):
+            loading.mark_partial(model)
     return model if part.dtype is None else model.to(DTYPES[part.dtype])
 
 
@@ -262,11 +225,13 @@ def _load_stored(
     missing = info["missing_keys"]
     if missing and all(name in missing for name, _ in model.named_parameters()):
         # The vision tower of a whole model is stored under the name that it has there.
-        prefix = _find_prefix(model, info["unexpected_keys"])
+        names, stored = [name for name, _ in model.named_parameters()], info["unexpected_keys"]
+        prefixes = sorted(key.removesuffix(names[0]) for key in stored if key.endswith(f".{names[0]}"))
+        prefix = next((one for one in prefixes if all(f"{one}{name}" in stored for name in names)), None)
         if prefix is None:
             raise ConfigError(
                 f"{part.path} has none of the weights of {type(model).__name__}; among others it has "
-                f"{', '.join(sorted(info['unexpected_keys'])[:3])}. Give the folder of the part itself."
+                f"{', '.join(sorted(stored)[:3])}. Give the folder of the part itself."
             )
         model, info = _read(model_class, part, shard, {**options, "key_mapping": {f"^{re.escape(prefix)}": ""}})
     mismatched = [entry if isinstance(entry, str) else entry[0] for entry in info["mismatched_keys"]]
@@ -276,22 +241,16 @@ def _load_stored(
 
 def _read(model_class: Any, part: PartConfig, shard: PartShard | None, options: Mapping[str, Any]) -> Any:
     """Return the model, and the loading info of transformers."""
-    is_checked_later = part.train == "lora" and shard is not None and shard.sequence
+    is_cut = shard is not None and shard.tensors is not None and shard.tensors.sequence  # along tokens
+    is_checked_later = part.train == "lora" and is_cut
     if shard is None or is_checked_later:
-        with isolate_random_state():  # the same random numbers as when the part is read in shards
+        with loading.isolate_random_state():  # the same random numbers as when the part is read in shards
             model, info = model_class.from_pretrained(part.path, **options)
         if is_checked_later:
-            record_full_read(model, "whether its tokens can be cut depends on its adapters")
+            loading.record_full_read(model, "whether its tokens can be cut depends on its adapters")
         return model, info
     held = None if shard.parameters is None else partial(shard.get_names, part)
-    return load_partial(model_class, str(part.path), partial(shard.apply, part), held=held, **options)
-
-
-def _find_prefix(model: nn.Module, stored: Collection[str]) -> str | None:
-    """Return the prefix that all parameters of a model have where they are stored; None if there is none."""
-    names = [name for name, _ in model.named_parameters()]
-    prefixes = sorted(key.removesuffix(names[0]) for key in stored if key.endswith(f".{names[0]}"))
-    return next((prefix for prefix in prefixes if all(f"{prefix}{name}" in stored for name in names)), None)
+    return loading.load_partial(model_class, str(part.path), partial(shard.apply, part), held=held, **options)
 
 
 def build_part(where: str, part: PartConfig, config: PreTrainedConfig) -> Any:
@@ -411,9 +370,6 @@ def add_adapters(where: str, part: PartConfig, model: nn.Module, trained_whole: 
     return wrapped
 
 
-# ---------------------------------------------------------------------------------------------------- whole models
-
-
 def get_whole_model(config: RunConfig) -> WholeModelConfig:
     """Return the config section of a whole model."""
     if config.model.whole is None:
@@ -427,22 +383,14 @@ def load_whole_config(config: RunConfig) -> PreTrainedConfig:
 
 
 def load_whole_model(
-    config: RunConfig,
-    model_config: PreTrainedConfig,
-    auto_class: Any,
-    new_head: bool = False,
-    trains_head: bool = False,
+    run: RunConfig, model_config: PreTrainedConfig, auto_class: Any, new_head: bool = False, trains_head: bool = False
 ) -> nn.Module:
     """Return the whole model of a run, with adapters or frozen.
 
-    Args:
-        config: The run.
-        model_config: The model's config, which the task may have changed.
-        auto_class: The Auto class of transformers for the task.
-        new_head: Whether the head has another size than the stored one.
-        trains_head: Whether adapters leave the head to be trained in full, because it is new.
+    The task may have changed `model_config`. With `new_head`, the head has another size than the stored one; with
+    `trains_head`, adapters leave it to be trained in full.
     """
-    part = get_whole_model(config)
+    part = get_whole_model(run)
     model = load_part(WHERE, part, config=model_config, auto_class=auto_class, new_head=new_head)
     if part.train == "frozen":
         return model.requires_grad_(False)

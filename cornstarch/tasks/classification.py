@@ -7,27 +7,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForImageClassification,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, PreTrainedConfig
 
 from cornstarch.config import DataConfig, RunConfig
 from cornstarch.data.collate import CollatedBatch
-from cornstarch.data.data_report import SampleStats
+from cornstarch.data.data_report import SampleInspector, SampleStats
 from cornstarch.data.formats import DataSource, open_sources
 from cornstarch.data.media import load_image
-from cornstarch.data.sample import Media, Sample, SampleError
+from cornstarch.data.sample import Media, Sample, SampleError, report_processor_errors
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument
 from cornstarch.tasks.build_model import WHERE, get_whole_model, load_whole_config, load_whole_model
 from cornstarch.tasks.processors import load_item_processor, load_tokenizer
-from cornstarch.tasks.task import Measures, SamplePreview, TaskInputs, WholeModelTask, is_stored_as, refuse_unused
+from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, is_stored_as, refuse_unused
 from cornstarch.tasks.text import TextReader, get_text
 
 SEQUENCE, IMAGE = "sequence-classification", "image-classification"
@@ -35,8 +32,6 @@ MOST_LABELS = 10_000
 _UNUSED = ("packing", "chat_template", "train_on", "system")
 _UNNAMED = re.compile(r"LABEL_\d+")
 _SHOWN = 5
-
-RowsToRead = Callable[[], DataSource]
 
 
 def build_sequence_classification_task(config: RunConfig, inputs: TaskInputs | None = None) -> ClassificationTask:
@@ -81,30 +76,10 @@ def _load_classifier(
     return load_whole_model(config, model_config, auto_class, new_head=new_head, trains_head=True), labels
 
 
-class ClassifiedItems(Protocol):
-    """Turns samples into the inputs of a classifier."""
-
-    data: DataConfig
-    kind: str
-    """The modality that items are counted as; empty for texts."""
-
-    def read(self, sample: Sample) -> Mapping[str, Tensor]:
-        """Return the inputs of one sample, without a batch dimension."""
-
-    def join(self, rows: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> dict[str, Tensor]:
-        """Return the inputs of a batch."""
-
-    def tokens(self, row: Mapping[str, Tensor]) -> int:
-        """Return the length of a sample."""
-
-    def show(self, row: Mapping[str, Tensor]) -> str:
-        """Return a sample as text."""
-
-
 class TextItems:
-    """Texts."""
+    """Turns texts into the inputs of a classifier; `ImageItems` does so with images."""
 
-    kind = ""
+    kind = ""  # the modality that items are counted as
 
     def __init__(self, reader: TextReader) -> None:
         self.reader, self.data = reader, reader.data
@@ -145,10 +120,8 @@ class ImageItems:
             raise SampleError(f"has {len(images)} images, expected one")
         media = images[0] if isinstance(images[0], Media) else Media("image", images[0])
         image = load_image(media, self.data.max_pixels)
-        try:
+        with report_processor_errors():
             processed = self.processor(images=image, return_tensors="pt")
-        except Exception as error:  # any error of a processor
-            raise SampleError(f"cannot be processed: {type(error).__name__}: {error}") from error
         return {name: value[0] for name, value in processed.items() if name in self._wanted}
 
     def join(self, rows: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> dict[str, Tensor]:
@@ -169,8 +142,7 @@ class ImageItems:
         return f"<{self.kind}>"
 
 
-@dataclass(frozen=True)
-class PreparedItem:
+class PreparedItem(NamedTuple):
     """One sample, ready for a batch."""
 
     id: str
@@ -181,12 +153,11 @@ class PreparedItem:
 class ClassificationCollator:
     """Makes batches of items with their labels."""
 
-    def __init__(self, items: ClassifiedItems, labels: Labels) -> None:
+    def __init__(self, items: TextItems | ImageItems, labels: Labels) -> None:
         self.items, self.labels, self.data = items, labels, items.data
 
     def prepare(self, sample: Sample) -> PreparedItem:
-        """Read one sample."""
-        label = self.labels.number(get_label(sample))
+        label = self.labels.number(get_label(sample))  # first: it is cheaper than an image
         return PreparedItem(sample.id, self.items.read(sample), label)
 
     def join(self, samples: Sequence[PreparedItem]) -> CollatedBatch:
@@ -208,7 +179,6 @@ class ClassificationTask(WholeModelTask):
 
     @property
     def labels(self) -> Labels:
-        """The labels of the model."""
         return self.collator.labels
 
     def measure(self, batch: CollatedBatch) -> Measures:
@@ -240,7 +210,7 @@ class ClassificationTask(WholeModelTask):
         except SampleError:  # a row of another run
             return format_label(label)
 
-    def preview(self) -> SamplePreview:
+    def preview(self) -> SampleInspector:
         """Return a function that shows items with their labels, each batched with the first as in a run."""
         collator, items, first = self.collator, self.collator.items, list[PreparedItem]()
 
@@ -253,10 +223,7 @@ class ClassificationTask(WholeModelTask):
             pieces = ((items.show(prepared.inputs), False), (" → ", False), (self.labels.word(prepared.label), True))
             return SampleStats(items.tokens(prepared.inputs), None, counted, pieces)
 
-        return SamplePreview("images" if items.kind else "tokens", show)
-
-
-# ------------------------------------------------------------------------------------------------ labels
+        return SampleInspector("images" if items.kind else "tokens", show)
 
 
 @dataclass(frozen=True)
@@ -285,9 +252,8 @@ class Labels:
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        return {
-            name: number for number, name in reversed(list(enumerate(self.names)))
-        }  # of equal names the first counts
+        # Of equal names the first counts.
+        return {name: number for number, name in reversed(list(enumerate(self.names)))}
 
     def word(self, number: float) -> str:
         """Return the name of a class, or a regression value in a few digits."""
@@ -316,16 +282,16 @@ def format_label(label: Any) -> str:
 
 
 def find_labels(
-    given: Sequence[str] | None, config: PreTrainedConfig, has_head: bool, train: RowsToRead, evaluation: RowsToRead
+    given: Sequence[str] | None,
+    config: PreTrainedConfig,
+    has_head: bool,
+    train: Callable[[], DataSource],
+    evaluation: Callable[[], DataSource],
 ) -> Labels:
-    """Return the labels: those given, or the model's, or those in the data.
+    """Return the labels: those given by the run's config, or the model's, or those in the data.
 
-    Args:
-        given: The labels that the config lists.
-        config: The model's config.
-        has_head: Whether the model is a trained classifier, whose numbers must keep their meaning.
-        train: Opens the training rows, which are all read where nothing else determines the labels.
-        evaluation: Opens the evaluation rows, whose labels must be among those.
+    `has_head` is whether the model is a trained classifier, whose numbers must keep their meaning. `train` opens the
+    training rows, which are all read where nothing else determines the labels; those of `evaluation` must fit.
     """
     names: dict[Any, str] = dict(config.id2label or {})
     own = tuple(names[number] for number in sorted(names))
@@ -336,28 +302,29 @@ def find_labels(
     if config.problem_type == "regression" or (has_head and len(own) == 1):
         return Labels()
     if is_named:
-        _check_first(Labels(own), train())
+        # Refuse data with other labels than the model's at the start, rather than row by row.
+        for name, label in islice(_read_labels(train()), 1):
+            try:
+                Labels(own).number(label)
+            except SampleError as error:
+                raise ConfigError(
+                    f"{name} {error}, which are the model's. Name the column of the labels, or list your own `labels`: "
+                    "the model gets a new head for them."
+                ) from error
         return Labels(own)
     found = _read_all(train())
     if has_head:  # a head without names: its numbers still have a meaning
         numbered = tuple(map(str, range(len(own))))
         fitting = [names for names in (numbered, own) if found.names and set(found.names) <= set(names)]
         found = Labels(fitting[0]) if fitting else found
-    _check_evaluation(found, evaluation())
-    return found
-
-
-def _check_first(labels: Labels, source: DataSource) -> None:
-    """Refuse data with other labels than the model's at the start, rather than row by row."""
-    for name, label in _read_labels(source):
-        try:
-            labels.number(label)
-        except SampleError as error:
+    known = set(found.names)
+    for name, label in _read_labels(evaluation()) if known else ():
+        if format_label(label) not in known:
             raise ConfigError(
-                f"{name} {error}, which are the model's. Name the column of the labels, or list your own `labels`: the "
-                "model gets a new head for them."
-            ) from error
-        return
+                f"{name} of the evaluation data has the label {label!r}, which no row of the training data has "
+                f"({_list_names(found.names)}). Correct it, or list all `labels`."
+            )
+    return found
 
 
 def _read_all(source: DataSource) -> Labels:
@@ -389,19 +356,6 @@ def _read_all(source: DataSource) -> Labels:
     numbers = sorted(label for label in found if isinstance(label, int))
     words = sorted(label for label in found if isinstance(label, str))
     return Labels(tuple(dict.fromkeys([*map(str, numbers), *words])))
-
-
-def _check_evaluation(labels: Labels, source: DataSource) -> None:
-    """Refuse evaluation data with a label that no training row has."""
-    if labels.is_regression:
-        return
-    known = set(labels.names)
-    for name, label in _read_labels(source):
-        if format_label(label) not in known:
-            raise ConfigError(
-                f"{name} of the evaluation data has the label {label!r}, which no row of the training data has "
-                f"({_list_names(labels.names)}). Correct it, or list all `labels`."
-            )
 
 
 def _read_labels(source: DataSource) -> Iterator[tuple[str, Any]]:

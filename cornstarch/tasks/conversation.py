@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from cornstarch.config import RunConfig, WholeModelConfig
-from cornstarch.data.collate import ChatCollator, CollatedBatch, PreparedSample
-from cornstarch.data.data_report import SampleStats
+from cornstarch.data.collate import ChatCollator, CollatedBatch
+from cornstarch.data.data_report import SampleInspector, SampleStats
 from cornstarch.data.sample import MediaKind, Message, Sample, SampleError
 from cornstarch.data.whole_collate import WholeChatCollator
 from cornstarch.errors import ConfigError, UnsupportedModelError
@@ -25,23 +25,13 @@ from cornstarch.models.multimodal_language_model import MultimodalModel, Multimo
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
 from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
-from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import (
-    PROCESSOR_CONFIG as COMPOSED_PROCESSOR,
-)
+from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import PROCESSOR_CONFIG
 from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap
-from cornstarch.tasks.build_model import (
-    WHERE,
-    add_adapters,
-    build_model,
-    get_whole_model,
-    load_part,
-    load_part_config,
-)
+from cornstarch.tasks.build_model import WHERE, add_adapters, build_model, get_whole_model, load_part, load_part_config
 from cornstarch.tasks.processors import build_processor, load_tokenizer
 from cornstarch.tasks.task import Measures, Task, TaskInputs, create_folder
 
-PROCESSOR_FOLDER = "processor"
-"""The folder with tokenizer and processors in that of an exported model."""
+PROCESSOR_FOLDER = "processor"  # the folder with tokenizer and processors in that of an exported model
 _EXPORTED = "cornstarch_model.json"
 
 
@@ -67,7 +57,12 @@ class ConversationTask(Task):
         output = (self.wrapped or self.model)(**batch.inputs)
         labels = batch.inputs["labels"][:, 1:]
         wrong = (labels != IGNORE_INDEX) & (output.logits[:, :-1].argmax(-1) != labels)
-        samples, missed = len(batch.sample_ids), _count_samples(wrong, batch.inputs.get("documents"))
+        rows, columns = wrong.nonzero(as_tuple=True)
+        documents, samples = batch.inputs.get("documents"), len(batch.sample_ids)
+        if documents is None:  # a sample is a row; or a document of a packed row
+            missed = int(rows.unique().numel())
+        else:
+            missed = int(torch.stack([rows, documents[:, 1:][rows, columns]]).unique(dim=1).shape[1])
         return Measures(
             {
                 "loss": (output.loss.item() * batch.trained_tokens, batch.trained_tokens),
@@ -90,7 +85,6 @@ class ConversationTask(Task):
         return answers
 
     def truth(self, sample: Sample) -> str:
-        """Return the last answer of a conversation."""
         if not sample.messages or sample.messages[-1].role != "assistant":
             return ""
         return "".join(part for part in sample.messages[-1].content if isinstance(part, str)).strip()
@@ -111,9 +105,8 @@ class ConversationTask(Task):
         written = self.model.generate(**moved, **settings)[0, inputs["input_ids"].shape[1] :]
         return str(tokenizer.decode(written, skip_special_tokens=True)).strip()
 
-    def preview(self) -> ChatPreview:
-        """Return a function that shows conversations as tokens."""
-        return ChatPreview(self.collator)
+    def preview(self) -> SampleInspector:
+        return preview_chat(self.collator)
 
     def save(self, folder: Path) -> None:
         """Write the model, adapters merged, with its processor; an undivided model as transformers does."""
@@ -154,40 +147,24 @@ def _merge_adapters(model: MultimodalModel) -> MultimodalModel:
     return plain
 
 
-def _count_samples(marked: Tensor, documents: Tensor | None) -> int:
-    """Return the number of samples with a marked token: rows, or the documents of packed rows."""
-    rows, columns = marked.nonzero(as_tuple=True)
-    if documents is None:
-        return int(rows.unique().numel())
-    numbers = documents[:, 1:][rows, columns]
-    return int(torch.stack([rows, numbers]).unique(dim=1).shape[1])
+def preview_chat(collator: ChatCollator) -> SampleInspector:
+    """Return a function that shows conversations as tokens, and which of them are trained on."""
+    processor = collator.processor
+    placeholders = {token: processor.modality_tokens[name] for name, token in processor.modality_token_ids.items()}
 
-
-@dataclass
-class ChatPreview:
-    """Shows conversations as tokens, and which of them are trained on."""
-
-    collator: ChatCollator
-    unit: str = "tokens"
-
-    def __call__(self, sample: Sample) -> SampleStats:
-        """Prepare a sample as for training."""
-        prepared = self.collator.prepare(sample)
+    def show(sample: Sample) -> SampleStats:
+        prepared = collator.prepare(sample)
         items = {name: len(values) for name, values in prepared.items.items()}
-        return SampleStats(len(prepared.input_ids), prepared.trained_tokens, items, tuple(self._pieces(prepared)))
-
-    def _pieces(self, prepared: PreparedSample) -> Iterator[tuple[str, bool]]:
-        """Yield the tokens as text, cut where the trained part begins or ends, and around items."""
-        processor = self.collator.processor
-        placeholders = {token: processor.modality_tokens[name] for name, token in processor.modality_token_ids.items()}
+        # Cut the text where the trained part begins or ends, and around items.
         pairs = zip(prepared.input_ids.tolist(), (prepared.labels != IGNORE_INDEX).tolist(), strict=True)
+        pieces: list[tuple[str, bool]] = []
         for (placeholder, trained), run in groupby(pairs, lambda pair: (placeholders.get(pair[0]), pair[1])):
             ids = [token for token, _ in run]
             text = str(processor.llm_tokenizer.decode(ids)) if placeholder is None else f"{placeholder}×{len(ids)}"
-            yield text, trained
+            pieces.append((text, trained))
+        return SampleStats(len(prepared.input_ids), prepared.trained_tokens, items, tuple(pieces))
 
-
-# ---------------------------------------------------------------------------------------------------- building
+    return SampleInspector("tokens", show)
 
 
 def build_composed_task(config: RunConfig, inputs: TaskInputs, weights: bool = True) -> ConversationTask:
@@ -216,7 +193,7 @@ def build_multimodal_task(config: RunConfig, inputs: TaskInputs) -> Conversation
         folder = Path(whole.path) / PROCESSOR_FOLDER
         if not folder.is_dir():
             raise ConfigError(f"{WHERE}.path = {whole.path}\n  It has no folder {PROCESSOR_FOLDER!r} with a processor.")
-        if (folder / COMPOSED_PROCESSOR).is_file():
+        if (folder / PROCESSOR_CONFIG).is_file():
             composed = MultimodalProcessor.from_pretrained(folder, model=model)
             set_trained_parts(model, whole)
             return ConversationTask("multimodal", model, ChatCollator(composed, config.data))

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from cornstarch.config import DataConfig, FactoryConfig, RunConfig
 from cornstarch.data.collate import CollatedBatch
-from cornstarch.data.data_report import SampleStats
+from cornstarch.data.data_report import SampleInspector, SampleStats
 from cornstarch.data.media import load_audio, load_image
 from cornstarch.data.sample import Media, Sample, SampleError
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import disable_cache, unwrap
 from cornstarch.parallel.device import is_out_of_memory
 from cornstarch.pipeline.remote_module import StageDone
-from cornstarch.tasks.task import Measures, SamplePreview, Task, TaskInputs, create_folder, refuse_unused
+from cornstarch.tasks.task import Measures, Task, TaskInputs, create_folder, refuse_unused
 from cornstarch.tasks.text import hash_to_seeds
 
 NAME = "module"
@@ -56,9 +56,7 @@ def build_factory_task(config: RunConfig, inputs: TaskInputs | None = None) -> M
                 "them."
             )
         loss = _import_function("model.factory.loss", factory.loss)
-    collate = None
-    if factory.collate is not None:
-        collate = _import_function("model.factory.collate", factory.collate)
+    collate = None if factory.collate is None else _import_function("model.factory.collate", factory.collate)
     task = build_module_task(module, loss, collate, config.data, config.seed)
     task.factory = factory
     return task
@@ -108,11 +106,8 @@ class NamedFunction:
 
 def _import_function(where: str, path: str) -> NamedFunction:
     """Return the function `package.module:function`."""
-    module, _, name = path.partition(":")
     try:
-        found: Any = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = resolve_name(path)
     except Exception as error:  # importing runs the user's code
         raise ConfigError(f"{where} = {path}\n  It cannot be imported: {type(error).__name__}: {error}.") from error
     if not callable(found):
@@ -145,7 +140,6 @@ class ModuleTask(Task):
     name: str = NAME
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss over the samples."""
         loss: Tensor = self._means(self.wrapped or self.model, inputs)["loss"]
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError(
@@ -157,7 +151,12 @@ class ModuleTask(Task):
     def _means(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the loss, and other results of the loss function."""
         try:
-            given = self._compute(model, inputs)
+            if self.loss_function is not None:
+                given = self.loss_function(model, inputs)
+            else:
+                output = model(**disable_cache(self.model, inputs))
+                has_key = isinstance(output, Mapping) and "loss" in output
+                given = output["loss"] if has_key else getattr(output, "loss", None)
         except Exception as error:
             if isinstance(error, ConfigError | StageDone) or is_out_of_memory(error):
                 raise
@@ -174,12 +173,6 @@ class ModuleTask(Task):
             )
         return {**means, "loss": loss.reshape(())}
 
-    def _compute(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-        if self.loss_function is not None:
-            return self.loss_function(model, inputs)
-        output = model(**disable_cache(self.model, inputs))
-        return output["loss"] if isinstance(output, Mapping) and "loss" in output else getattr(output, "loss", None)
-
     @property
     def _loss_name(self) -> str:
         if self.loss_function is None:
@@ -187,7 +180,6 @@ class ModuleTask(Task):
         return str(getattr(self.loss_function, "name", getattr(self.loss_function, "__name__", "The loss")))
 
     def measure(self, batch: CollatedBatch) -> Measures:
-        """Return the loss, and other results of the loss function."""
         count = batch.trained_tokens
         means = self._means(self.wrapped or self.model, batch.inputs)
         try:
@@ -196,7 +188,7 @@ class ModuleTask(Task):
             kinds = ", ".join(f"{name}: {_describe(value)}" for name, value in means.items())
             raise ConfigError(f"{self._loss_name} gave {kinds}; expected one number by each name.") from error
 
-    def preview(self) -> SamplePreview:
+    def preview(self) -> SampleInspector:
         """Return a function that shows decoded rows, each batched with the first as in a run."""
         first: list[PreparedRow] = []
 
@@ -205,10 +197,14 @@ class ModuleTask(Task):
             if not first:
                 first.append(prepared)
             self.collator.join([first[0], prepared])
-            text = ", ".join(f"{name}: {_format_field(value)}" for name, value in prepared.fields.items())
-            return SampleStats(1, None, prepared.items, ((text, False),))
+            fields = []
+            for name, value in prepared.fields.items():
+                is_array = isinstance(value, Tensor) and value.dim()
+                text = _describe(value) if is_array else str(value.item() if isinstance(value, Tensor) else value)
+                fields.append(f"{name}: {text if is_array or len(text) <= _SHOWN else f'{text[:_SHOWN]}…'}")
+            return SampleStats(1, None, prepared.items, ((", ".join(fields), False),))
 
-        return SamplePreview("rows", show)
+        return SampleInspector("rows", show)
 
     def save(self, folder: Path) -> None:
         """Write the weights, and the config of the function that builds the module."""
@@ -238,13 +234,6 @@ def _describe(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "nothing"
 
 
-def _format_field(value: Any) -> str:
-    if isinstance(value, Tensor) and value.dim():
-        return _describe(value)
-    text = str(value.item() if isinstance(value, Tensor) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
 # ------------------------------------------------------------------------------------------------ batches of rows
 
 
@@ -254,25 +243,20 @@ class PreparedRow(NamedTuple):
     id: str
     epoch: int
     fields: Mapping[str, Any]
-    items: Mapping[str, int]
-    """The number of images and sounds."""
+    items: Mapping[str, int]  # the number of images and sounds
 
 
 class RowCollator:
-    """Makes batches of rows of any fields.
+    """Makes batches of rows of any fields: with `collate`, or by stacking numbers, arrays and images.
 
-    Args:
-        data: Limits of images and rows.
-        seed: The seed of the random numbers that `collate` draws. They also depend on the samples and the epoch, so
-            that they are the same after resuming and with any number of workers. The model's are not affected.
-        collate: Makes a batch of rows. Default: numbers, arrays and images are stacked.
+    The random numbers that `collate` draws depend on `seed`, the samples and the epoch, so that they are the same after
+    resuming and with any number of workers. The model's are not affected.
     """
 
     def __init__(self, data: DataConfig, seed: int, collate: CollateFunction | None = None) -> None:
         self.data, self.seed, self.collate = data, seed, collate
 
     def prepare(self, sample: Sample) -> PreparedRow:
-        """Decode one row."""
         if not sample.fields:
             raise SampleError("has no fields")
         if all(isinstance(value, Tensor) and not value.requires_grad for value in sample.fields.values()):
@@ -293,17 +277,17 @@ class RowCollator:
         if not isinstance(value, Media):
             return value
         items[value.kind] = items.get(value.kind, 0) + 1
-        if _is_ready(value):
-            return value.source
-        return load_image(value, self.data.max_pixels) if value.kind == "image" else load_audio(value, None)
+        source = value.source
+        is_image = value.kind == "image"
+        if isinstance(source, Tensor) or (is_image and isinstance(source, np.ndarray) and source.dtype != np.uint8):
+            return source  # the numbers that a model takes
+        return load_image(value, self.data.max_pixels) if is_image else load_audio(value, None)
 
     def join(self, samples: Sequence[PreparedRow]) -> CollatedBatch:
         """Return the batch of prepared rows; the loss is a mean over them."""
         ids = [sample.id for sample in samples]
         inputs = stack_rows(samples) if self.collate is None else self._call(self.collate, samples)
-        items: Counter[str] = Counter()
-        for sample in samples:
-            items.update(sample.items)
+        items = sum((Counter(sample.items) for sample in samples), Counter[str]())
         return CollatedBatch(inputs, ids, len(ids), len(ids), dict(items))
 
     def _call(self, collate: CollateFunction, samples: Sequence[PreparedRow]) -> dict[str, Any]:
@@ -321,14 +305,6 @@ class RowCollator:
         if not isinstance(batch, Mapping) or not all(isinstance(key, str) for key in batch):
             raise ConfigError(f"{name} returned a {type(batch).__name__}, expected a dict with names as keys.")
         return dict(batch)
-
-
-def _is_ready(media: Media) -> bool:
-    """Whether an image or a sound is given as the numbers that a model takes."""
-    source = media.source
-    return isinstance(source, Tensor) or (
-        media.kind == "image" and isinstance(source, np.ndarray) and source.dtype != np.uint8
-    )
 
 
 @contextmanager
@@ -361,15 +337,19 @@ def _to_tensor(name: str, value: Any) -> Any:
     if isinstance(value, Image.Image):
         return torch.from_numpy(np.array(value)).permute(2, 0, 1).float() / 255
     if isinstance(value, np.ndarray | np.generic):
-        return _from_array(name, np.asarray(value))
+        array = np.asarray(value, np.float32 if value.dtype == np.float64 else None)
+        try:
+            return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+        except TypeError as error:
+            raise SampleError(f"`{name}` is an array of {array.dtype}, expected numbers") from error
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.long)
     if isinstance(value, list | tuple) and value:
-        return _from_list(name, list(value))
+        return _stack_list(name, list(value))
     return value
 
 
-def _from_list(name: str, values: list[Any]) -> Any:
+def _stack_list(name: str, values: list[Any]) -> Any:
     if all(isinstance(value, str) for value in values):
         return values
     if any(isinstance(value, Image.Image | np.ndarray | Tensor) for value in values):
@@ -385,15 +365,6 @@ def _from_list(name: str, values: list[Any]) -> Any:
     if array.dtype.kind not in "biuf":
         return values
     return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
-
-
-def _from_array(name: str, array: np.ndarray) -> Tensor:
-    if array.dtype == np.float64:
-        array = array.astype(np.float32)
-    try:
-        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
-    except TypeError as error:
-        raise SampleError(f"`{name}` is an array of {array.dtype}, expected numbers") from error
 
 
 def stack_rows(samples: Sequence[PreparedRow]) -> dict[str, Any]:

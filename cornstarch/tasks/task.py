@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from cornstarch.config import DataConfig, RunConfig
 from cornstarch.data.collate import CollatedBatch
-from cornstarch.data.data_report import SampleInspector, SampleStats
+from cornstarch.data.data_report import SampleInspector
 from cornstarch.data.formats import DataSource
 from cornstarch.data.loader import Collator
 from cornstarch.data.sample import MediaKind, Sample
@@ -78,8 +78,7 @@ class Task(ABC):
         """Write the model, with its tokenizer and processors, to a new folder that its library loads."""
 
     @abstractmethod
-    def load(self, folder: Path) -> nn.Module:
-        """Return the model that `save` wrote."""
+    def load(self, folder: Path) -> nn.Module: ...
 
     @abstractmethod
     def logits(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -98,17 +97,12 @@ class Task(ABC):
         return ""
 
 
-# ------------------------------------------------------------------------------------------------ registry
-
-
 class TaskInputs(NamedTuple):
     """What a task may be built with, besides its config."""
 
-    train: DataSource | None = None
-    """The training data, if open already; labels may be read from it."""
+    train: DataSource | None = None  # the training data, if open already; labels may be read from it
     evaluation: DataSource | None = None
-    get_shard: GetPartShard | None = None
-    """Which shard of each part this rank reads; None: all parts whole."""
+    get_shard: GetPartShard | None = None  # which shard of each part this rank reads; None: all parts whole
 
 
 class TaskKind(NamedTuple):
@@ -117,19 +111,14 @@ class TaskKind(NamedTuple):
     build: Callable[[RunConfig, TaskInputs], Task]
     model_lists: tuple[str, ...]
     """The lists of transformers, `MODEL_FOR_<name>_MAPPING_NAMES`, that name the task's model classes."""
-    auto_class: Any
-    """The Auto class of transformers; None if a config does not determine the class."""
+    auto_class: Any  # the Auto class of transformers; None if a config does not determine the class
 
 
-TASKS: dict[str, TaskKind] = {}
-"""All tasks by name, in the order in which detection tries them."""
+TASKS: dict[str, TaskKind] = {}  # all tasks by name, in the order in which detection tries them
 
 
 def register_task(
-    name: str,
-    build: Callable[[RunConfig, TaskInputs], Task],
-    model_lists: tuple[str, ...] = (),
-    auto_class: Any = None,
+    name: str, build: Callable[[RunConfig, TaskInputs], Task], model_lists: tuple[str, ...] = (), auto_class: Any = None
 ) -> None:
     """Make a task available as `model.whole.task`, and for models whose class is in one of the lists."""
     TASKS[name] = TaskKind(build, model_lists, auto_class)
@@ -147,21 +136,6 @@ def is_stored_as(config: PreTrainedConfig, task: str) -> bool:
     return bool(set(config.architectures or []) & ({names} if isinstance(names, str) else set(names)))
 
 
-# ------------------------------------------------------------------------------------------------ shared
-
-
-@dataclass(frozen=True)
-class SamplePreview:
-    """Shows samples as the model gets them; their lengths are counted in `unit`."""
-
-    unit: str
-    show: Callable[[Sample], SampleStats]
-
-    def __call__(self, sample: Sample) -> SampleStats:
-        """Prepare a sample as for training."""
-        return self.show(sample)
-
-
 @dataclass
 class WholeModelTask(Task):
     """The common part of tasks that train one Hugging Face model."""
@@ -169,8 +143,7 @@ class WholeModelTask(Task):
     name: str
     model: nn.Module
     collator: Collator
-    companions: Sequence[Any]
-    """The tokenizer or image processor, stored beside the model."""
+    companions: Sequence[Any]  # the tokenizer or image processor, stored beside the model
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
         return self._outputs(inputs).loss

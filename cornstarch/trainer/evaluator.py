@@ -20,9 +20,9 @@ from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import SAMPLES
 from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.formats import DataSource
-from cornstarch.data.loader import SkipCounter, StepLoader
+from cornstarch.data.loader import StepLoader
 from cornstarch.data.media import load_audio, load_image
-from cornstarch.data.sample import BrokenSample, Media, MediaKind, Sample, SampleError
+from cornstarch.data.sample import BrokenSample, Media, MediaKind, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder, ShuffledMedia
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from cornstarch.checkpoint.named_shards import named_modules, named_parameters
 from cornstarch.config import RunConfig, SourceConfig
 from cornstarch.config.config_file import load_config
-from cornstarch.data.loader import StepBatch
-from cornstarch.data.run_data import open_data
+from cornstarch.data.loader import StepBatch, open_data
 from cornstarch.data.sample import Content, Media, Sample, SampleError
 from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.errors import ConfigError
@@ -38,8 +37,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.tensor import gather_full_tensors
 from cornstarch.tasks.task import Task
 from cornstarch.trainer.trainer import Trainer
-from cornstarch.verify.compare import NUMBERS, RECORD
-from cornstarch.verify.twin_trial import STEPS
+from cornstarch.verify.twin_trial import NUMBERS, RECORD, STEPS
 
 _SAMPLED = 4096  # numbers of an output that are kept
 _SECONDS = 300.0  # that a process of a trial waits for the others

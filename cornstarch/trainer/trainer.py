@@ -18,8 +18,8 @@ from cornstarch.config.config_file import load_config
 from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
 from cornstarch.data.formats import JoinedSources
 from cornstarch.data.load_balancing import build_balancer, describe_gain
-from cornstarch.data.loader import DevicePrefetcher, SkipCounter, StepBatch, StepLoader
-from cornstarch.data.run_data import open_data
+from cornstarch.data.loader import DevicePrefetcher, StepBatch, StepLoader, open_data
+from cornstarch.data.sample import SkipCounter
 from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group, ranks_per_node
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
@@ -45,7 +45,7 @@ from cornstarch.trainer.callbacks import Callback, add_builtin_callbacks, build_
 from cornstarch.trainer.checkpointer import Checkpointer, build_store, find_checkpoint
 from cornstarch.trainer.evaluator import Evaluation, Evaluator, record_best, should_stop_early
 from cornstarch.trainer.metrics_logger import MetricsLogger
-from cornstarch.verify.plan_check import verify_plan
+from cornstarch.verify.twin_trial import verify_plan
 
 
 class Trainer:

@@ -1,7 +1,10 @@
-"""Does a plan do what one process does? It is tried on a tiny twin of the model, before any GPU hour is spent.
+"""Verifies that a plan computes what one process computes, on a tiny twin of the model, before a run trains it.
 
-A process of the trial is `python -m cornstarch.verify.twin_trial CONFIG FOLDER`: it does the steps of the config,
-alone or as one of several, and writes what they came to.
+A run tries its plan if it shards a class that is not in the table of tested ones (`cornstarch.parallel.tested`). Tokens
+of a language model need nothing here: `shard_tokens` compares a short text, whole and sharded, at every start.
+
+A process of the trial is `python -m cornstarch.trainer.recording_trainer CONFIG FOLDER`: it runs the steps of the
+config, alone or as one of several ranks, and records losses, gradients, parameters and outputs.
 """
 
 from __future__ import annotations
@@ -11,26 +14,39 @@ import json
 import math
 import os
 import sys
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
-from transformers import PreTrainedConfig, PreTrainedModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cornstarch.config import PartConfig, RunConfig
 from cornstarch.config.config_file import dump_config, load_config
+from cornstarch.engine.plan_requirements import check_loss
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.unwrap import accepts_argument
+from cornstarch.models.multimodal_language_model import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
+from cornstarch.parallel import distributed
+from cornstarch.parallel.apply import iter_planned_modules
+from cornstarch.parallel.tensor import check_tensor_plan
+from cornstarch.parallel.tested import is_tested
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import Plan
 from cornstarch.plan.validation import as_data
 from cornstarch.tasks.build_model import build_part, load_part_config
-from cornstarch.verify.compare import Difference, compare_records
 
-_MOST = 8  # processes that are started without being asked for
+_MOST = 8  # ranks that are started without a request
 # AdamW divides a gradient by its own size: with an eps of 1e-8 rounding in one that is zero would be a step like any.
 STEPS = 3
 """Steps of a trial: on samples as they come, with the last and with the first microbatch without images and sounds."""
@@ -68,9 +84,10 @@ def build_given_twin_run(config: RunConfig, model: PreTrainedModel, folder: Path
     if not (accepts_argument(model, "input_ids") and accepts_argument(model, "labels")):
         raise ConfigError(f"{kind.__name__} takes no input_ids and labels: it is unknown what to try it with")
     twin = build_twin_config(model.config, _multiple(config), _layers(config))
-    (folder / "rows.json").write_text(
-        json.dumps(_random_rows(twin, STEPS * replicas * _layers(config))), encoding="utf-8"
-    )
+    words, count = twin.get_text_config().vocab_size, STEPS * replicas * _layers(config)
+    ids = torch.randint(min(3, words - 1), words, (count, _TOKENS), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids.tolist()]
+    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     data: dict[str, Any] = as_data(config)
     arguments = {"kind": name, "config": twin.to_dict()}
     data["model"] = {"factory": {"function": f"{__name__}:build_given_twin", "arguments": arguments}}
@@ -80,17 +97,8 @@ def build_given_twin_run(config: RunConfig, model: PreTrainedModel, folder: Path
 
 def build_given_twin(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     """Return a model of the class `package.module:Class`."""
-    module, _, path = kind.partition(":")
-    found: Any = import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
+    found: Any = resolve_name(kind)
     return found(found.config_class.from_dict(config))
-
-
-def _random_rows(config: PreTrainedConfig, count: int) -> list[dict[str, list[int]]]:
-    words = config.get_text_config().vocab_size
-    ids = torch.randint(min(3, words - 1), words, (count, _TOKENS), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
 
 
 def _multiple(config: RunConfig) -> int:
@@ -98,7 +106,7 @@ def _multiple(config: RunConfig) -> int:
 
 
 def _layers(config: RunConfig) -> int:
-    """Return how many layers a twin needs, so that every stage has one."""
+    """Return the number of layers of a twin: one for every stage."""
     return max(2, *(module.stages * module.virtual_stages for module in config.parallel.modules.values()))
 
 
@@ -131,26 +139,24 @@ def _twin_part(
     if described.get("processor_config") is not None:
         kept.pop("processor", None)
     twin = {**described, **kept, "path": None, "config": config.to_dict(), "dtype": None, "learning_rate": None}
-    if part.path is not None and _store_twin(name, part, config, folder / name):
-        twin.update(path=str(folder / name), config=None)
+    if part.path is not None:
+        # Stored, because reading in shards can go wrong, too.
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)
+                model = build_part(f"model.{name}", part, config)
+            add_noise(model)
+            model.save_pretrained(folder / name)
+            twin.update(path=str(folder / name), config=None)
+        except (
+            Exception
+        ):  # a class with code of its own may not be stored as others are: the twin is built from its config
+            pass
     return twin
 
 
-def _store_twin(name: str, part: PartConfig, config: PreTrainedConfig, folder: Path) -> bool:
-    """Write the twin of a stored part to a folder, because reading in part can go wrong, too; False if it cannot be."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            model = build_part(f"model.{name}", part, config)
-        add_noise(model)
-        model.save_pretrained(folder)
-    except Exception:  # a class with code of its own may not be stored as others are; it is made from its config then
-        return False
-    return True
-
-
 def choose_trial_size(plan: Plan, replicas: tuple[int, ...] = (2, 4)) -> tuple[int, int]:
-    """Return how many processes a plan is tried with, and how many replicas these are: the first number that fits."""
+    """Return the number of ranks that a plan is tried with, and of replicas: the first number that fits."""
     for dp in (*replicas, plan.data.replicate or 1, 1):
         try:
             layout = Layout.of(plan, dp * plan.replica)
@@ -162,23 +168,16 @@ def choose_trial_size(plan: Plan, replicas: tuple[int, ...] = (2, 4)) -> tuple[i
 
 
 class TrialError(Exception):
-    """A trial could not be carried out; the text is what its processes said."""
+    """A trial could not be run; the text is the output of its processes."""
 
     def __init__(self, code: int, said: str, shown: bool) -> None:
         super().__init__(said)
         self.code = code
-        self.is_shown = shown
-        """Whether the user has read it."""
+        self.is_shown = shown  # whether the user has read it
 
 
 def run_trial(twin: RunConfig, ranks: int, place: Path) -> Difference:
-    """Carry a trial out: the run of a twin in one process and in several; return how far they are apart.
-
-    Args:
-        twin: What `build_twin_run` made.
-        ranks: How many processes.
-        place: A folder for the trial.
-    """
+    """Run the twin of `build_twin_run` in one process and in `ranks` processes; return how far they are apart."""
     one = twin.model_copy(update={"parallel": type(twin.parallel)(), "output": place / "alone"})
     for name, described, count in (("one", one, 1), ("several", twin, ranks)):
         (place / f"{name}.yaml").write_text(dump_config(described), encoding="utf-8")
@@ -191,14 +190,198 @@ def _launch_trial(place: Path, name: str, ranks: int) -> None:
     from cornstarch.launch.failure_report import read_logged_error
 
     files = [f"{place / name}.yaml", f"{place / 'record'} {name}"]
-    # The twin has a group of its own, and no use for a GPU. What this process can import, it can, too.
+    # The twin has a process group of its own and needs no GPU. It can import what this process can.
     environment = {key: value for key, value in os.environ.items() if key not in _WORLD}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    heard = io.StringIO()
-    console = Console(file=heard, soft_wrap=True)
+    output = io.StringIO()
+    console = Console(file=output, soft_wrap=True)
     command = [sys.executable, "-m", "cornstarch.trainer.recording_trainer", *files]
     code = launch(command, ranks, place / f"logs of {name}", environment=environment, console=console)
     if code:
-        said = heard.getvalue().strip()  # nothing if the first process has told it itself
+        said = output.getvalue().strip()  # empty if rank 0 has printed the error itself
         words = said or read_logged_error(place / f"logs of {name}" / "rank_0.log").text
         raise TrialError(code, words, shown=not said)
+
+
+_PULSE = 2.0  # seconds
+_OFF = "To train without this check: parallel.verify=never."
+
+
+def find_untested_modules(model: nn.Module, layout: Layout) -> list[str]:
+    """Return what a layout cuts and no test has cut so before: `MyForCausalLM (tp)`. What cannot be cut is refused."""
+    found = []
+    for module, plan in iter_planned_modules(model, layout):
+        inner = unwrap(module.module if isinstance(module, ModalEncoderModule) else module)
+        name = type(inner).__name__
+        is_known = type(inner).__module__.startswith("transformers.")  # not just a class of the same name
+        shards_items = plan.cp > 1 and isinstance(module, ModalEncoderModule)
+        for axis, is_cut in (("tp", plan.tp > 1), ("cp", shards_items)):
+            if is_cut and not (is_known and is_tested(name, axis, transformers.__version__)):
+                found.append(f"{name} ({axis})")
+        if plan.tp > 1:
+            vocabulary = plan.tp_vocabulary and not isinstance(module, ModalEncoderModule)
+            check_tensor_plan(inner, plan.tp, sequence=plan.tp_sequence, vocabulary=vocabulary)
+    return list(dict.fromkeys(found))
+
+
+def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Callable[[str], None]) -> None:
+    """Try the plan on a tiny twin of the model if it cuts something untested; refuse to train if it is wrong.
+
+    Whether the loss of a model can be computed over parts of a batch is tried in every case.
+
+    All ranks must call it, before the model is sharded. Rank 0 tries the plan, in local processes of its own, and
+    broadcasts the result. `note` prints a line for the user.
+    """
+    how = config.parallel.verify
+    if how != "never":
+        check_loss(model, layout)
+    is_cut = any(plan.tp > 1 or plan.cp > 1 for plan in layout.plan.modules.values())
+    if how == "never" or not is_cut:
+        return
+    untested = find_untested_modules(model, layout)
+    if how == "auto" and not untested:
+        return
+    why = f"Not in the table of tested models: {', '.join(untested)}. " if untested else ""
+    if distributed.rank() == 0:
+        note(f"{why}The plan is tried on a tiny twin of the model first (parallel.verify).")
+    refusal = _ask_rank_0(partial(_try_plan, model, config))
+    if refusal is not None:
+        raise ConfigError(f"{why}{refusal}\n  {_OFF}")
+
+
+def _ask_rank_0(ask: Callable[[], str | None]) -> str | None:
+    """Return what `ask` returns on rank 0, on all ranks.
+
+    They communicate meanwhile: however long it takes, no collective waits longer than the group's timeout.
+    """
+    if distributed.is_single_process():
+        return ask()
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(ask) if distributed.rank() == 0 else None
+        while True:
+            is_known = asking is not None and bool(wait([asking], _PULSE).done)
+            answer = {"refusal": asking.result()} if asking is not None and is_known else None
+            if (answer := distributed.broadcast_json(answer)) is not None:
+                return answer["refusal"]
+
+
+def _try_plan(model: nn.Module, config: RunConfig) -> str | None:
+    """Try the plan; return why not to train with it, or None."""
+    try:
+        # One replica, so that both sides see the same batch and the first wrong output can be named.
+        ranks, replicas = choose_trial_size(config.parallel, (1, 2, 4))
+        with TemporaryDirectory(prefix="cornstarch-verify-") as folder:
+            place = Path(folder)
+            if config.model.given is None and config.model.factory is None:
+                twin = build_twin_run(config, place / "run", replicas)
+            elif isinstance(inner := unwrap(model), PreTrainedModel):
+                twin = build_given_twin_run(config, inner, place, replicas)
+            else:
+                return f"The plan cannot be verified: {type(inner).__name__} is no transformers model."
+            found = run_trial(twin, ranks, place)
+    except TrialError as error:
+        return f"The plan cannot be verified, its trial on {ranks} local processes failed:\n  {error}"
+    except ConfigError as error:
+        return f"The plan cannot be verified: {str(error).rstrip('.')}."
+    except Exception as error:  # an odd config, a full disk: the others wait for an answer
+        return f"The plan cannot be verified: {type(error).__name__}: {error}."
+    if found.is_equal:
+        return None
+    where = f" It begins in {found.begins}." if found.begins else ""
+    worst = max((one.gradients for one in found.parts), default=0.0)
+    return (
+        f"The plan does something else than one process.{where} Of a tiny twin the loss is off by {found.loss:.1e}, a "
+        f"gradient by {worst:.1e}; it is not trained.\n  Use tp = 1 and cp = 1 for what begins there."
+    )
+
+
+TOLERANCE = 1e-4  # how far a number may be off: this times (its own size + FLOOR × the largest number beside it)
+FLOOR = 1e-2
+NUMBERS, RECORD = "numbers-{}.safetensors", "record.json"
+
+
+@dataclass(frozen=True)
+class PartDifference:
+    """The deviation of one part's gradients and parameters."""
+
+    part: str
+    gradients: float
+    parameters: float
+    begins: str | None  # the wrong gradient that is computed first: the last one of the part in the order of the model
+    missing: tuple[str, ...]  # gradients that only one of the two records has
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a record is from that of one process; 0 is equal to the bit."""
+
+    loss: float
+    parts: list[PartDifference]
+    output: str | None = None  # the first module whose output, of the same shape in both, is another one
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether rounding explains it."""
+        wrong = [one for one in self.parts if one.missing or max(one.gradients, one.parameters) > TOLERANCE]
+        return self.loss <= TOLERANCE and not wrong
+
+    @property
+    def begins(self) -> str | None:
+        """The module where it begins: that of the first wrong output, or else of the first wrong gradient."""
+        if self.output is not None:
+            return self.output
+        wrong = [one.begins for one in self.parts if one.begins is not None]
+        return wrong[-1].rpartition(".")[0] if wrong else None
+
+
+def compare_records(found: Path, expected: Path) -> Difference:
+    ours, theirs = (json.loads((folder / RECORD).read_text(encoding="utf-8")) for folder in (found, expected))
+    a, b = _numbers(found), _numbers(expected)
+    pairs = zip(ours["losses"] + ours["norms"], theirs["losses"] + theirs["norms"], strict=True)
+    loss = max(abs(x - y) / (abs(y) or 1.0) for x, y in pairs if x is not None)
+    parts = [_part_difference(name, parameters, a, b) for name, parameters in theirs["parts"].items()]
+    # The first module with another output; a sharded output has another shape, and is not compared.
+    first = None
+    for name, shape in theirs.get("outputs", {}).items():
+        key = f"output {name}"
+        is_alike = ours.get("outputs", {}).get(name) == shape
+        if is_alike and compute_deviations(a, {key: b[key]}).get(key, 0.0) > 10 * TOLERANCE:
+            first = name
+            break
+    return Difference(loss, parts, first)
+
+
+def _numbers(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("numbers*.safetensors")):
+        found |= load_file(file)
+    assert found, f"{folder} has no numbers to compare"
+    return found
+
+
+def _part_difference(
+    part: str, names: list[str], found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> PartDifference:
+    own = set(names)
+    keys = [key for key in sorted({*found, *expected}) if key.split(" ")[-1] in own]
+    both = {key for key in keys if key in found and key in expected}
+    missing = tuple(key for key in keys if key not in both)
+    off = {
+        kind: compute_deviations(found, {key: expected[key] for key in both if key.startswith(kind)})
+        for kind in ("gradient", "parameter")
+    }
+    order = {name: number for number, name in enumerate(names)}
+    wrong = sorted((order[key.split(" ")[-1]], key) for key, far in off["gradient"].items() if far > TOLERANCE)
+    begins = wrong[-1][1].split(" ")[-1] if wrong else None
+    largest = {kind: max(values.values(), default=0.0) for kind, values in off.items()}
+    return PartDifference(part, largest["gradient"], largest["parameter"], begins, missing)
+
+
+def compute_deviations(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return how far each number is off: the largest |a − b| / (|b| + FLOOR × the largest |b| of all)."""
+    there = {name: value for name, value in expected.items() if value.numel()}
+    floor = FLOOR * max((float(value.abs().max()) for value in there.values()), default=0.0)
+    return {
+        name: float(((found[name] - value).abs() / (value.abs() + floor).clamp(min=1e-30)).max())
+        for name, value in there.items()
+    }

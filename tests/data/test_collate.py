@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from cornstarch.data.chat import PLAIN_TEMPLATE, RenderedText
-from cornstarch.data.collate import ChatCollator, mask_trained_tokens
+from cornstarch.data.chat import PLAIN_TEMPLATE, RenderedText, mask_trained_tokens
+from cornstarch.data.collate import ChatCollator
 from cornstarch.data.formats import open_source
 from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
 from cornstarch.errors import ConfigError

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from cornstarch.cli.main import make_app
 from cornstarch.data.collate import ChatCollator
-from cornstarch.data.data_report import check_data, render
-from cornstarch.tasks.conversation import ChatPreview
+from cornstarch.data.data_report import SampleInspector, check_data, render
+from cornstarch.tasks.conversation import preview_chat
 from tests.data.small_data import data_config, mixed_rows, processor_for, write_rows
 
 
-def look(processor: Any, data: Any) -> ChatPreview:
-    return ChatPreview(ChatCollator(processor, data))
+def look(processor: Any, data: Any) -> SampleInspector:
+    return preview_chat(ChatCollator(processor, data))
 
 
 def print_report(report: Any) -> str:

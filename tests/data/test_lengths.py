@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cornstarch.data.collate import ChatCollator, CollatedBatch
+from cornstarch.data.collate import ChatCollator, CollatedBatch, RowLengths, few_lengths
 from cornstarch.data.formats import open_sources
-from cornstarch.data.lengths import RowLengths, few_lengths
 from cornstarch.errors import ConfigError
 from cornstarch.train import load_config
 from tests.data.small_data import data_config, mixed_rows, processor_for, write_rows

@@ -20,8 +20,8 @@ from torch import Tensor
 from cornstarch.config import DataConfig
 from cornstarch.data.collate import ChatCollator
 from cornstarch.data.formats import open_sources
-from cornstarch.data.loader import SkipCounter, StepBatch, StepLoader
-from cornstarch.data.sample import BrokenSample
+from cornstarch.data.loader import StepBatch, StepLoader
+from cornstarch.data.sample import BrokenSample, SkipCounter
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import BatchFacts

@@ -26,13 +26,12 @@ from cornstarch import MultimodalModel
 from cornstarch.config import RunConfig
 from cornstarch.cost.flops import FlopCounter
 from cornstarch.data.load_balancing import SampleSizer
-from cornstarch.data.row_formats import parse_row
-from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
+from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError, parse_row
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing import hf_processor as whole_processing
 from cornstarch.tasks.build import build_task
-from cornstarch.tasks.conversation import ChatPreview
+from cornstarch.tasks.conversation import preview_chat
 from tests.models.local_processors import image
 from tests.models.whole_folders import FOLDERS, write_folder
 from tests.models.whole_folders.stored import StoredFamily
@@ -58,7 +57,7 @@ def build_question(*parts: Any, answer: str = "a1") -> Sample:
 
 def mark_trained_text(task: Any, sample: Sample) -> str:
     """Return a sample as `data check` shows it."""
-    pieces = ChatPreview(task.collator)(sample).pieces
+    pieces = preview_chat(task.collator)(sample).pieces
     return "".join(f"⟦{text}⟧" if trained else text for text, trained in pieces)
 
 

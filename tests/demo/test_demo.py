@@ -22,7 +22,7 @@ from cornstarch.config.config_file import dump_config, load_config
 from cornstarch.data import ChatCollator, EpochOrder, StepLoader, open_sources
 from cornstarch.demo import CONFIG, TOKENIZER, demo_config, digits, parity, speakers, write_demo
 from cornstarch.demo.__main__ import main
-from cornstarch.demo.samples import DATA, NUMBERS
+from cornstarch.demo.demo_files import DATA, NUMBERS
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.tasks.build_model import build_model

@@ -37,7 +37,7 @@ from cornstarch.kernels.compile import (
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.parallel.device import DevicePlacement
-from cornstarch.tasks.meta_model import build_calls
+from cornstarch.tasks.build import build_calls
 from cornstarch.train import RunConfig, load_config
 from tests import zoo
 from tests.trainer.tiny import losses, tiny_config, trainer_of

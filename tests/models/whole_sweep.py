@@ -27,8 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cornstarch.config.config_file import load_config
-from cornstarch.data.row_formats import parse_row
-from cornstarch.data.sample import Media, Message, Sample, SampleError
+from cornstarch.data.sample import Media, Message, Sample, SampleError, parse_row
 from cornstarch.errors import ConfigError
 from cornstarch.tasks.build import build_task
 from tests.models import whole_oracle as oracle

@@ -20,7 +20,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.distributed import to_full_tensor
 from cornstarch.train import load_config
 from cornstarch.trainer.recording_trainer import RecordingTrainer, gather_parameters
-from cornstarch.verify.compare import compute_deviations
+from cornstarch.verify.twin_trial import compute_deviations
 from tests.models import local_processors
 from tests.parity.columns import COLUMNS, LOADS, Load
 from tests.parity.pool import Pool

@@ -13,7 +13,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from cornstarch.verify.compare import FLOOR, TOLERANCE
+from cornstarch.verify.twin_trial import FLOOR, TOLERANCE
 from tests.parity.cell import OPTIMIZER, STEPS, Deviation, Matrix, Mismatch, compared, farthest, joined, together
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.frozen import COMBINATIONS, PARTS, SCHEDULES, run_frozen

@@ -6,7 +6,7 @@ import pytest
 
 from cornstarch.data.loader import StepBatch
 from cornstarch.metrics.metrics import StepResult
-from cornstarch.verify.compare import TOLERANCE
+from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import Matrix, Outcome, compared, joined, made, outcome_of
 from tests.parity.columns import COLUMNS
 from tests.parity.rows import row_of

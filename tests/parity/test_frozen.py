@@ -6,7 +6,7 @@ from itertools import cycle
 
 import pytest
 
-from cornstarch.verify.compare import TOLERANCE
+from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import Matrix
 from tests.parity.frozen import COMBINATIONS, SCHEDULES
 from tests.parity.page import frozen

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from cornstarch.verify.compare import TOLERANCE
+from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import EXACT, Deviation, Matrix, Outcome, Place, made, outcome_of
 from tests.parity.columns import COLUMNS
 from tests.parity.on_device import PRECISIONS, problem

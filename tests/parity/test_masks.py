@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornstarch.verify.compare import TOLERANCE
+from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import Matrix
 from tests.parity.masks import MASKS, WAYS
 from tests.parity.page import masked

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cornstarch.verify.compare import TOLERANCE
+from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import Deviation, Matrix, Mismatch, Outcome, compared, joined
 from tests.parity.columns import COLUMNS, LOADS
 from tests.parity.page import cells

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cornstarch.verify.compare import TOLERANCE
+from cornstarch.verify.twin_trial import TOLERANCE
 from tests.parity.cell import Matrix, farthest, together
 from tests.parity.page import TAKEN_APART, taken_apart
 from tests.parity.taken_apart import gradients

@@ -27,7 +27,7 @@ from cornstarch.plan import DataPlan
 from cornstarch.plan.cluster import Cluster, Device, device
 from cornstarch.planner.estimate import estimate, estimate_activations, estimate_plan, needs_prediction
 from cornstarch.planner.search_run import cost_of, own_plan
-from cornstarch.tasks.meta_model import build_meta_model
+from cornstarch.tasks.build import build_meta_model
 from cornstarch.train import RunConfig, load_config
 from tests import zoo
 from tests.trainer.tiny import tiny_config

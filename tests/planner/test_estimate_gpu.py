@@ -16,7 +16,7 @@ from cornstarch.engine.recompute import recompute_activations
 from cornstarch.parallel.device import DTYPES
 from cornstarch.plan import DataPlan, memory_of
 from cornstarch.planner.estimate import estimate_activations
-from cornstarch.tasks.meta_model import build_meta_model
+from cornstarch.tasks.build import build_meta_model
 from cornstarch.train import load_config
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from cornstarch.plan.search import search
 from cornstarch.plan.validation import as_data
 from cornstarch.planner.auto_plan import explain_failure, use_all_devices
 from cornstarch.planner.search_run import cost_of, format_plan_file, own_plan, plan_run, what_if
-from cornstarch.tasks.meta_model import build_meta_model
+from cornstarch.tasks.build import build_meta_model
 from tests.plan.runs import cluster, module, random_run
 from tests.trainer.tiny import tiny_config
 

@@ -18,7 +18,7 @@ from cornstarch.data.loader import StepLoader
 from cornstarch.data.sample import Sample, SampleError, SampleTooLongError
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
-from cornstarch.tasks.masked_lm import MaskedLMTask, build_masked_lm_task
+from cornstarch.tasks.text import MaskedLMTask, build_masked_lm_task
 from tests.data.small_data import write_rows
 from tests.tasks.small_tasks import (
     BERT,

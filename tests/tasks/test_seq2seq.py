@@ -15,7 +15,7 @@ from cornstarch.config import RunConfig
 from cornstarch.data.formats import open_sources
 from cornstarch.data.sample import Sample, SampleError, SampleTooLongError
 from cornstarch.errors import ConfigError
-from cornstarch.tasks.seq2seq import Seq2SeqTask, build_seq2seq_task
+from cornstarch.tasks.text import Seq2SeqTask, build_seq2seq_task
 from tests.data.small_data import write_rows
 from tests.tasks.small_tasks import (
     BART,

@@ -14,7 +14,7 @@ from torch import nn
 
 from cornstarch.config import SourceConfig
 from cornstarch.data.formats import open_sources
-from cornstarch.data.run_data import source_names
+from cornstarch.data.loader import source_names
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.tasks import build_task

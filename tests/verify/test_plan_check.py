@@ -17,7 +17,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel import tested
 from cornstarch.parallel.tested import Sweep, Verdict, is_tested
 from cornstarch.train import Trainer
-from cornstarch.verify import plan_check as start_check
+from cornstarch.verify import twin_trial as start_check
 from tests import warm
 from tests.parity.pool import pool
 from tests.trainer.odd import SIZES, OddLlama, OwnLlama

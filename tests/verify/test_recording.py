@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cornstarch.verify.compare import TOLERANCE, compare_records
+from cornstarch.verify.twin_trial import TOLERANCE, compare_records
 
 PARTS = {"encoder": ["e.a", "e.b"], "language model": ["l.a", "l.b"]}
 
