@@ -17,7 +17,7 @@ TESTS  := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 help:
 	@echo "make demo    train a small model that sees, hears and reads, on this machine's CPU, and write a report"
 	@echo "make test    ruff, mypy and all tests"
-	@echo "make parity  every way to spread a model over processes against one process; writes docs/parity.md"
+	@echo "make parity  every parallel plan compared with one process; writes docs/parity.md"
 	@echo "make lint    ruff and mypy only"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove .venv and everything built"

@@ -4,7 +4,7 @@ Both processes run the forward and backward pass of the same small model on a CP
 which merges four patches into one token, before a Llama. The first has a row with many images, the second a row of text
 of the same length. Steps with and without load balancing alternate, so that both see the same machine load.
 
-    python benchmarks/lending.py --output benchmarks/results/lending.md
+    python benchmarks/encoder_balancing.py --output benchmarks/results/encoder_balancing.md
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from cornstarch import ModalEncoderModule, MultimodalModel
-from cornstarch.parallel import apply_data_parallel, attach_encoder_balancing
-from cornstarch.parallel import encoder_balancing as lending
+from cornstarch.parallel import apply_data_parallel, attach_encoder_balancing, balance_encoders
 from cornstarch.plan import DataPlan
 
 IMAGE_TOKEN, SIDE, TEXT = 5, 16, 64  # an image has SIDE² patches, which become a quarter as many tokens
@@ -93,7 +92,7 @@ def _work(rank: int, port: int, case: tuple[int, bool, Any], rounds: int, told: 
         for lent in (False, True) if number % 2 else (True, False):
             dist.barrier()
             begin = time.perf_counter()
-            with lending(model) if lent else nullcontext():
+            with balance_encoders(model) if lent else nullcontext():
                 loss = wrapped(**batch).loss
                 loss.backward()
             wrapped.zero_grad(set_to_none=True)
