@@ -16,25 +16,15 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from cornstarch.attention.backends import DocumentBackend, register_attention_backend
-from cornstarch.attention.mask import (
-    BLOCK_SIZE,
-    MaskSpec,
-    RangeMask,
-    find_run_bounds,
-    find_starts,
-    list_pieces,
-    round_up,
-)
-from cornstarch.attention.torch_attention import attend_plainly, attend_plainly_backward, empty_gradients
+from cornstarch.attention import backends, mask
+from cornstarch.attention.mask import BLOCK_SIZE, CausalMask, MaskSpec, RangeMask
 
 SUPPORTED_VERSIONS = ("4.0.0b36",)
 """Versions whose private parts `flash_kernels` was written for."""
@@ -103,7 +93,7 @@ _PAIR = 2  # query heads per key head for which key and value gradients are adde
 
 
 @dataclass(frozen=True, eq=False)
-class DocumentMask:
+class DocumentMask(CausalMask):
     """The visible tokens of whole rows, as two int32 lists of numbers.
 
     First the starts of documents [N + 1], the last of them empty; then one number per token, relative to the start of
@@ -117,12 +107,6 @@ class DocumentMask:
     """How many tokens of its document a token sees; None: every row is one document without spans."""
     firsts: Tensor | None
     """The first token that sees a token; None likewise."""
-    spec: MaskSpec
-
-    @cached_property
-    def block_mask(self) -> BlockMask:
-        """The same mask for FlexAttention."""
-        return self.spec.block_mask()
 
 
 def build_document_mask(spec: MaskSpec) -> DocumentMask:
@@ -131,18 +115,18 @@ def build_document_mask(spec: MaskSpec) -> DocumentMask:
     rows, tokens = spec.documents.shape
     total, device = rows * tokens, spec.documents.device
     if counts.whole_rows and counts.longest_span < 2:
-        return DocumentMask(torch.tensor([rows, 0, tokens]), None, None, spec)
-    index, new_document = torch.arange(total, device=device), find_starts(spec.documents).flatten()
+        return DocumentMask(spec, torch.tensor([rows, 0, tokens]), None, None)
+    index, new_document = torch.arange(total, device=device), mask.find_starts(spec.documents).flatten()
     if counts.whole_rows:
         starts, start, longest = torch.arange(rows + 1, device=device) * tokens, index // tokens * tokens, tokens
     else:
-        starts = list_pieces(new_document, torch.ones_like(new_document), round_up(counts.documents))[0]
-        start, longest = find_run_bounds(new_document, index)[0], min(round_up(counts.longest), tokens)
+        starts = mask.list_pieces(new_document, torch.ones_like(new_document), mask.round_up(counts.documents))[0]
+        start, longest = mask.find_run_bounds(new_document, index)[0], min(mask.round_up(counts.longest), tokens)
     outside = ((spec.spans < 0) | (spec.documents <= 0)).flatten()
-    first, last = find_run_bounds(new_document | outside | find_starts(spec.spans).flatten(), index)
+    first, last = mask.find_run_bounds(new_document | outside | mask.find_starts(spec.spans).flatten(), index)
     order = _order_blocks(starts, total)
     ends, firsts = (torch.cat([starts, one, order]).int() for one in (last + 1 - start, first - start))
-    return DocumentMask(torch.tensor([rows, len(starts), longest]), ends, firsts, spec)
+    return DocumentMask(spec, torch.tensor([rows, len(starts), longest]), ends, firsts)
 
 
 def _order_blocks(starts: Tensor, tokens: int) -> Tensor:
@@ -208,53 +192,27 @@ def _iterate_documents(
             yield slice(start, end), numbers[count + start : count + end]
 
 
-@torch.library.custom_op("cornstarch::attend_documents", mutates_args=())
-def _attend_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sizes: Tensor,
-    ends: Tensor | None,
-    firsts: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _attend_documents(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    sizes, ends, _, scale = others
     tokens, heads, _ = query.shape
     if query.is_cuda and ends is None:
         states = [one.unflatten(0, (int(sizes[0]), -1)) for one in (query, key, value)]
-        output, logsumexp = load_package()._flash_attn_fwd(*states, softmax_scale=scale, causal=True, return_lse=True)[
-            :2
-        ]
-        return output.flatten(0, 1), logsumexp.view(heads, tokens)  # row after row
-    if query.is_cuda and ends is not None:
-        states, options = [query, key, value], _kernel_options(sizes, ends, scale)
-        output, logsumexp = _load_kernels()._flash_attn_fwd(*states, return_lse=True, **options)[:2]
+        found = load_package()._flash_attn_fwd(*states, softmax_scale=scale, causal=True, return_lse=True)
+        return found[0].flatten(0, 1), found[1].view(heads, tokens)  # row after row
+    if query.is_cuda:
+        options = _kernel_options(sizes, ends, scale)
+        output, logsumexp = _load_kernels()._flash_attn_fwd(query, key, value, return_lse=True, **options)[:2]
         return output, logsumexp
     output, logsumexp = query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
     for here, end in _iterate_documents(sizes, ends, tokens, offset=1):
         hidden = torch.arange(len(end)) >= end[:, None]
-        output[here], logsumexp[:, here] = attend_plainly(query[here], key[here], value[here], hidden, scale)
+        output[here], logsumexp[:, here] = backends.attend_plainly(query[here], key[here], value[here], hidden, scale)
     return output, logsumexp
 
 
-@_attend_documents.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    tokens, heads, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
-
-
-@torch.library.custom_op("cornstarch::attend_documents_backward", mutates_args=())
-def _attend_documents_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    sizes: Tensor,
-    firsts: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = empty_gradients(gradient, query, key, value)
+def _attend_documents_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    gradient, query, key, value, output, logsumexp, sizes, firsts, scale = arguments
+    gradients = backends.empty_gradients(gradient, query, key, value)
     states = [query, key, value, output, gradient]
     if query.is_cuda and firsts is None:
         rows = (int(sizes[0]), -1)
@@ -262,41 +220,29 @@ def _attend_documents_backward(
         states = [one.unflatten(0, rows) for one in states]
         by_row = logsumexp.view(rows[0], query.shape[1], -1)
         load_package()._flash_attn_bwd(*states, by_row, softmax_scale=scale, causal=True, **into)
-    elif query.is_cuda and firsts is not None:
+    elif query.is_cuda:
         _backward_on_gpu(states, logsumexp, gradients, _kernel_options(sizes, firsts, scale))
     else:
         for here, first in _iterate_documents(sizes, firsts, len(query), offset=0):
             hidden = torch.arange(len(first))[:, None] < first
-            parts = gradient[here], query[here], key[here], value[here], output[here], logsumexp[:, here]
-            for whole, part in zip(gradients, attend_plainly_backward(*parts, hidden, scale), strict=True):
+            parts = [one[here] for one in (gradient, query, key, value, output)]
+            found = backends.attend_plainly_backward([*parts, logsumexp[:, here]], hidden, scale)
+            for whole, part in zip(gradients, found, strict=True):
                 whole[here] = part.to(query.dtype)
     return gradients
 
 
-_attend_documents_backward.register_fake(empty_gradients)
-
-
-def _save_documents(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, sizes, _, firsts, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, sizes, firsts)
-
-
-def _differentiate_documents(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradient = gradient.contiguous()  # it may be one expanded number
-    found = torch.ops.cornstarch.attend_documents_backward(gradient, *ctx.saved_tensors, ctx.scale)
-    return (*found, *[None] * 4)
-
-
-_attend_documents.register_autograd(_differentiate_documents, setup_context=_save_documents)
+_operators = backends.define_operators(
+    "attend_documents", "Tensor sizes, Tensor? ends, Tensor? firsts", "Tensor sizes, Tensor? firsts", (1, 0),
+    _attend_documents, _attend_documents_backward,
+)  # fmt: skip
+backends.connect_backward(*_operators, passed_on=(3, 5))
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scale: float) -> Tensor:
     """Attend: [B, H, S, D], keys and values with as many heads or fewer -> [B, S, H, D]."""
-    rows, _, tokens, _ = query.shape
-    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
-    output, _ = torch.ops.cornstarch.attend_documents(*flat, documents.sizes, documents.ends, documents.firsts, scale)
-    found: Tensor = output.unflatten(0, (rows, tokens))
-    return found
+    arguments = query, key, value, documents.sizes, documents.ends, documents.firsts, scale
+    return backends.attend_concatenated(torch.ops.cornstarch.attend_documents, *arguments)
 
 
 # ------------------------------------------------------------------------------------------------ ranges
@@ -344,48 +290,21 @@ def _find_hidden(first: Tensor, last: Tensor, positions: Tensor | None, keys: in
     return (position < first[..., None]) | (position > last[..., None])  # bool [B, Q, K]
 
 
-@torch.library.custom_op("cornstarch::attend_range", mutates_args=())
-def _attend_range(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: Tensor,
-    last: Tensor,
-    positions: Tensor | None,
-    forward_blocks: list[Tensor],
-    backward_blocks: list[Tensor],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _attend_range(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    first, last, positions, forward_blocks, _, scale = others
     if query.is_cuda:
         options = _range_options(scale, first, last, positions, forward_blocks)
         output, logsumexp = load_package()._flash_attn_fwd(query, key, value, return_lse=True, **options)[:2]
         return output, logsumexp
     rows = zip(query, key, value, _find_hidden(first, last, positions, key.shape[1]), strict=True)
-    outputs, sums = zip(*(attend_plainly(*row, scale) for row in rows), strict=True)
+    outputs, sums = zip(*(backends.attend_plainly(*row, scale) for row in rows), strict=True)
     return torch.stack(outputs), torch.stack(sums)
 
 
-@_attend_range.register_fake
-def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    rows, queries, heads, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty((rows, heads, queries), dtype=torch.float32)
-
-
-@torch.library.custom_op("cornstarch::attend_range_backward", mutates_args=())
-def _attend_range_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    first: Tensor,
-    last: Tensor,
-    positions: Tensor | None,
-    blocks: list[Tensor],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = empty_gradients(gradient, query, key, value)
+def _attend_range_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    *states, first, last, positions, blocks, scale = arguments
+    gradient, query, key, value, output, logsumexp = states
+    gradients = backends.empty_gradients(gradient, query, key, value)
     if query.is_cuda:
         options = _range_options(scale, first, last, positions, blocks)
         into = dict(zip(_GRADIENTS, gradients, strict=True))
@@ -393,14 +312,17 @@ def _attend_range_backward(
         return gradients
     hidden = _find_hidden(first, last, positions, key.shape[1])
     for row in range(len(query)):
-        states = (gradient[row], query[row], key[row], value[row], output[row], logsumexp[row])
-        found = attend_plainly_backward(*states, hidden[row], scale)
+        found = backends.attend_plainly_backward([one[row] for one in states], hidden[row], scale)
         for whole, part in zip(gradients, found, strict=True):
             whole[row] = part.to(query.dtype)
     return gradients
 
 
-_attend_range_backward.register_fake(empty_gradients)
+_RANGE = "Tensor first, Tensor last, Tensor? positions"
+_range_forward, _range_backward = backends.define_operators(
+    "attend_range", f"{_RANGE}, Tensor[] forward_blocks, Tensor[] backward_blocks", f"{_RANGE}, Tensor[] blocks",
+    (0, 2, 1), _attend_range, _attend_range_backward,
+)  # fmt: skip
 
 
 def _save_range(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -411,30 +333,27 @@ def _save_range(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 def _differentiate_range(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
     *states, first, last, positions, one, two, three, four = ctx.saved_tensors
     arguments = (first, last, positions, [one, two, three, four], ctx.scale)
-    found = torch.ops.cornstarch.attend_range_backward(gradient.contiguous(), *states, *arguments)
+    found = _range_backward(gradient.contiguous(), *states, *arguments)
     return (*found, None, None, None, [None] * 4, [None] * 4, None)
 
 
-_attend_range.register_autograd(_differentiate_range, setup_context=_save_range)
+_range_forward.register_autograd(_differentiate_range, setup_context=_save_range)
 
 
 def attend_range(query: Tensor, key: Tensor, value: Tensor, mask: RangeMask, scale: float) -> Tensor:
     """Attend: [B, H, Q, D], keys and values with as many heads or fewer -> [B, Q, H, D]."""
     states = [one.transpose(1, 2) for one in (query, key, value)]
-    blocks = mask.block_mask
+    blocks, ranges = mask.block_mask, (mask.first, mask.last, mask.positions)
     to_keys = [blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices]
     to_queries = [blocks.q_num_blocks, blocks.q_indices, blocks.full_q_num_blocks, blocks.full_q_indices]
-    output: Tensor
-    output, _ = torch.ops.cornstarch.attend_range(
-        *states, mask.first, mask.last, mask.positions, to_keys, to_queries, scale
-    )
+    output: Tensor = torch.ops.cornstarch.attend_range(*states, *ranges, to_keys, to_queries, scale)[0]
     return output
 
 
 # ------------------------------------------------------------------------------------------------ backends
 
 
-class FlashDocumentBackend(DocumentBackend):
+class FlashDocumentBackend(backends.DocumentBackend):
     """FlashAttention-4 for whole rows."""
 
     name = "flash"
@@ -475,5 +394,5 @@ class FlashRangeBackend(FlashDocumentBackend):
         return attend_range(query, key, value, mask, scale)
 
 
-register_attention_backend(FlashDocumentBackend())
-register_attention_backend(FlashRangeBackend())
+backends.register_attention_backend(FlashDocumentBackend())
+backends.register_attention_backend(FlashRangeBackend())

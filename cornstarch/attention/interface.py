@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from cornstarch.attention.backends import is_dense_requested, run_attention, select_backend
+from cornstarch.attention.backends import DEFAULT_OPTIONS, is_dense_requested, run_attention, select_backend
 from cornstarch.attention.mask import BLOCK_SIZE, CAUSAL, MaskFunction, MaskSpec, RangeMask
 from cornstarch.errors import ConfigError, UnsupportedModelError
 
@@ -91,31 +91,25 @@ def build_mask(
     **options: Any,
 ) -> Any:
     """Build the mask of one kind of layers; transformers calls it once per kind and forward pass."""
-    layer = {
-        "mask_function": mask_function,
-        "attention_mask": attention_mask,
-        "use_vmap": use_vmap,
-        "config": config,
-    }
+    layer = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap, "config": config}
     builder = _mask_builder.get()
     if builder is not None:
         return builder(batch_size, q_length, kv_length, **layer, use_flex=use_flex, options=options)
     spec = _active_mask.get()
     if spec is None or spec.is_plain:
-        return AttentionMaskInterface()["sdpa"](
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            device=device,
-            **layer,
-            **options,
-        )
+        sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        return AttentionMaskInterface()["sdpa"](batch_size=batch_size, **sizes, device=device, **layer, **options)
     end = kv_offset + kv_length
     _check_mask_function(attention_mask, q_length, use_vmap, options)
     _check_index_scaling(config, end)
-    spec = _repeat_rows(spec, batch_size).to(device).extend(end)
+    rows = spec.documents.shape[0]
+    if rows != batch_size and (batch_size % rows or torch.is_grad_enabled()):
+        raise ConfigError(
+            f"The mask in use has {rows} rows, the model was given {batch_size}; make the mask from the same batch."
+        )
+    if rows != batch_size:  # generation repeats each prompt for its beams and samples
+        spec = spec.repeat_interleave(batch_size // rows)
+    spec = spec.to(device).extend(end)
     pattern = _restrict_to_documents(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
     if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK_SIZE and not is_dense_requested():
@@ -154,17 +148,6 @@ def _get_head_dim(config: Any) -> int | None:
     return head_dim if isinstance(head_dim, int) else None
 
 
-def _repeat_rows(spec: MaskSpec, batch_size: int) -> MaskSpec:
-    rows = spec.documents.shape[0]
-    if rows == batch_size:
-        return spec
-    if batch_size % rows or torch.is_grad_enabled():
-        raise ConfigError(
-            f"The mask in use has {rows} rows, the model was given {batch_size}; make the mask from the same batch."
-        )
-    return spec.repeat_interleave(batch_size // rows)  # generation repeats each prompt for its beams and samples
-
-
 def _check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any]) -> None:
     """Refuse rules that transformers or the model made depend on row indices."""
     if use_vmap:
@@ -191,37 +174,24 @@ def _check_index_scaling(config: Any, end: int) -> None:
 
 
 def attention_forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Attend for a layer: over ranks, by the function of `set_attention_function`, or by `run_attention`."""
     is_sharded = isinstance(attention_mask, ShardedMask)
     if torch.compiler.is_compiling() and not is_sharded:
         # Context variables cannot be traced; they are not set for layers that are compiled.
-        return run_attention(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
+        return run_attention(module, query, key, value, attention_mask, **options)
     function = _attention_function.get()
     if function is not None:
-        arguments = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux, **options}
-        return function(module, query, key, value, attention_mask, arguments)
+        return function(module, query, key, value, attention_mask, {**DEFAULT_OPTIONS, **options})
     if is_sharded:
-        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return attention_mask.attend(
-            module, query, key, value, ScoreOptions(scale, softcap, dropout, module.training), s_aux, options
-        ), None
+        return attention_mask.attend(module, query, key, value, **{**DEFAULT_OPTIONS, **options}), None
     if _mask_builder.get() is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was handed no mask by transformers' mask functions, so that nothing says what "
             "its tokens may see on other ranks"
         )
-    return run_attention(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, **options)
+    return run_attention(module, query, key, value, attention_mask, **options)
 
 
 # ------------------------------------------------------------------------------------------------ sharded rows
@@ -282,20 +252,12 @@ class ShardedMask:
     )
     _empty: dict[int, bool] = field(default_factory=dict)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scoring: ScoreOptions,
-        sinks: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attend for a layer with this rank's tokens: [B, H, s, D] -> [B, s, H, D]."""
         name, own = type(module).__name__, len(self.sharding.local_positions)
+        scaling, sinks = options["scaling"], options["s_aux"]
         for option, given in options.items():
-            if isinstance(given, Tensor) and option not in _HARMLESS_OPTIONS:
+            if isinstance(given, Tensor) and option not in (*DEFAULT_OPTIONS, *_HARMLESS_OPTIONS):
                 raise UnsupportedModelError(
                     f"{name} changes its attention by {option!r}, which is not cut with the tokens"
                 )
@@ -304,6 +266,8 @@ class ShardedMask:
                 f"{name} attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {own}"
             )
         self.sharding.calls += 1
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        scoring = ScoreOptions(scale, options["softcap"], options["dropout"], module.training)
         return self.sharding.method(scoring, self, query, key, value, sinks)
 
     def render(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor | BlockMask | RangeMask:
@@ -385,15 +349,6 @@ def _build_sharded_mask(
     return ShardedMask(sharding, _restrict_to_documents(mask_function, attention_mask), use_flex)
 
 
-def _register() -> None:
-    attention: Callable[..., Any] = attention_forward
-    masks: dict[str, Callable[..., Any]] = {
-        IMPLEMENTATION: build_mask,
-        DENSE_IMPLEMENTATION: partial(build_mask, use_flex=False),
-    }
-    for name, mask in masks.items():
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, mask)
-
-
-_register()
+for _name, _use_flex in ((IMPLEMENTATION, True), (DENSE_IMPLEMENTATION, False)):
+    AttentionInterface.register(_name, attention_forward)
+    AttentionMaskInterface.register(_name, partial(build_mask, use_flex=_use_flex))

@@ -270,6 +270,18 @@ class MaskSpec:
         return RangeMask(first, last, positions, blocks)
 
 
+@dataclass(frozen=True, eq=False)
+class CausalMask:
+    """The mask of a causal spec with documents and spans, in the form that a kernel reads."""
+
+    spec: MaskSpec
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The same mask for FlexAttention."""
+        return self.spec.block_mask()
+
+
 class _Runs(NamedTuple):
     """Runs of equal numbers in rows."""
 

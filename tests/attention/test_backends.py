@@ -112,13 +112,13 @@ def test_gpu_kernels_are_refused_without_a_gpu(choice: Any) -> None:
 
 
 def test_kernels_in_half_precision_are_refused_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornstarch.attention.cudnn_kernels.has_cudnn", lambda: True)
+    monkeypatch.setattr("cornstarch.attention.cudnn_attention.has_cudnn", lambda: True)
     with pytest.raises(ConfigError, match="bf16"):
         check_attention("varlen", torch.device("cuda"), half=False)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cornstarch.attention.cudnn_kernels.has_cudnn", lambda: False)
+    monkeypatch.setattr("cornstarch.attention.cudnn_attention.has_cudnn", lambda: False)
     monkeypatch.setattr("cornstarch.attention.flash_attention.has_flash", lambda: False)
     with pytest.raises(ConfigError, match=r"attention = varlen\n.*pip install 'cornstarch\[gpu\]'"):
         check_attention("varlen", torch.device("cuda"), half=True)
@@ -137,8 +137,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Pretend to have a Hopper GPU with both packages."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr("cornstarch.attention.flash_attention.has_flash_on", lambda device: True)
-    monkeypatch.setattr("cornstarch.attention.cudnn_kernels.has_cudnn", lambda: True)
-    monkeypatch.setattr("cornstarch.attention.cudnn_kernels.has_kernels", lambda width, device: True)
+    monkeypatch.setattr("cornstarch.attention.cudnn_attention.has_cudnn", lambda: True)
+    monkeypatch.setattr("cornstarch.attention.cudnn_attention.has_kernels", lambda width, device: True)
     return torch.device("cuda")
 
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
 
-from cornstarch.attention import cudnn_kernels as cudnn
+from cornstarch.attention import cudnn_attention as cudnn
 from cornstarch.attention import flash_attention as flash
 from tests.parity.cell import STEPS, Deviation, Matrix, Mismatch, Place
 from tests.parity.columns import COLUMNS, LOADS

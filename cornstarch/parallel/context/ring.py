@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from cornstarch.attention.backends import get_flex_attention
 from cornstarch.attention.interface import ScoreOptions, ShardedMask
 from cornstarch.attention.mask import RangeMask
-from cornstarch.attention.torch_attention import get_flex_attention
 from cornstarch.parallel.context.all_to_all import Group, pass_to_next_rank
 from cornstarch.parallel.context.modes import register_context_parallel_mode
 
