@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from cornstarch.checkpoint import CheckpointStore, Sharded
-from cornstarch.checkpoint import shard_files as files
+from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint.shards import Tensorlike
 
 TENSOR_MEGABYTES = 16

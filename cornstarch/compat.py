@@ -345,7 +345,6 @@ class _InStep:
         return getattr(dist, name)
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
-        """Add up a tensor over all processes, and wait for it."""
         dist.all_reduce(tensor, group=group)
         return SimpleNamespace(get_future=lambda: _complete_future([tensor]))
 
@@ -383,7 +382,6 @@ def allow_variants() -> None:
 
 
 def compile_variants(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function; it may have many variants."""
     allow_variants()
     made: Callable[..., Any] = torch.compile(function, **options)
     return made

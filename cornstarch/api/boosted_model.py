@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, count_samples, detach_output, join_outputs
-from cornstarch.checkpoint.optimizer_state import group_members
+from cornstarch.checkpoint.named_state import group_members
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.engine.train_step import TrainStep

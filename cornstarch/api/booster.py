@@ -27,7 +27,7 @@ from cornstarch.api.boosted_model import BoostedModel, BoostedOptimizer, Criteri
 from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, distribute_loader
 from cornstarch.api.plugin import MultimodalParallelPlugin, StageManager
 from cornstarch.checkpoint import weights
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.parallelize import ParallelizeOptions, parallelize
 from cornstarch.engine.plan_requirements import check_loss, refuse_pieces

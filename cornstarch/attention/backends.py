@@ -366,8 +366,9 @@ def define_operators(name: str, mask: str, backward_mask: str, logsumexp_dims: S
     return forward, backward
 
 
-def connect_backward(forward: Any, backward: Any, passed_on: Sequence[int]) -> None:
-    """Let autograd call `backward` with the inputs `passed_on` of `forward`, which are tensors of its mask."""
+def connect_backward(operators: tuple[Any, Any], passed_on: Sequence[int]) -> None:
+    """Let autograd call the backward operator, with the inputs `passed_on` of the other: tensors of its mask."""
+    forward, backward = operators
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:3], *output, *(inputs[number] for number in passed_on))

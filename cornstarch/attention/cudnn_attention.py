@@ -135,7 +135,6 @@ def _iterate_pieces(batch: PieceBatch, tokens: int) -> Iterator[tuple[slice, sli
 
 @cache
 def has_cudnn() -> bool:
-    """Whether cuDNN's own package is installed."""
     try:
         _package()
     except (ImportError, OSError, RuntimeError):
@@ -255,7 +254,6 @@ class _GraphBuilder:
             self.lengths = self._add_column(2 * tensors + 1, kinds.INT32, pieces)
 
     def _add_column(self, number: int, kind: Any, count: int) -> Any:
-        """Declare a column of integers: the starts of pieces, or their lengths."""
         return self.graph.tensor(
             name=f"column{number}", dim=[count, 1, 1, 1], stride=[1, 1, 1, 1], data_type=kind, uid=number
         )
@@ -365,7 +363,6 @@ def _merge_outputs(output: Tensor, logsumexp: Tensor, more: Tensor, more_logsume
 
 
 def _add_gradients(gradient: Tensor, more: Tensor, in_span: Tensor, ahead: int) -> None:
-    """Add gradients of tokens that come `ahead` tokens after one in a span."""
     if gradient.is_cuda and has_triton():
         from cornstarch.attention import triton_merge
 
@@ -407,7 +404,7 @@ def _attend_backward(*arguments: Any) -> tuple[Tensor, ...]:
 
 _MASK = "Tensor sizes, Tensor? documents, Tensor? spans, Tensor? in_span"
 _operators = backends.define_operators("attend_pieces", _MASK, _MASK, (0, 1), _attend, _attend_backward)
-backends.connect_backward(*_operators, passed_on=(3, 4, 5, 6))
+backends.connect_backward(_operators, passed_on=(3, 4, 5, 6))
 
 
 def attend_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: PieceMask, scale: float) -> Tensor:

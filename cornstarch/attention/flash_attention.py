@@ -56,7 +56,6 @@ def has_flash_on(device: torch.device) -> bool:
 
 @cache
 def load_package() -> Any:
-    """Return the package's functions."""
     enable_kernel_cache()
     warnings.filterwarnings("ignore", message="Argument aux_data .* cannot be converted to a JitArgument")  # and works
     return importlib.import_module("flash_attn.cute.interface")
@@ -236,7 +235,7 @@ _operators = backends.define_operators(
     "attend_documents", "Tensor sizes, Tensor? ends, Tensor? firsts", "Tensor sizes, Tensor? firsts", (1, 0),
     _attend_documents, _attend_documents_backward,
 )  # fmt: skip
-backends.connect_backward(*_operators, passed_on=(3, 5))
+backends.connect_backward(_operators, passed_on=(3, 5))
 
 
 def attend_documents(query: Tensor, key: Tensor, value: Tensor, documents: DocumentMask, scale: float) -> Tensor:

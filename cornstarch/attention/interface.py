@@ -56,7 +56,6 @@ def use_mask(spec: MaskSpec | None) -> Iterator[None]:
 
 
 def get_active_mask() -> MaskSpec | None:
-    """Return the spec of `use_mask`."""
     return _active_mask.get()
 
 
@@ -140,7 +139,6 @@ def _restrict_to_documents(mask_function: MaskFunction, attention_mask: Tensor |
 
 
 def _get_head_dim(config: Any) -> int | None:
-    """Return the head size of a model, if its config states it."""
     heads, size = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and isinstance(heads, int) and isinstance(size, int) and heads > 0:
@@ -226,17 +224,14 @@ class TokenSharding:
 
     @property
     def local_positions(self) -> Tensor:
-        """The positions of this rank's tokens."""
         return self.rank_positions[self.rank]
 
     @property
     def sizes(self) -> list[int]:
-        """The number of tokens of each rank."""
         return [len(positions) for positions in self.rank_positions]
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
-        """The numbers of all ranks."""
         return tuple(range(len(self.rank_positions)))
 
 

@@ -183,7 +183,6 @@ class MaskSpec:
 
     @cached_property
     def counts(self) -> DocumentCounts:
-        """The number of documents and spans."""
         if self.known_counts is not None:
             return self.known_counts
         documents, spans = self.documents.cpu(), self.spans.cpu()
@@ -278,7 +277,6 @@ class CausalMask:
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """The same mask for FlexAttention."""
         return self.spec.block_mask()
 
 
@@ -292,7 +290,6 @@ class _Runs(NamedTuple):
     lengths: Tensor
 
     def are_unique(self) -> bool:
-        """Whether no row has two runs of the same positive number."""
         keys = torch.stack([self.rows, self.numbers])[:, self.numbers > 0]
         return keys.unique(dim=1).shape[1] == keys.shape[1]
 
@@ -305,7 +302,6 @@ def _find_runs(numbers: Tensor) -> _Runs:
 
 
 def count_documents(documents: Tensor) -> DocumentCounts:
-    """Count the documents of rows [B, S]."""
     runs = _find_runs(documents)
     trailing = (runs.numbers <= 0) & (runs.starts > 0)
     whole_rows = bool((documents[:, 0] > 0).all()) and len(trailing) - int(trailing.sum()) == len(documents)
@@ -352,8 +348,6 @@ def evaluate_mask(rule: MaskFunction, rows: int, queries: Tensor, keys: Tensor) 
 
 
 def _index_rule(rule: MaskFunction, queries: Tensor, keys: Tensor) -> MaskFunction:
-    """Return a rule on indices into `queries` and `keys` instead of token indices."""
-
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return rule(row, head, queries[query], keys[key])
 
@@ -361,8 +355,6 @@ def _index_rule(rule: MaskFunction, queries: Tensor, keys: Tensor) -> MaskFuncti
 
 
 def _range_rule(first: Tensor, last: Tensor, positions: Tensor | None) -> MaskFunction:
-    """Return the rule of a `RangeMask`."""
-
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = key if positions is None else positions[key]
         return (position >= first[row, query]) & (position <= last[row, query])

@@ -87,7 +87,6 @@ def _unwrap_model(module: nn.Module) -> PreTrainedModel:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether the model has no weights yet."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -172,7 +171,6 @@ def _build_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def _compute_logits(language_model: nn.Module, tokens: Tensor, spec: MaskSpec) -> Tensor:
-    """Return the logits [B, S, vocabulary] of rows under a spec."""
     inputs = {"input_ids": tokens, "attention_mask": (spec.documents > 0).long()}
     parameters = inspect.signature(_unwrap_model(language_model).forward).parameters
     if "position_ids" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -180,7 +180,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _summarize_failures(failures: Sequence[str | None]) -> str | None:
-    """Return one message for the failures of all ranks; None if there are none."""
     if all(failure == failures[0] for failure in failures):
         return failures[0]
     return "\n".join(f"Rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None)

@@ -16,9 +16,20 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from cornstarch.checkpoint import shard_files
-from cornstarch.checkpoint.shard_files import DATA, FOLDER_NAME, FORMAT, MANIFEST, WRITERS, StoredShard
-from cornstarch.checkpoint.shards import Box, Tensorlike, TensorShard, is_partition, local_shards
+from cornstarch.checkpoint import shards as files
+from cornstarch.checkpoint.shards import (
+    DATA,
+    FOLDER_NAME,
+    FORMAT,
+    MANIFEST,
+    WRITERS,
+    Box,
+    StoredShard,
+    Tensorlike,
+    TensorShard,
+    is_partition,
+    local_shards,
+)
 from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_manifest, own_digest
@@ -132,12 +143,10 @@ class Checkpoint:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
         return sum(entry["size"] for entry in self.files.values())
 
     @property
     def form(self) -> Form:
-        """The form of the files."""
         form: Form = self.layout.get("form", "full")
         return form
 
@@ -169,9 +178,9 @@ class Checkpoint:
         with ExitStack() as stack:
             shards: dict[str, list[StoredShard]] = {}
             for file in sorted(self.files):
-                if not file.endswith(".safetensors") or (rank is not None and shard_files.file_rank(file) != rank):
+                if not file.endswith(".safetensors") or (rank is not None and files.file_rank(file) != rank):
                     continue
-                for shard in shard_files.open_shards(self.storage, self.folder / file, stack):
+                for shard in files.open_shards(self.storage, self.folder / file, stack):
                     known = shards.setdefault(shard.name, [])
                     if self.form != "local" or rank is not None or _is_new(shard, known):
                         known.append(shard)
@@ -201,7 +210,7 @@ class Checkpoint:
                 raise ConfigError(f"{self.folder / name} cannot be read ({error}).") from error
 
         chosen = [name for name in self.files if names is None or name in names]
-        for name, found in shard_files.run_in_threads(digest, chosen, WRITERS).items():
+        for name, found in files.run_in_threads(digest, chosen, WRITERS).items():
             if found != self.files[name]["sha256"]:
                 raise ConfigError(
                     f"{self.folder / name} is damaged: its SHA-256 is {found[:16]}…, but "
@@ -242,7 +251,7 @@ def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = No
             f"this one reads formats up to {FORMAT}. Update Cornstarch."
         )
     # Byte for byte: a changed blank would not change the content, but shows that the disk cannot be trusted.
-    if content.get("sha256") != own_digest(content) or written != shard_files.encode_manifest(content):
+    if content.get("sha256") != own_digest(content) or written != files.encode_manifest(content):
         raise ConfigError(f"{path} is damaged or was edited: it does not have the checksum it states.")
     for name, kind in _FIELDS.items():
         if not isinstance(content.get(name), kind):
@@ -327,12 +336,12 @@ def _write_converted(
     written: Manifest = {}
     for rank in range(count):
         shards = _split_first_dim(tensors, rank, count)
-        written |= shard_files.write_shards(storage, folder, shard_files.file_prefix(rank, count), shards)
+        written |= files.write_shards(storage, folder, files.file_prefix(rank, count), shards)
     written[DATA] = storage.write(folder / DATA, [source.storage.read(source.folder / DATA)])
-    shard_files.check_written(storage, folder, written)
+    files.check_written(storage, folder, written)
     description = json.loads(source.storage.read(source.folder / MANIFEST))
     description["layout"] = {"processes": count, "form": form, "meshes": [], "converted": source.layout}
-    shard_files.write_manifest(storage, folder, written, description)
+    files.write_manifest(storage, folder, written, description)
     storage.flush(folder)
     storage.flush(folder.parent)
 

@@ -22,11 +22,21 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from cornstarch.checkpoint import shard_files
+from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint.coordinator import Coordinator
 from cornstarch.checkpoint.reader import Form, read_checkpoint
-from cornstarch.checkpoint.shard_files import DATA, DTYPES, TORCH_DTYPES
-from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, TensorShard, is_partition, is_sharded, local_shards
+from cornstarch.checkpoint.shards import (
+    DATA,
+    DTYPES,
+    TORCH_DTYPES,
+    Box,
+    Sharded,
+    Tensorlike,
+    TensorShard,
+    is_partition,
+    is_sharded,
+    local_shards,
+)
 from cornstarch.checkpoint.storage import Storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest
@@ -270,9 +280,9 @@ class CheckpointWriter:
             if self.form == "full" and size > 1:
                 written = self._write_on_first()
             else:
-                prefix = shard_files.file_prefix(rank, size)
-                written = shard_files.write_shards(self.storage, self.temporary, prefix, self._shards)
-            shard_files.check_written(self.storage, self.temporary, written)
+                prefix = files.file_prefix(rank, size)
+                written = files.write_shards(self.storage, self.temporary, prefix, self._shards)
+            files.check_written(self.storage, self.temporary, written)
             self.storage.flush(self.temporary)
             return written
 
@@ -283,7 +293,7 @@ class CheckpointWriter:
             return {}
         try:
             tensors = _gather_tensors(self._plan, self._shards, self.coordinator)
-            return shard_files.write_shards(self.storage, self.temporary, "tensors", tensors, writers=1)
+            return files.write_shards(self.storage, self.temporary, "tensors", tensors, writers=1)
         finally:
             self.coordinator.stop_serving()
 
@@ -291,8 +301,8 @@ class CheckpointWriter:
         with self.explain_errors():
             manifest = {name: entry for one in entries for name, entry in one.items()}
             manifest[DATA] = self.storage.write(self.temporary / DATA, [self._content])
-            shard_files.write_manifest(self.storage, self.temporary, manifest, self._description)
-            shard_files.check_written(self.storage, self.temporary, {DATA: manifest[DATA]})
+            files.write_manifest(self.storage, self.temporary, manifest, self._description)
+            files.check_written(self.storage, self.temporary, {DATA: manifest[DATA]})
             read_checkpoint(self.temporary, self.storage).check_sizes()
             self.storage.flush(self.temporary)
             target = self.target
@@ -302,7 +312,6 @@ class CheckpointWriter:
 
     @property
     def target(self) -> Path:
-        """The final folder of the checkpoint."""
         return self.temporary.with_name(self.temporary.name.partition(".tmp.")[0])
 
     # ------------------------------------------------------------------ failures

@@ -15,23 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint import optimizer_state
+from cornstarch.checkpoint import named_state
 from cornstarch.checkpoint.coordinator import Coordinator
-from cornstarch.checkpoint.flatten import flatten_values, list_tensors, unflatten_values
-from cornstarch.checkpoint.named_shards import (
+from cornstarch.checkpoint.named_state import (
+    Group,
     describe,
     fill,
     is_trained,
     local_parameters,
     named_buffers,
     named_parameters,
-)
-from cornstarch.checkpoint.optimizer_state import Group
-from cornstarch.checkpoint.random_state import (
-    find_random_state,
-    flatten_random_state,
-    random_state,
-    resume_random_state,
 )
 from cornstarch.checkpoint.shards import (
     Sharded,
@@ -40,6 +33,15 @@ from cornstarch.checkpoint.shards import (
     fingerprint_shards,
     is_sharded,
     join_fingerprints,
+)
+from cornstarch.checkpoint.state_values import (
+    find_random_state,
+    flatten_random_state,
+    flatten_values,
+    list_tensors,
+    random_state,
+    resume_random_state,
+    unflatten_values,
 )
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.data import reshard
@@ -89,11 +91,9 @@ def capture(
     reshard(model)
     tensors: dict[str, Tensorlike] = {}
     parameters, local = named_parameters(model), local_parameters(model)
-    inner = optimizer_state.inner_optimizer(optimizer)
+    inner = named_state.inner_optimizer(optimizer)
     frozen = [name for name, parameter in local.items() if not is_trained(parameter)]
-    whole = _survey(
-        model, local, lambda: optimizer_state.flatten_groups(inner, parameters, tensors), frozen, coordinator
-    )
+    whole = _survey(model, local, lambda: named_state.flatten_groups(inner, parameters, tensors), frozen, coordinator)
     prints = {name: whole.fingerprints[name] for name in frozen if name not in whole.optimized}
     averages = _shard_averages(ema, local)
     tensors |= {f"parameters/{name}": detach(one) for name, one in local.items() if name not in prints}
@@ -105,7 +105,7 @@ def capture(
         "optimizer": {
             "class": type(inner).__qualname__,
             "groups": whole.groups,
-            **optimizer_state.flatten_states(inner, parameters, local, tensors),
+            **named_state.flatten_states(inner, parameters, local, tensors),
         },
         "scaler": None if scaler is None else flatten_values(scaler.state_dict(), "scaler", tensors),
         "scheduler": flatten_values(scheduler_state, "scheduler", tensors),
@@ -152,32 +152,32 @@ def restore(
     reshard(model)
     state = _find_state(data)
     parameters, local = named_parameters(model), local_parameters(model)
-    inner = optimizer_state.inner_optimizer(optimizer)
+    inner = named_state.inner_optimizer(optimizer)
     averages = _shard_averages(ema, local)
 
     def bare_groups() -> list[Group]:
-        return [{"parameters": members, "options": {}} for members in optimizer_state.group_members(inner, parameters)]
+        return [{"parameters": members, "options": {}} for members in named_state.group_members(inner, parameters)]
 
     whole = _survey(model, local, bare_groups, _list_unsaved(state), coordinator, averages)
 
     def check() -> None:
         _refuse(_compare_model(state, whole) + _compare_trained(state, local), "the model")
-        differences = optimizer_state.optimizer_differences(state["optimizer"], inner, parameters, whole.optimized)
+        differences = named_state.optimizer_differences(state["optimizer"], inner, parameters, whole.optimized)
         _refuse(differences, "the optimizer")
         if ema is not None and state["ema"] is None:
             _refuse(["the run has averaged weights, the checkpoint was made without"], "the averaged weights")
         _refuse([] if ema is None else _compare(state["ema"], whole.averages), "the averaged weights")
         if scaler is not None and scaler.state_dict() and not state["scaler"]:
             _refuse(["the run scales its gradients (fp16), the checkpoint was made without"], "the gradient scaler")
-        needed = optimizer_state.list_needed_tensors(state["optimizer"], inner, parameters, local)
+        needed = named_state.list_needed_tensors(state["optimizer"], inner, parameters, local)
         needed += list_tensors([state[part] for part in ("scaler", "scheduler", "loader")])
         needed += list_tensors(find_random_state(state, drawing, size)[0])
         _check_complete(state, tensors, needed)
 
     def load() -> RestoredState:
         _load_weights(state, tensors, model, local, averaged=False)
-        optimizer_state.restore_optimizer(state["optimizer"], tensors, inner, parameters, local)
-        optimizer_state.copy_options(inner, optimizer)
+        named_state.restore_optimizer(state["optimizer"], tensors, inner, parameters, local)
+        named_state.copy_options(inner, optimizer)
         for name, average in (averages or {}).items():
             fill(tensors, f"ema/{name}", average)
         if scaler is not None and state["scaler"]:
@@ -265,7 +265,7 @@ def _survey(
         names = dict.fromkeys(name for one in found for name in one["shards"])
         prints = {name: join_fingerprints(p for one in found for p in one["shards"].get(name, ())) for name in names}
         there = {kind: {name: form for one in found for name, form in one[kind].items()} for kind in kinds}
-        merged = optimizer_state.merge_groups([one["groups"] for one in found])
+        merged = named_state.merge_groups([one["groups"] for one in found])
         return {"groups": merged, "fingerprints": prints, **there}
 
     joined = coordinator.reduce(work, join)
@@ -288,7 +288,6 @@ def _list_unsaved(state: Mapping[str, Any]) -> list[str]:
 def _shard_averages(
     averages: Mapping[str, Tensor] | None, local: Mapping[str, Tensorlike]
 ) -> dict[str, Tensorlike] | None:
-    """Return averaged weights with the sharding of their parameters."""
     if averages is None:
         return None
     result: dict[str, Tensorlike] = {}
@@ -299,7 +298,6 @@ def _shard_averages(
 
 
 def detach(tensor: Tensorlike) -> Tensorlike:
-    """Return the same memory without gradients."""
     return tensor if isinstance(tensor, Sharded) else tensor.detach()
 
 

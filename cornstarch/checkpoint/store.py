@@ -22,8 +22,7 @@ from torch import Tensor
 from cornstarch.checkpoint.coordinator import Coordinator
 from cornstarch.checkpoint.reader import Checkpoint, Form, read_checkpoint
 from cornstarch.checkpoint.save import CheckpointWriter
-from cornstarch.checkpoint.shard_files import FOLDER_NAME, LEFTOVER_NAME
-from cornstarch.checkpoint.shards import Tensorlike, TensorShard
+from cornstarch.checkpoint.shards import FOLDER_NAME, LEFTOVER_NAME, Tensorlike, TensorShard
 from cornstarch.checkpoint.storage import resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import own_digest
@@ -114,7 +113,6 @@ class CheckpointStore:
         self.background.wait()
 
     def _background_coordinator(self) -> Coordinator:
-        """Return a coordinator of the saving thread, whose messages do not mix with those of the main thread."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._thread_coordinator is None or self._thread_coordinator[0] is not world:
             self._thread_coordinator = (world, Coordinator.with_own_group())
@@ -173,7 +171,6 @@ class CheckpointStore:
         return sorted(found, key=lambda one: one.sequence)
 
     def _first_intact(self, candidates: Callable[[], Checkpoints]) -> Checkpoint | None:
-        """Return the first of rank 0's candidates that is intact on all ranks."""
         self.wait()
         coordinator = Coordinator.default()
         names, self.problems = coordinator.run_on_first(
@@ -271,11 +268,9 @@ class BackgroundSave:
 
     @property
     def is_running(self) -> bool:
-        """Whether the task is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise the failure of a task that has ended, without waiting."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread.join()
             self._thread = None
@@ -284,13 +279,11 @@ class BackgroundSave:
             raise failure
 
     def wait(self) -> None:
-        """Wait for the end of the task and raise its failure."""
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def print_failure(self) -> None:
-        """Print a failure that nothing has raised, when the process ends."""
         if self._failure is not None:
             print(f"{type(self._failure).__name__}: {self._failure}", file=sys.stderr)
 

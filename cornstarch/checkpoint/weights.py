@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint import optimizer_state
+from cornstarch.checkpoint import named_state
 from cornstarch.checkpoint.coordinator import Coordinator
-from cornstarch.checkpoint.flatten import flatten_values, unflatten_values
-from cornstarch.checkpoint.named_shards import local_parameters, named_buffers, named_parameters
+from cornstarch.checkpoint.named_state import local_parameters, named_buffers, named_parameters
 from cornstarch.checkpoint.reader import Checkpoint
 from cornstarch.checkpoint.shards import Tensorlike
 from cornstarch.checkpoint.state import describe_model, detach, restore_weights
+from cornstarch.checkpoint.state_values import flatten_values, unflatten_values
 from cornstarch.checkpoint.store import CheckpointStore
 from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, open_run
 from cornstarch.errors import ConfigError
@@ -65,9 +65,9 @@ def save_optimizer_state(
     tensors: dict[str, Tensorlike] = {}
     parameters, local = named_parameters(model), local_parameters(model)
     groups = Coordinator.default().reduce(
-        lambda: optimizer_state.flatten_groups(optimizer, parameters, tensors), optimizer_state.merge_groups
+        lambda: named_state.flatten_groups(optimizer, parameters, tensors), named_state.merge_groups
     )
-    states = optimizer_state.flatten_states(optimizer, parameters, local, tensors)
+    states = named_state.flatten_states(optimizer, parameters, local, tensors)
     saved = {"class": type(optimizer).__qualname__, "groups": groups, **states}
     return _save_part(folder, "optimizer", tensors, {"optimizer": saved, "more": dict(more)})
 
@@ -80,22 +80,22 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, fol
     data = checkpoint.data()
     saved, parameters, local = data["optimizer"], named_parameters(model), local_parameters(model)
     optimized = coordinator.reduce(
-        lambda: sum(optimizer_state.group_members(optimizer, parameters), []),
+        lambda: sum(named_state.group_members(optimizer, parameters), []),
         lambda found: list(dict.fromkeys(name for one in found for name in one)),
     )
     with checkpoint.tensors() as tensors:
 
         def check() -> None:
-            differences = optimizer_state.optimizer_differences(saved, optimizer, parameters, optimized)
+            differences = named_state.optimizer_differences(saved, optimizer, parameters, optimized)
             if differences:
                 shown = "\n  ".join(differences[:_SHOWN])
                 raise ConfigError(f"{folder} does not fit the optimizer, and nothing was loaded:\n  {shown}")
-            needed = optimizer_state.list_needed_tensors(saved, optimizer, parameters, local)
+            needed = named_state.list_needed_tensors(saved, optimizer, parameters, local)
             if missing := [name for name in needed if name not in tensors]:
                 raise ConfigError(f"{folder} is incomplete: {missing[0]} is missing. Nothing was loaded.")
 
         coordinator.run_on_all(check)
-        coordinator.run_on_all(lambda: optimizer_state.restore_optimizer(saved, tensors, optimizer, parameters, local))
+        coordinator.run_on_all(lambda: named_state.restore_optimizer(saved, tensors, optimizer, parameters, local))
     return dict(data["more"])
 
 
@@ -190,7 +190,6 @@ def _list_stages(folder: Path) -> list[Path]:
 
 
 def _select_weights(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint; averaged weights take precedence."""
     persistent = [f"buffers/{name}" for name, entry in state["buffers"].items() if entry["persistent"]]
     names = [name for kind in ("parameters/", "ema/") for name in tensors if name.startswith(kind)]
     names += [name for name in persistent if name in tensors]
@@ -198,7 +197,6 @@ def _select_weights(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> 
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name."""
     return {**named_parameters(model), **{name: buffer for name, buffer, keeps in named_buffers(model) if keeps}}
 
 

@@ -3,30 +3,15 @@
 The same names are used in YAML, on the command line (`optimizer.learning_rate=1e-4`) and in Python.
 """
 
-from __future__ import annotations
+from cornstarch.config.fields import Section, TrainMode, format_size, parse_size
+from cornstarch.config.run import ParallelConfig, RunConfig
+from cornstarch.plan.kinds import Precision
 
-from cornstarch.config.data import DataConfig, DataFormat, SourceConfig
-from cornstarch.config.fields import Precision, Section, TrainMode, format_size, parse_size
-from cornstarch.config.model import (
-    EncoderConfig,
-    FactoryConfig,
-    LanguageModelConfig,
-    LoraConfig,
-    ModelConfig,
-    PartConfig,
-    WholeModelConfig,
-)
-from cornstarch.config.parallel import ParallelConfig
-from cornstarch.config.run import RunConfig
-from cornstarch.config.training import (
-    CheckpointConfig,
-    EarlyStoppingConfig,
-    FeaturesConfig,
-    LoggingConfig,
-    LoopConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-)
+from cornstarch.config.sections import (  # isort: skip
+    CheckpointConfig, DataConfig, DataFormat, EarlyStoppingConfig, EncoderConfig, FactoryConfig, FeaturesConfig,
+    LanguageModelConfig, LoggingConfig, LoopConfig, LoraConfig, ModelConfig, OptimizerConfig, PartConfig,
+    ScheduleConfig, SourceConfig, WholeModelConfig,
+)  # fmt: skip
 
 __all__ = [
     "CheckpointConfig", "DataConfig", "DataFormat", "EarlyStoppingConfig", "EncoderConfig", "FactoryConfig",

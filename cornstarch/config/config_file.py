@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -32,6 +32,9 @@ from cornstarch.plan.validation import (
     validate_data,
 )
 
+if TYPE_CHECKING:
+    from cornstarch.plan.predict import Prediction
+
 PLAN_SECTIONS = ("parallel", "loop")
 """The sections of a plan file, which `cornstarch plan` writes."""
 UNDECIDED = (
@@ -41,7 +44,7 @@ UNDECIDED = (
 """The message where a plan is needed that has not been chosen yet."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ConfigReading:
     """A config that was read, or its mistakes, and where every value was written."""
 
@@ -356,3 +359,47 @@ def _difference(a: Any, b: Any, path: tree.Path) -> list[str]:
 
 def _show(value: Any) -> str:
     return "absent" if value is _ABSENT else shorten(json.dumps(value, ensure_ascii=False, default=str), 200)
+
+
+# ------------------------------------------------------------------------------------------------ plan files
+
+
+def plan_sections(best: Prediction, config: RunConfig) -> dict[str, Any]:
+    """Return the sections of a config for a predicted plan: `parallel`, and some keys of `loop`."""
+    choice = best.candidate
+    usual, modules = as_data(ModulePlan()), {}
+    for name, plan in choice.modules:
+        starts = best.starts[name]
+        ends = (*starts[1:], best.layers[name])
+        layers = tuple(end - start for start, end in zip(starts, ends, strict=True)) if len(starts) > 1 else None
+        data = as_data(dataclasses.replace(plan, layers=layers))
+        modules[name] = {option: value for option, value in data.items() if value != usual[option]}
+    copies = {} if choice.replicate is None else {"replicate": choice.replicate}
+    parallel: dict[str, Any] = {"modules": modules, "data": {"kind": choice.kind, **copies}}
+    if len(modules) > 1:
+        parallel["ranks"] = choice.ranks
+    if choice.is_pipeline:
+        parallel["schedule"] = choice.schedule
+    if config.parallel.verify != "auto":
+        parallel["verify"] = config.parallel.verify
+    loop: dict[str, Any] = {"batch_size": config.loop.batch_size, "gradient_accumulation_steps": choice.microbatches}
+    if config.loop.activation_checkpointing:  # the modules of the plan have it
+        loop["activation_checkpointing"] = False
+    if config.loop.activation_bytes is not None:
+        loop["activation_budget"] = 1.0
+    return {"parallel": parallel, "loop": loop}
+
+
+def with_plan(config: RunConfig, best: Prediction) -> RunConfig:
+    return replace_sections(config, plan_sections(best, config))
+
+
+def replace_sections(config: RunConfig, sections: dict[str, Any]) -> RunConfig:
+    """Return a config with the sections of a plan."""
+    data = as_data(config)
+    return RunConfig.model_validate({**data, "parallel": sections["parallel"], "loop": data["loop"] | sections["loop"]})
+
+
+def write_plan(best: Prediction, config: RunConfig, comments: list[str]) -> str:
+    """Return a plan file that `cornstarch train CONFIG --plan FILE` takes, with comments at its top."""
+    return "".join(f"# {line}\n" for line in comments) + write_data(plan_sections(best, config))

@@ -1,31 +1,59 @@
-"""The config of a run, and the checks across its sections."""
+"""The config of a run, its section `parallel`, and the checks across sections."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cornstarch.config.data import DataConfig
-from cornstarch.config.fields import Also, NotNegative, Positive, Precision, Section
-from cornstarch.config.model import ModelConfig
-from cornstarch.config.parallel import ParallelConfig
-from cornstarch.config.training import (
-    CheckpointConfig,
-    FeaturesConfig,
-    LoggingConfig,
-    LoopConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-)
-from cornstarch.plan.kinds import LANGUAGE_MODEL, SPLIT_BACKWARD, WHOLE_MODEL
-from cornstarch.plan.plan import fill_empty
+from cornstarch.config import sections
+from cornstarch.config.fields import Also, Section
+from cornstarch.plan.kinds import LANGUAGE_MODEL, SPLIT_BACKWARD, WHOLE_MODEL, Precision
+from cornstarch.plan.plan import ModulePlan, Plan, fill_empty
+from cornstarch.plan.validation import NotNegative, Positive, Switch, section
 
 _DEVICE = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu|npu)(:\d+)?")
 _OTHER_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
+
+
+@section
+class ParallelConfig(Plan):
+    """How the run is parallelized over the processes that it is started with.
+
+    `parallel: auto` is short for `parallel: {auto: true}`. Until the plan is chosen, nothing is parallelized.
+    """
+
+    verify: Literal["auto", "always", "never"] = "auto"
+    """Try the plan on a tiny twin of the model before training. auto: if no test has parallelized such a model so."""
+    auto: Switch = False
+    """Choose the plan when the run is started, for the processes that there are; then only `verify`, `cluster` and
+    `costs` are given."""
+    cluster: str | None = None
+    """auto: what the processes run on, a name or a file (docs/clusters.md). Default: this machine, by the catalogue."""
+    costs: str | None = None
+    """auto: a file of `cornstarch profile`. Default: the costs of layers are estimated."""
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            object.__setattr__(self, "modules", {WHOLE_MODEL: ModulePlan()})
+        super().__post_init__()
+
+    @model_validator(mode="after")
+    def _check_auto(self) -> ParallelConfig:
+        usual = Plan()
+        chosen = ("modules", "data", "ranks", "schedule")
+        given = [name for name in chosen if getattr(self, name) != getattr(usual, name)]
+        if self.auto and given:
+            names = " and ".join(f"`{name}`" for name in given)
+            raise ValueError(f"`auto` chooses {names} itself; leave one of them out")
+        for name in ("cluster", "costs"):
+            if getattr(self, name) is not None and not self.auto:
+                raise ValueError(f"`{name}` is what `auto` chooses by; write `auto: true` beside it, or leave it out")
+        return self
 
 
 class RunConfig(Section):
@@ -50,16 +78,16 @@ class RunConfig(Section):
     for each row, closer to bf16; tensorwise: one for each matrix, faster."""
     attention: Literal["auto", "flex", "sdpa", "cudnn", "varlen"] = "auto"
     """The attention kernels on a GPU. auto: the fastest that respect the mask."""
-    model: ModelConfig
+    model: sections.ModelConfig
     """The model to train."""
-    data: DataConfig
+    data: sections.DataConfig
     """The data to train on."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
-    loop: LoopConfig = LoopConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    logging: LoggingConfig = LoggingConfig()
-    features: FeaturesConfig = FeaturesConfig()
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    schedule: sections.ScheduleConfig = sections.ScheduleConfig()
+    loop: sections.LoopConfig = sections.LoopConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    logging: sections.LoggingConfig = sections.LoggingConfig()
+    features: sections.FeaturesConfig = sections.FeaturesConfig()
     parallel: ParallelConfig = ParallelConfig()
 
     @field_validator("device")
@@ -89,149 +117,159 @@ class RunConfig(Section):
         return "off" if value is False else value  # YAML's `off` is false
 
     @model_validator(mode="after")
-    def _check_fp8(self) -> RunConfig:
+    def _check(self) -> RunConfig:
+        """Refuse options of several sections that make no sense together, the first that is found."""
+        for problem in chain(
+            self._fp8_conflicts(), self._modules_conflicts(), self._early_stopping_conflicts(),
+            self._balance_conflicts(), self._unsynchronized_conflicts(), self._recomputation_conflicts(),
+            self._feature_cache_conflicts(),
+        ):  # fmt: skip
+            raise ValueError(problem)
+        return self
+
+    def _fp8_conflicts(self) -> Iterator[str]:
         if self.fp8 == "off":
-            return self
+            return
         given: dict[str, str | None] = {"precision": self.precision}
         given |= {f"parallel.modules.{name}.precision": one.precision for name, one in self.parallel.modules.items()}
         for key, precision in given.items():
             if precision not in ("auto", "bf16", None):
-                raise ValueError(
+                yield (
                     f"`fp8` = {self.fp8} with `{key}` = {precision}: what is not multiplied in fp8 is computed in bf16 "
                     "then. Use bf16 or auto, or set `fp8` to off"
                 )
         plan = self.parallel
         cut = sorted(name for name, module in plan.modules.items() if module.tp > 1)
         if cut:
-            raise ValueError(
+            yield (
                 f"`fp8` = {self.fp8} with tp > 1 for {', '.join(cut)}: matrices that are cut over ranks are not "
                 "multiplied in fp8. Use data parallelism (fsdp2) or stages instead of tp, or set `fp8` to off"
             )
         if plan.is_pipeline and plan.schedule in SPLIT_BACKWARD:
-            raise ValueError(
+            yield (
                 f"`fp8` = {self.fp8} with `parallel.schedule` = {plan.schedule}: it takes apart the gradients of "
                 "inputs and of weights, which layers in fp8 compute together. Use 1f1b or interleaved, or set `fp8` to "
                 "off"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_modules(self) -> RunConfig:
+    def _modules_conflicts(self) -> Iterator[str]:
         model, named = self.model, set(self.parallel.modules)
         known = {*model.encoders, LANGUAGE_MODEL} if model.encoders else {WHOLE_MODEL, LANGUAGE_MODEL}
         wrong = sorted(named - known - {WHOLE_MODEL})
         if wrong:
-            raise ValueError(
+            yield (
                 f"`parallel.modules` has {', '.join(wrong)}; the model has {', '.join(sorted(known))}"
                 f"{', or `model` for all of them alike' if model.encoders else ''}"
             )
         missing = sorted(known - named)
         if model.encoders and named != {WHOLE_MODEL} and missing:
-            raise ValueError(
+            yield (
                 f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
                 "which stands for all of them"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_early_stopping(self) -> RunConfig:
+    def _early_stopping_conflicts(self) -> Iterator[str]:
         if self.loop.early_stopping is None:
-            return self
+            return
         option = "`loop.early_stopping` ends a run whose evaluations do not get better"
         if not self.data.evaluation:
-            raise ValueError(f"{option}, and `data.evaluation` has no data. Give it some, or leave early_stopping out")
+            yield f"{option}, and `data.evaluation` has no data. Give it some, or leave early_stopping out"
         if self.loop.evaluate_every is None:
-            raise ValueError(
+            yield (
                 f"{option}, and without `loop.evaluate_every` there is one, at the end. Set it to a number of steps, "
                 "or leave early_stopping out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_balance(self) -> RunConfig:
+    def _balance_conflicts(self) -> Iterator[str]:
         if self.data.balance != "off" and self.parallel.data.is_unsynchronized:
-            raise ValueError(
+            yield (
                 f"`data.balance` = {self.data.balance} with `parallel.data.kind` = {self.parallel.data.kind}: "
                 "a process trains on batches of its own between exchanges, and long samples would come together in "
                 "them. Set `data.balance` to off"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_balance_encoders(self) -> RunConfig:
         if not self.data.balance_encoders:
-            return self
+            return
         plan, option = self.parallel, "`data.balance_encoders` = true"
         if plan.data.is_unsynchronized:
-            raise ValueError(
+            yield (
                 f"{option} with `parallel.data.kind` = {plan.data.kind}: processes train by themselves between "
                 "exchanges, and would have to wait for one another's images. Set `data.balance_encoders` to false"
             )
         if plan.is_pipeline:
-            raise ValueError(
+            yield (
                 f"{option} with stages, or encoders on ranks of their own: replicas of a pipeline do not encode at the "
                 "same moment. Put all modules on the same ranks (`parallel.ranks` = shared, one stage), or set "
                 "`data.balance_encoders` to false"
             )
         encoders = [name for name in plan.modules if name != LANGUAGE_MODEL or len(plan.modules) == 1]
         if cut := sorted(name for name in encoders if plan.modules[name].cp > 1):
-            raise ValueError(
+            yield (
                 f"{option} with cp > 1 for {', '.join(cut)}: the ranks of a replica share out its images already. Use "
                 "cp = 1 for encoders, with `parallel.ranks` = shared, or set `data.balance_encoders` to false"
             )
         if self.features.cache:
-            raise ValueError(
+            yield (
                 f"{option} with `features.cache`: what is kept needs no encoder, and processes that have all of their "
                 "images would not take part. Leave one of them out"
             )
         if self.model.language_model is not None and not self.model.encoders:
-            raise ValueError(f"{option} lends what encoders read; `model` has none")
-        return self
+            yield f"{option} lends what encoders read; `model` has none"
 
-    @model_validator(mode="after")
-    def _check_unsynchronized(self) -> RunConfig:
+    def _unsynchronized_conflicts(self) -> Iterator[str]:
         kind = self.parallel.data.kind
         if not self.parallel.data.is_unsynchronized:
-            return self
+            return
         if self.loop.ema_decay is not None:
-            raise ValueError(
+            yield (
                 f"`loop.ema_decay` with `parallel.data.kind` = {kind}: each process has weights of its own, and would "
                 "average others over time than are saved. Leave `loop.ema_decay` out: the mean over processes is saved"
             )
         if self.precision == "fp16":
-            raise ValueError(
+            yield (
                 f"`precision` = fp16 with `parallel.data.kind` = {kind}: each process would scale its losses "
                 "otherwise, and leave out other steps. Use bf16 or fp32"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_recomputation(self) -> RunConfig:
+    def _recomputation_conflicts(self) -> Iterator[str]:
         schedule = self.parallel.schedule
         if self.loop.activation_checkpointing and schedule in SPLIT_BACKWARD and self.parallel.is_pipeline:
-            raise ValueError(
+            yield (
                 f"`loop.activation_checkpointing` with `parallel.schedule` = {schedule}: activations would be computed "
                 "again for the gradients of inputs, and once more for those of each matrix, which zero_bubble takes "
                 "apart; use 1f1b or interleaved"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_activation_budget(self) -> RunConfig:
         if self.loop.activation_bytes is None:
-            return self
+            return
         plan, option = self.parallel, f"`loop.activation_budget` = {self.loop.activation_budget}"
         if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
-            raise ValueError(
+            yield (
                 f"{option}: what stages of a pipeline and parts of layers (tp, cp) keep is not estimated yet. Set "
                 "`parallel.modules.<name>.activation_checkpointing`, which computes every layer of a module again"
             )
         if again := sorted(name for name, module in plan.modules.items() if module.activation_checkpointing):
-            raise ValueError(
+            yield (
                 f"{option} chooses which layers are computed again, and `parallel.modules.{again[0]}."
                 "activation_checkpointing` says all of them; give one of them"
             )
-        return self
+
+    def _feature_cache_conflicts(self) -> Iterator[str]:
+        if not self.features.cache:
+            return
+        trained = sorted(name for name, part in self.model.encoders.items() if part.train in ("full", "lora"))
+        if trained:
+            yield (
+                f"`features.cache` keeps what frozen encoders make; {', '.join(trained)} is trained, and makes other "
+                "features after every step. Set its `train` to projector or frozen, or leave the cache out"
+            )
+        if self.model.language_model is not None and not self.model.encoders:
+            yield "`features.cache` keeps what encoders make; `model` has none"
+        plan = self.parallel
+        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
+            yield (
+                "`features.cache` works with data parallelism only: processes that share the samples of a step "
+                "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
+                "let every process have samples of its own"
+            )
 
     @property
     def recomputes(self) -> bool:
@@ -239,28 +277,6 @@ class RunConfig(Section):
         modules = self.parallel.modules.values()
         return self.loop.activation_checkpointing or all(module.activation_checkpointing for module in modules)
 
-    @model_validator(mode="after")
-    def _check_feature_cache(self) -> RunConfig:
-        if not self.features.cache:
-            return self
-        trained = sorted(name for name, part in self.model.encoders.items() if part.train in ("full", "lora"))
-        if trained:
-            raise ValueError(
-                f"`features.cache` keeps what frozen encoders make; {', '.join(trained)} is trained, and makes other "
-                "features after every step. Set its `train` to projector or frozen, or leave the cache out"
-            )
-        if self.model.language_model is not None and not self.model.encoders:
-            raise ValueError("`features.cache` keeps what encoders make; `model` has none")
-        plan = self.parallel
-        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
-            raise ValueError(
-                "`features.cache` works with data parallelism only: processes that share the samples of a step "
-                "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
-                "let every process have samples of its own"
-            )
-        return self
-
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return self.output if self.output is not None else Path("runs") / self.name

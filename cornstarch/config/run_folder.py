@@ -59,7 +59,6 @@ class RunFolder:
     # ------------------------------------------------------------------ the config
 
     def read_config(self) -> RunConfig | None:
-        """Return the config with which the run was started."""
         return load_config(self / CONFIG) if (self / CONFIG).exists() else None
 
     def check_config(self, config: RunConfig) -> list[str]:
@@ -99,7 +98,6 @@ class RunFolder:
         return summary if isinstance(summary, dict) else {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write run.json."""
         self.write(SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
 
     def set_aside(self) -> Path | None:

@@ -33,7 +33,6 @@ class Node:
     """A mistake about it is known, so that its value, None, means nothing."""
 
     def plain(self) -> Any:
-        """Return the value as ordinary Python data."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -241,7 +240,6 @@ def read_yaml(text: str, source: Where, path: Path = ()) -> tuple[Node | None, l
 
 
 def _at(source: Where, line: int | None) -> Where:
-    """Return a line of `source`; the command line has none."""
     return source if source == COMMAND_LINE else Where(source.source, line)
 
 
@@ -267,7 +265,6 @@ def _describe_syntax_error(error: yaml.MarkedYAMLError) -> str:
 
 
 def tree_of(value: Any, where: Where) -> Node:
-    """Return the tree of ordinary Python data."""
     if isinstance(value, Mapping):
         return Node({str(key): tree_of(item, where) for key, item in value.items()}, where)
     if isinstance(value, list | tuple):
@@ -288,7 +285,6 @@ def merge(lower: Node, upper: Node) -> Node:
 
 
 def descend(node: Node, path: Path) -> Node | None:
-    """Return the node at `path`, or None."""
     for step in path:
         if isinstance(node.value, dict) and step in node.value:
             node = node.value[str(step)]

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 from cornstarch import __version__
-from cornstarch.checkpoint.shard_files import DTYPES
+from cornstarch.checkpoint.shards import DTYPES
 from cornstarch.data.media import content_digest
 from cornstarch.data.sample import Media
 from cornstarch.errors import ConfigError

@@ -27,6 +27,7 @@ from cornstarch.data.file_formats import (
 )
 from cornstarch.data.sample import Sample, SampleError, describe_formats, detect_format, parse_row
 from cornstarch.errors import ConfigError
+from cornstarch.plan.kinds import REGISTERED
 
 _INSPECTED_ROWS = 20  # for detecting the row format
 _FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -47,6 +48,11 @@ class DataSource(Protocol):
     def name(self, index: int) -> str:
         """Return file and row of a sample, even if it cannot be read."""
         ...
+
+
+class _ListedRows(list[Any]):
+    def name(self, index: int) -> str:
+        return f"row {index + 1}"
 
 
 class RowSource:
@@ -145,6 +151,7 @@ def register_data_source(format_name: str, open: OpenSource, matches: Matches = 
     if format_name in _SOURCE_FORMATS:
         raise ConfigError(f"A data source of the format {format_name!r} is registered already; use another name.")
     _SOURCE_FORMATS[format_name] = (open, matches)
+    REGISTERED["data_format"].add(format_name)
 
 
 def open_sources(configs: Sequence[SourceConfig], given: Sequence[Any] | None = None) -> JoinedSources:
@@ -175,18 +182,19 @@ def open_source(config: SourceConfig, given: Sequence[Any] | None = None) -> Dat
 
 
 def open_rows(
-    config: SourceConfig, rows: Rows, found: str, folder: Path | None = None, arguments: Sequence[str] = ()
+    config: SourceConfig, rows: Rows | list[Any], found: str, folder: Path | None = None, arguments: Sequence[str] = ()
 ) -> RowSource:
     """Return a source of rows that are in one of the row formats.
 
     Args:
         config: The config of the source.
-        rows: Read by index.
+        rows: Read by index; a list will do.
         found: What the source is, for its description.
         folder: The folder that media paths are relative to. Default: the folder of `path`.
         arguments: The names that `arguments` may have beside `columns`.
     """
     columns = _check_columns(config, arguments)
+    rows = _ListedRows(rows) if isinstance(rows, list) else rows
     is_named = config.format != "auto" and config.format not in _SOURCE_FORMATS
     format = config.format if is_named else _detect_rows(rows, columns, config.path)
     media = Path(config.media) if config.media is not None else folder or Path(config.path).parent
@@ -333,4 +341,8 @@ register_data_source(
     ),
 )
 register_data_source("given", lambda config, given: _wrap_rows(config, given, "given in Python"))
-register_data_source(_FALLBACK, lambda config, given: open_rows(config, open_json(_check_file(config.path)), "JSON"))
+# JSON is what is left when no format is named and none matches; it has no name of its own.
+_SOURCE_FORMATS[_FALLBACK] = (
+    lambda config, given: open_rows(config, open_json(_check_file(config.path)), "JSON"),
+    lambda config: False,
+)

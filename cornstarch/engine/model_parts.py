@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.config import ModelConfig, OptimizerConfig, PartConfig, Precision
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cornstarch.config import OptimizerConfig, ScheduleConfig
-from cornstarch.config.training import OPTIMIZER_NAMES
+from cornstarch.config.sections import OPTIMIZER_NAMES
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.adamw import select_optimizer_class

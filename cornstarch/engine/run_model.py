@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cornstarch.checkpoint.random_state import seed_all
+from cornstarch.checkpoint.state_values import seed_all
 from cornstarch.config import RunConfig
 from cornstarch.data.collate import ChatCollator
 from cornstarch.data.loader import RunData

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint.flatten import flatten_values, unflatten_values
 from cornstarch.checkpoint.save import PER_RANK
 from cornstarch.checkpoint.shards import Tensorlike
+from cornstarch.checkpoint.state_values import flatten_values, unflatten_values
 from cornstarch.config import RunConfig
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.optimizer import AveragedWeights, LearningRate, highest_rate, make_optimizer, scale_rates

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.kinds import REGISTERED
 
 TrackerStatus = Literal["finished", "stopped", "failed"]
 IDS = "loggers.json"
@@ -67,6 +68,7 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {}
 def register_tracker(name: str, build: Callable[[TrackedRun], Tracker]) -> None:
     """Make a tracker available in `logging.to`. `build` imports the tracker's library."""
     TRACKERS[name] = build
+    REGISTERED["tracker"].add(name)
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from cornstarch.plan.kinds import CompressionKind, GossipGraph
+from cornstarch.plan.kinds import REGISTERED, CompressionKind, GossipGraph
 from cornstarch.plan.validation import (
     NotNegative,
     Path,
@@ -24,6 +24,7 @@ from cornstarch.plan.validation import (
     check_conflicts,
     format_value,
     not_bool,
+    or_registered,
     section,
 )
 
@@ -66,7 +67,7 @@ class Compression:
 
     SHOWN_AS: ClassVar[Path] = ("compression",)
 
-    kind: CompressionKind = "none"
+    kind: Annotated[CompressionKind, or_registered(REGISTERED["compression"])] = "none"
     """bf16, fp16: numbers of half the size; topk: the largest of each block; randomk: some, the same on all ranks;
     quantize: few bits each; powersgd: two thin matrices for each matrix (torch's hook)."""
     ratio: Annotated[float, Field(strict=True), AfterValidator(_check_ratio)] = 0.01

@@ -22,6 +22,7 @@ from cornstarch.plan.conflicts import data_conflicts, rank_conflicts
 from cornstarch.plan.kinds import (
     FULLY_SHARD,
     LANGUAGE_MODEL,
+    REGISTERED,
     REPLICATED,
     SHARDED,
     UNSYNCHRONIZED,
@@ -46,11 +47,12 @@ from cornstarch.plan.validation import (
     format_value,
     nearest,
     not_bool,
+    or_registered,
     raise_mistakes,
     section,
     validate_data,
 )
-from cornstarch.schedule.policies import Policy
+from cornstarch.schedule.policies import SCHEDULES, Policy
 
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -63,7 +65,7 @@ class ModulePlan:
     """Ranks that each matrix is sharded over (tensor parallelism)."""
     cp: Positive = 1
     """Ranks that each sequence is sharded over (context parallelism)."""
-    cp_mode: CpMode = "ring_attn"
+    cp_mode: Annotated[CpMode, or_registered(REGISTERED["cp_mode"])] = "ring_attn"
     """How attention sees the tokens of the other ranks: keys and values sent round in a ring, heads exchanged for
     tokens, or all keys and values gathered."""
     cp_distribution: CpDistribution = "auto"
@@ -263,7 +265,7 @@ class Plan:
     parallelism). colocated: the encoders share ranks, and the language model has its own. first_stage: the encoders
     are placed on the ranks of the language model's first stage, and run inside it. auto: shared where all have one
     stage and the same tp and cp, else own."""
-    schedule: Policy = "1f1b"
+    schedule: Annotated[Policy, or_registered(SCHEDULES)] = "1f1b"
     """In which order the stages of a pipeline work (docs/schedules.md)."""
 
     def __post_init__(self) -> None:

@@ -11,14 +11,14 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import PurePath
 from typing import Annotated, Any, NamedTuple, TypeVar, dataclass_transform
 
 import pydantic.dataclasses
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, WrapValidator
 from pydantic_core import ErrorDetails
 
 from cornstarch.errors import ConfigError
@@ -37,6 +37,12 @@ Switch = StrictBool
 # In Python True == 1, so Literal[0, 1] would accept it.
 not_bool = BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)
 as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+
+
+def or_registered(names: Container[str]) -> WrapValidator:
+    """Let a field of a literal type accept registered names too; its schema and messages stay those of the type."""
+    return WrapValidator(lambda value, check: value if isinstance(value, str) and value in names else check(value))
+
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][\w./-]*")  # a text that every YAML reader takes for a text
 _MISSING = object()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cornstarch.config import RunConfig
-from cornstarch.config.plan_file import plan_sections, replace_sections
+from cornstarch.config.config_file import plan_sections, replace_sections
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Cluster, Device, device, find_node_link, format_cluster_name, this_cpu
 from cornstarch.plan.communication import BETWEEN_NODES, LINKS

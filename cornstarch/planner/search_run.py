@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cornstarch import __version__
 from cornstarch.config import ParallelConfig, RunConfig
-from cornstarch.config.plan_file import with_plan, write_plan
+from cornstarch.config.config_file import with_plan, write_plan
 from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import resize_cluster

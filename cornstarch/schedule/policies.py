@@ -36,7 +36,8 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 BuildSchedule = Callable[[StageGraph, int], Schedule]
 """Builds the schedule of a step from the stage graph and the number of microbatches."""
 
-_schedules: dict[str, BuildSchedule] = {}
+SCHEDULES: dict[str, BuildSchedule] = {}
+"""Every schedule by its name, registered ones included."""
 
 
 def register_schedule(name: str, build: BuildSchedule) -> None:
@@ -47,19 +48,19 @@ def register_schedule(name: str, build: BuildSchedule) -> None:
         build: Returns the `Schedule` of a graph and a number of microbatches: the computations of each place in order.
             Sends and receives follow from them. `Schedule.check` verifies that the actions are complete.
     """
-    if name in _schedules:
+    if name in SCHEDULES:
         raise ConfigError(f"register_schedule({name!r}): there is a schedule of that name already.")
-    _schedules[name] = build
+    SCHEDULES[name] = build
 
 
 def make_schedule(graph: StageGraph, microbatches: int, policy: str = "1f1b") -> Schedule:
     """Return the actions of every place in a step of `microbatches` microbatches."""
-    if policy not in _schedules:
-        raise ConfigError(f"schedule = {policy!r}: expected one of {', '.join(_schedules)}.")
+    if policy not in SCHEDULES:
+        raise ConfigError(f"schedule = {policy!r}: expected one of {', '.join(SCHEDULES)}.")
     if type(microbatches) is not int or microbatches < 1:
         raise ConfigError(f"microbatches = {microbatches!r}: expected a whole number of at least 1.")
     with pause_garbage_collection():
-        return _schedules[policy](graph, microbatches)
+        return SCHEDULES[policy](graph, microbatches)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from cornstarch.tasks.build_model import (
     load_whole_config,
 )
 from cornstarch.tasks.module import build_factory_task
-from cornstarch.tasks.task import TASKS, Task, TaskInputs, get_model_classes, is_stored_as, register_task
+from cornstarch.tasks.task import TASKS, Task, TaskInputs, TaskKind, get_model_classes, is_stored_as, register_task
 
 _ROWS_READ = 20  # until one has fields, where the model does not determine the task
 
@@ -60,7 +60,7 @@ register_task("masked-lm", text.build_masked_lm_task, ("MASKED_LM",), transforme
 _MULTIMODAL = ("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
 register_task("multimodal", conversation.build_multimodal_task, _MULTIMODAL)
 register_task("causal-lm", conversation.build_causal_lm_task, ("CAUSAL_LM",), transformers.AutoModelForCausalLM)
-register_task("module", build_factory_task)
+TASKS["module"] = TaskKind(build_factory_task, (), None)  # of `model.factory`: no name for `model.whole.task`
 
 
 def build_task(

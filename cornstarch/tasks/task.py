@@ -29,6 +29,7 @@ from cornstarch.data.sample import MediaKind, Sample
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
 from cornstarch.models.multimodal_language_model.unwrap import disable_cache, is_peft, unwrap
+from cornstarch.plan.kinds import REGISTERED
 from cornstarch.tasks.build_model import GetPartShard
 
 
@@ -122,6 +123,7 @@ def register_task(
 ) -> None:
     """Make a task available as `model.whole.task`, and for models whose class is in one of the lists."""
     TASKS[name] = TaskKind(build, model_lists, auto_class)
+    REGISTERED["task"].add(name)
 
 
 def get_model_classes(task: str) -> dict[str, Any]:

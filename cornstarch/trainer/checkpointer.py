@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 
 from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.checkpoint import Checkpoint, CheckpointStore
-from cornstarch.checkpoint.random_state import random_state, restore_random_state, seed_all
 from cornstarch.checkpoint.state import capture, restore, restore_weights
+from cornstarch.checkpoint.state_values import random_state, restore_random_state, seed_all
 from cornstarch.checkpoint.weights import CheckpointChoice, open_checkpoint
 from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import CHECKPOINTS, METRICS, RunFolder, open_run

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from cornstarch.attention.mask_verification import use_eval_mode
-from cornstarch.checkpoint.random_state import random_state, restore_random_state
+from cornstarch.checkpoint.state_values import random_state, restore_random_state
 from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import SAMPLES
 from cornstarch.data.collate import CollatedBatch

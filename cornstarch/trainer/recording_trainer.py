@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from cornstarch.checkpoint.named_shards import named_modules, named_parameters
+from cornstarch.checkpoint.named_state import named_modules, named_parameters
 from cornstarch.config import RunConfig, SourceConfig
 from cornstarch.config.config_file import load_config
 from cornstarch.data.loader import StepBatch, open_data

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from cornstarch.checkpoint.random_state import seed_all
+from cornstarch.checkpoint.state_values import seed_all
 from cornstarch.config import RunConfig
 from cornstarch.config.config_file import load_config
 from cornstarch.config.run_folder import PLAN, RunFolder, check_trace

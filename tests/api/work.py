@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from cornstarch import Booster, EncodersColocatedPlugin, ModalParallelPlugin, MultimodalParallelPlugin, PipelineTemplate
 from cornstarch.api.boosted_model import BoostedModel
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.packing import pack

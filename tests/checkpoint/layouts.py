@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from cornstarch.checkpoint import CheckpointStore, Sharded, state_hash
 from cornstarch.checkpoint.coordinator import Coordinator
-from cornstarch.checkpoint.named_shards import local_parameters, named_parameters
+from cornstarch.checkpoint.named_state import local_parameters, named_parameters
 from cornstarch.checkpoint.shards import Tensorlike, local_shards
 from cornstarch.checkpoint.state import capture, restore, restore_weights
 from cornstarch.errors import ConfigError

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.checkpoint import Checkpoint, CheckpointStore, LocalStorage, read_checkpoint, register_storage
-from cornstarch.checkpoint import shard_files as files
+from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint import storage as storage_module
 from cornstarch.errors import ConfigError
 from cornstarch.files import file_digests, own_digest

@@ -260,7 +260,7 @@ def test_a_thousand_flipped_bits_are_found(tmp_path: Path) -> None:
 
 def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
     """A description that does not list a shard, with a right checksum, as someone who means harm would write it."""
-    from cornstarch.checkpoint.shard_files import encode_manifest
+    from cornstarch.checkpoint.shards import encode_manifest
     from cornstarch.files import own_digest
 
     run(2, numbered.save_steps, tmp_path, [1])

@@ -18,10 +18,10 @@ from cornstarch.checkpoint import LocalStorage
 from cornstarch.checkpoint import shards as shards_module
 from cornstarch.checkpoint.reader import TensorReader
 from cornstarch.checkpoint.save import assign_writers, describe_save, merge_data
-from cornstarch.checkpoint.shard_files import StoredShard, open_shards, write_shards
 from cornstarch.checkpoint.shards import (
     Box,
     Sharded,
+    StoredShard,
     TensorShard,
     copy_shards,
     fingerprint,
@@ -30,6 +30,8 @@ from cornstarch.checkpoint.shards import (
     is_partition,
     join_fingerprints,
     local_shards,
+    open_shards,
+    write_shards,
 )
 from cornstarch.errors import ConfigError
 

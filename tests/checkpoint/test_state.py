@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.checkpoint import CheckpointStore
-from cornstarch.checkpoint.named_shards import named_parameters
-from cornstarch.checkpoint.random_state import random_state, restore_random_state
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.checkpoint.state import capture, restore, restore_weights
+from cornstarch.checkpoint.state_values import random_state, restore_random_state
 from cornstarch.errors import ConfigError
 from tests.models.small import composed, llama, ragged
 

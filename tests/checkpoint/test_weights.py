@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.checkpoint.weights import CheckpointChoice, initialize_from, open_checkpoint
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import read_metrics

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from cornstarch import MultimodalModel, MultimodalProcessor
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.checkpoint.weights import open_checkpoint
 from cornstarch.cli import main as command_line
 from cornstarch.data.formats import open_sources

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from cornstarch import Booster, ModalParallelPlugin, MultimodalParallelPlugin
-from cornstarch.checkpoint.named_shards import named_parameters
-from cornstarch.checkpoint.random_state import seed_all
+from cornstarch.checkpoint.named_state import named_parameters
+from cornstarch.checkpoint.state_values import seed_all
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.tensor import gather_full_tensors

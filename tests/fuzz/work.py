@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.config.run_folder import METRICS
 from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cornstarch import MultimodalModel
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
 from cornstarch.parallel import apply_data_parallel, data_mesh
 from cornstarch.plan import DataPlan

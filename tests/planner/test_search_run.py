@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cornstarch.config import RunConfig
-from cornstarch.config.config_file import load_config
-from cornstarch.config.plan_file import plan_sections, with_plan
+from cornstarch.config.config_file import load_config, plan_sections, with_plan
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.pipeline.template import PipelineTemplate

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cornstarch import MultimodalModel
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.errors import ConfigError
 from cornstarch.train import Trainer, export_run, load_config, load_run
 from tests.trainer.tiny import quiet, tiny_config, trainer_of

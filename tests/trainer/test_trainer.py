@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.checkpoint.save import CheckpointWriter
 from cornstarch.data.loader import StepBatch
 from cornstarch.engine.failure import TrainingError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint.named_shards import named_parameters
+from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.engine.failure import TrainingError
 from cornstarch.train import Trainer, load_run
 from tests.trainer.tiny import losses, quiet, tiny_config, trainer_of

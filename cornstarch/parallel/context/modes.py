@@ -17,6 +17,7 @@ from torch import Tensor
 from cornstarch.attention.interface import ScoreOptions, ShardedMask, attend_locally
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.context.all_to_all import Group, all_to_all, gather_varying
+from cornstarch.plan.kinds import REGISTERED
 
 _CHUNKS = 4  # keys and values are gathered in this many groups of heads, so that less memory is in use at a time
 
@@ -37,6 +38,7 @@ _MODES: dict[str, Callable[[Group], ContextParallelMode]] = {}
 def register_context_parallel_mode(name: str, build: Callable[[Group], ContextParallelMode]) -> None:
     """Register a mode; `build` is called with the process group of the ranks that share a row."""
     _MODES[name] = build
+    REGISTERED["cp_mode"].add(name)
 
 
 def build_context_parallel_mode(name: str, group: Group) -> ContextParallelMode:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cornstarch.parallel.low_bandwidth.peers import ByteAllToAll
 from cornstarch.plan.compression import Compression
+from cornstarch.plan.kinds import REGISTERED
 
 PIECE = 2**19
 """Numbers that are encoded at once while other pieces travel."""
@@ -70,6 +71,7 @@ def register_compression(
 ) -> None:
     """Register a compression by the name that `parallel.data.compression.kind` has for it."""
     _SCHEMES[name] = CompressionScheme(build_codec, select_indices, build_ddp_sync)
+    REGISTERED["compression"].add(name)
 
 
 def get_compression(name: str) -> CompressionScheme:
