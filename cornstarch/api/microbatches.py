@@ -20,8 +20,7 @@ from transformers.utils import ModelOutput
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, merge
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
-from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, EncoderFeatures
 from cornstarch.models.multimodal_language_model.preprocessing.token_count import FeatureCounter
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 

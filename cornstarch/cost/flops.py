@@ -29,8 +29,7 @@ from cornstarch.cost.scaling import HEAD, PROJECTOR, EncoderWork, ItemWork, Part
 from cornstarch.cost.tracer import Trace, trace_flops
 from cornstarch.kernels.shape_tracing import copy_as_shapes
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
-from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, EncoderFeatures
 from cornstarch.models.multimodal_language_model.merge import TEXT, build_mask_spec, find_placeholders, mark_spans
 from cornstarch.models.multimodal_language_model.shape_inference import ShapeTensor, is_float
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap

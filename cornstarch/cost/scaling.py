@@ -18,7 +18,7 @@ from cornstarch.attention.mask import CAUSAL, MaskPattern, MaskSpec
 from cornstarch.cost.tracer import Operation, Trace, trace_flops
 from cornstarch.kernels.shape_tracing import convert_to_shapes, copy_as_shapes
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES, EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import CACHED_FEATURES, EncoderFeatures
 from cornstarch.models.multimodal_language_model.shape_inference import is_float
 from cornstarch.trees import tensors_in
 

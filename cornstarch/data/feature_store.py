@@ -24,7 +24,7 @@ from cornstarch.checkpoint.shards import DTYPES
 from cornstarch.data.media import content_digest
 from cornstarch.data.sample import Media
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES
+from cornstarch.models.multimodal_language_model.facts import CACHED_FEATURES
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.device import DevicePlacement
 

@@ -23,15 +23,15 @@ from cornstarch.data.feature_store import FeatureStore
 from cornstarch.data.loader import StepBatch
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.models.multimodal_language_model.encoder import route_batch
-from cornstarch.models.multimodal_language_model.encoder_features import (
+from cornstarch.models.multimodal_language_model.encoder import MultimodalProjector
+from cornstarch.models.multimodal_language_model.facts import (
     CACHED_FEATURES,
     fresh_lengths,
     get_token_states,
     split_items,
 )
+from cornstarch.models.multimodal_language_model.merge import route_batch
 from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.unwrap import is_sharded
 from cornstarch.parallel.device import DevicePlacement, pin_batch
 from cornstarch.tasks.conversation import ConversationTask

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.encoder_features import get_token_states
+from cornstarch.models.multimodal_language_model.facts import get_token_states
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.all_to_all import all_to_all
 from cornstarch.parallel.context.encoder_items import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cornstarch.attention.mask_verification import mark_verified
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import EncoderFeatures
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.mesh import StageMeshes
 from cornstarch.pipeline.message import Payload

@@ -21,7 +21,7 @@ from cornstarch.cost.scaling import visible_pairs
 from cornstarch.engine.recompute import recompute_activations
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES
+from cornstarch.models.multimodal_language_model.facts import CACHED_FEATURES
 from tests import zoo
 from tests.models import small
 

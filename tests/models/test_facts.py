@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from cornstarch import ModalEncoderModule, MultimodalModel
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder_features import split_items
-from cornstarch.models.multimodal_language_model.facts import BatchFacts
+from cornstarch.models.multimodal_language_model.facts import BatchFacts, split_items
 from cornstarch.models.multimodal_language_model.packing import pack
 from tests.models import small
 

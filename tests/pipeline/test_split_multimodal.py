@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
+from cornstarch.models.multimodal_language_model.facts import EncoderFeatures
 from cornstarch.pipeline.message import flatten_payload, unflatten_payload
 from cornstarch.pipeline.split import cut
 from cornstarch.pipeline.stage import StageModule

@@ -3,14 +3,13 @@
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
     MultimodalProjectorConfig,
 )
-from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule, MultimodalProjector
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.processing_multimodal_language_model import (
     MultimodalModelProcessor,
     MultimodalProcessor,
 )
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 
 __all__ = [
     "ModalEncoderModule",

@@ -1,27 +1,31 @@
-"""One modality's encoder with its projector, and the routing of a batch to encoders."""
+"""One modality's encoder, the projector from its tokens to the language model, and freezing of both."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import ModelOutput
 
 from cornstarch.compat import leave_out_of_ddp
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder_features import (
+from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
+    MultimodalProjectorConfig,
+    get_encoder_width,
+)
+from cornstarch.models.multimodal_language_model.facts import (
     CACHED_FEATURES,
     EncoderFeatures,
     get_token_states,
     join_cached,
     split_items,
 )
-from cornstarch.models.multimodal_language_model.projector import as_projector
 from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, is_instrumented, is_peft, unwrap
 
 TokenAttention = Literal["causal", "item", "modality"]
@@ -103,8 +107,6 @@ class ModalEncoderModule(nn.Module):
         parts = (unwrap(self.module), None if self.projector is None else unwrap(self.projector))
         return getattr(parts[0], "config", None), getattr(parts[1], "config", None)
 
-    # ------------------------------------------------------------------ inputs
-
     @property
     def input_names(self) -> tuple[str, ...]:
         """The batch keys that reach this encoder when they are given flat."""
@@ -139,8 +141,6 @@ class ModalEncoderModule(nn.Module):
                     break
         return given
 
-    # ------------------------------------------------------------------ running
-
     def encode(self, inputs: dict[str, Any]) -> Any:
         """Run the encoder between its two callbacks and return its output."""
         arguments = self.preprocess_callback(inputs) if self.preprocess_callback else inputs
@@ -152,8 +152,15 @@ class ModalEncoderModule(nn.Module):
     def forward(self, **inputs: Any) -> Any:
         """Return the projected tokens as `last_hidden_state` (the plain encoder output if there is no projector)."""
         cached = inputs.pop(CACHED_FEATURES, None)
+        output: Any
         if cached is not None:
-            output: Any = self._encode_uncached(inputs, cached)
+            sizes = {name: cached.get("on_host", {}).get(name, value) for name, value in inputs.items()}
+            fresh = self.tokens(inputs, sizes).tokens if inputs else None
+            if not inputs and "stand_in" in cached:
+                self.encode(cached["stand_in"])
+            output = join_cached(cached, fresh)  # [total, D] of all items
+            if self.keep is not None:
+                self.keep(cached, fresh)
         else:
             output = self.encode(inputs) if self.projector is None else self._encode_states(inputs)
         if self.projector is not None:
@@ -192,31 +199,17 @@ class ModalEncoderModule(nn.Module):
         self._uses_inference_mode = frozen and not has_callbacks and not is_instrumented(self.module)
         return self._uses_inference_mode
 
-    def _encode_uncached(self, inputs: dict[str, Any], cached: Mapping[str, Any]) -> Tensor:
-        """Encode the items that are not cached, and return the tokens [total, D] of all items."""
-        on_host = cached.get("on_host", {})
-        sizes = {name: on_host.get(name, value) for name, value in inputs.items()}
-        fresh = self.tokens(inputs, sizes).tokens if inputs else None
-        if not inputs and "stand_in" in cached:
-            self.encode(cached["stand_in"])
-        tokens = join_cached(cached, fresh)
-        if self.keep is not None:
-            self.keep(cached, fresh)
-        return tokens
-
-    def _project(self, states: Any) -> ModelOutput:
+    def _project(self, states: Any) -> Any:
         assert self.projector is not None
         expected = getattr(getattr(unwrap(self.projector), "config", None), "in_features", None)
         width = states[0].shape[-1] if isinstance(states, Sequence) else states.shape[-1]
         if expected is not None and width != expected:
-            name = type(unwrap(self.module)).__name__
             raise ConfigError(
-                f"{name} put out tokens of width {width}, the projector takes {expected}. "
-                f"Pass a projector made with MultimodalProjectorConfig(in_features={width}, …)."
+                f"{type(unwrap(self.module)).__name__} put out tokens of width {width}, the projector takes {expected}."
+                f" Pass a projector made with MultimodalProjectorConfig(in_features={width}, …)."
             )
         if isinstance(states, Sequence):
-            items = [self.projector(item).last_hidden_state for item in states]
-            return BaseModelOutput(last_hidden_state=items)  # type: ignore[arg-type]
+            return BaseModelOutput(last_hidden_state=[self.projector(item).last_hidden_state for item in states])  # type: ignore[arg-type]
         return self.projector(states)
 
     def features(
@@ -246,14 +239,8 @@ class ModalEncoderModule(nn.Module):
         finally:
             self.is_running_stand_in = False
 
-    # ------------------------------------------------------------------ training
-
     def find_unused_parameters(self, inputs: dict[str, Any] | None = None) -> list[str]:
-        """Return the names of trained parameters on which the tokens do not depend, such as those of a pooled output.
-
-        They never have a gradient. A plain `DistributedDataParallel` does not wait for them. Without a valid input, one
-        that follows from the encoder's config is used.
-        """
+        """Return the names of trained parameters on which the tokens do not depend: see `shape_inference`."""
         from cornstarch.models.multimodal_language_model.shape_inference import find_unused_parameters
 
         return find_unused_parameters(self, inputs)
@@ -276,12 +263,9 @@ leave_out_of_ddp(ModalEncoderModule, ModalEncoderModule.find_unused_parameters)
 
 def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -> Any:
     """Call `callback(inputs, output)`, or `callback(output)` if it takes a single argument."""
-    positional = [
-        p
-        for p in inspect.signature(callback).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
-    ]
-    takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
+    parameters = inspect.signature(callback).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes_inputs = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return callback(inputs, output) if takes_inputs else callback(output)
 
 
@@ -315,48 +299,128 @@ def set_trainable(part: nn.Module, trainable: bool) -> None:
             parameter.requires_grad_(trainable and name not in fixed)
 
 
-# ----------------------------------------------------------------------------------------------------- routing
+# --------------------------------------------------------------------------------------------------- projectors
 
 
-def route_batch(
-    encoders: Mapping[str, ModalEncoderModule], batch: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Split a batch into the inputs of each encoder that runs, and the rest for the language model."""
-    nested = {name: batch[name] for name in encoders if isinstance(batch.get(name), Mapping)}
-    flat = {name: value for name, value in batch.items() if name not in nested and value is not None}
-    routed: dict[str, dict[str, Any]] = {}
-    taken: dict[str, str] = {}
-    for name, encoder in encoders.items():
-        if name in nested:
-            _check_nested(name, encoder, nested[name])
-            routed[name] = encoder.rename_inputs(dict(nested[name]))
-            continue
-        for key in encoder.input_names:
-            if key in flat and key in taken:
-                raise ConfigError(
-                    f"Both the {taken[key]} and the {name} encoder take {key!r}. "
-                    f"Give it nested: {taken[key]}={{{key!r}: …}}, {name}={{{key!r}: …}}."
-                )
-            if key in flat:
-                taken[key] = name
-        inputs = encoder.select_inputs(flat)
-        if inputs is not None:
-            routed[name] = inputs
-    return routed, {key: value for key, value in flat.items() if key not in taken}
+class MultimodalProjector(PreTrainedModel):
+    """Maps an encoder's tokens to the width of the language model's embeddings.
+
+    Args:
+        config: Sizes and kind of the projection. With your own module, sizes that are set are checked when the
+            model is composed; sizes left out are not.
+        projection: Your own module, tensor in and tensor out. None builds what `config` describes.
+    """
+
+    config_class = MultimodalProjectorConfig
+    config: MultimodalProjectorConfig
+    base_model_prefix = ""
+    main_input_name = "inputs_embeds"
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config: MultimodalProjectorConfig | None = None, projection: nn.Module | None = None) -> None:
+        if config is None:
+            config = MultimodalProjectorConfig(projection_type="custom" if projection is not None else "linear")
+        if not isinstance(config, MultimodalProjectorConfig):
+            raise ConfigError(
+                f"MultimodalProjector got a {type(config).__name__} as config; expected a "
+                "MultimodalProjectorConfig (or None with your own projection)."
+            )
+        if projection is not None:
+            config.projection_type = "custom"
+        super().__init__(config)
+        self.projection = _build_projection(config) if projection is None else projection
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Keep every weight as torch or the user initialized it."""
+
+    def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutput:
+        """Return the projected tokens as `last_hidden_state`."""
+        parameter = next(self.projection.parameters(), None)
+        if parameter is not None:
+            device = parameter.device.type
+            # Encoder and projector may have different dtypes; under autocast, autocast casts.
+            if device == "meta" or not torch.is_autocast_enabled(device):
+                inputs_embeds = inputs_embeds.to(parameter.dtype)
+        return BaseModelOutput(last_hidden_state=self.projection(inputs_embeds))
 
 
-def _check_nested(name: str, encoder: ModalEncoderModule, inputs: Mapping[str, Any]) -> None:
-    """Refuse an input that an encoder would silently ignore: most often it is misspelt."""
-    if encoder.preprocess_callback is not None:  # may read any key
-        return
-    known = {*get_argument_names(encoder.module), *encoder.input_names, CACHED_FEATURES}
-    for key in inputs:
-        if key not in known and key not in LANGUAGE_MODEL_INPUTS:
-            hint = suggest_name(key, known)
-            raise ConfigError(f"The {name} encoder does not take {key!r}.{hint} It takes {sorted(known)}.")
+def _build_projection(config: MultimodalProjectorConfig) -> nn.Module:
+    if config.projection_type == "custom":
+        raise ConfigError("A projector of type 'custom' needs its module: pass it as `projection`.")
+    sizes = []
+    for name, source in (("in_features", "encoder_config"), ("out_features", "text_config")):
+        size = getattr(config, name)
+        if size is None:
+            raise ConfigError(
+                f"MultimodalProjectorConfig has no {name}: no hidden size could be read from {source}. "
+                f"Pass {name}=<size> to MultimodalProjectorConfig, or your own module as `projection`."
+            )
+        sizes.append(int(size))
+    in_features, out_features = sizes
+    first = nn.Linear(in_features, out_features)
+    if config.projection_type == "linear":
+        return first
+    second = nn.Linear(out_features, out_features)
+    return nn.Sequential(OrderedDict(in_proj=first, activation=ACT2FN[config.activation], out_proj=second))
 
 
-def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known name that is closest to a misspelt one, or nothing."""
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+def as_projector(module: nn.Module | None) -> nn.Module | None:
+    """Wrap a bare tensor-to-tensor module in a `MultimodalProjector`; return projectors and PEFT models unchanged."""
+    if module is None or hasattr(module, "get_base_model"):
+        return module
+    if isinstance(module, nn.Module) and isinstance(unwrap(module), MultimodalProjector):
+        return module
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"projector is a {type(module).__name__}; expected a MultimodalProjector or a torch.nn.Module. For a kind "
+            "by name use init_projector_type of MultimodalModel."
+        )
+    return MultimodalProjector(None, projection=module)
+
+
+def build_projector(
+    modality: str,
+    encoder: ModalEncoderModule,
+    width: int,
+    projector_type: str,
+    activation: str,
+    language_model_type: str | None = None,
+) -> MultimodalProjector:
+    """Return a new projector from an encoder to embeddings of this width."""
+    encoder_config = encoder.config[0]
+    own = get_encoder_width(encoder_config)
+    if own is None:
+        raise ConfigError(
+            f"No hidden size can be read from the config of the {modality} encoder "
+            f"({type(unwrap(encoder.module)).__name__}). Pass ModalEncoderModule(model, projector="
+            "MultimodalProjector(MultimodalProjectorConfig(in_features=<its width>, out_features="
+            f"{width}, projection_type={projector_type!r})))."
+        )
+    return MultimodalProjector(
+        MultimodalProjectorConfig(
+            encoder_config,
+            projection_type=projector_type,
+            activation=activation,
+            in_features=own,
+            out_features=width,
+            language_model_type=language_model_type,
+        )
+    )
+
+
+def check_widths(modality: str, encoder: ModalEncoderModule, width: int) -> None:
+    """Refuse a projector whose widths are not those of its encoder and of embeddings of this width."""
+    encoder_config, config = encoder.config
+    own, found = get_encoder_width(encoder_config), getattr(config, "in_features", None)
+    if found is not None and own is not None and found != own and not encoder.postprocess_module_callback:
+        raise ConfigError(
+            f"The {modality} projector takes tokens of width {found}, its encoder puts out {own} "
+            "(in_features of MultimodalProjectorConfig; a postprocess_module_callback may change the width)."
+        )
+    found = getattr(config, "out_features", None)
+    if found is not None and found != width and not encoder.postprocess_projector_callback:
+        raise ConfigError(
+            f"The {modality} projector puts out tokens of width {found}, the language model's embeddings have {width} "
+            "(out_features of MultimodalProjectorConfig)."
+        )

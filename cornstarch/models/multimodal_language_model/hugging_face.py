@@ -10,19 +10,16 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from cornstarch.attention import attend_through_masks, use_mask
-from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import MultimodalModelConfig
-from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, replace_forward, unwrap
+from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, unwrap
 
 if TYPE_CHECKING:
     from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
@@ -64,12 +61,9 @@ class HuggingFaceModel(nn.Module):
         self.warnings_issued: dict[str, Any] = {}
         self.model_tags: list[str] | None = None
         self._config: MultimodalModelConfig | None = None
-        self._labels_given: Tensor | None = None
-        self.register_forward_pre_hook(_record_labels, with_kwargs=True)
+        self._generate_function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
         self.register_state_dict_post_hook(_drop_tied_names)
         self.register_load_state_dict_post_hook(_accept_tied_names)
-
-    # ------------------------------------------------------------------ configs
 
     @property
     def config(self) -> MultimodalModelConfig:
@@ -81,33 +75,11 @@ class HuggingFaceModel(nn.Module):
         return self._config
 
     @property
-    def generation_config(self) -> Any:
-        """The generation config of the language model."""
-        return unwrap(self.language_model).generation_config
-
-    @generation_config.setter
-    def generation_config(self, value: Any) -> None:
-        unwrap(self.language_model).generation_config = value
-
-    @property
     def input_modalities(self) -> tuple[str, ...]:
         """The modalities that the model reads."""
         return ("text", *self.encoders)
 
-    def can_generate(self) -> bool:
-        """Whether the language model can continue a text."""
-        ask = getattr(unwrap(self.language_model), "can_generate", None)
-        return ask is not None and bool(ask())
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Delegate to the language model."""
-        return unwrap(self.language_model).prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]
-
     # ------------------------------------------------------------------ embeddings and weights
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the language model's table of token embeddings."""
-        return unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the language model's head."""
@@ -123,7 +95,8 @@ class HuggingFaceModel(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters, optionally only trained ones or without the token embeddings."""
-        left_out = {id(one) for one in self.get_input_embeddings().parameters()} if exclude_embeddings else set()
+        embeddings: nn.Module = unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
+        left_out = {id(one) for one in embeddings.parameters()} if exclude_embeddings else set()
         counted = [one for one in self.parameters() if one.requires_grad or not only_trainable]
         return sum(one.numel() for one in counted if id(one) not in left_out)
 
@@ -135,6 +108,63 @@ class HuggingFaceModel(nn.Module):
         for part in self._bare_parts():
             if hasattr(part, method):
                 getattr(part, method)(**kwargs)
+
+    # ------------------------------------------------------------------ generation
+
+    @property
+    def generation_config(self) -> Any:
+        """The generation config of the language model."""
+        return unwrap(self.language_model).generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        unwrap(self.language_model).generation_config = value
+
+    def can_generate(self) -> bool:
+        """Whether the language model can continue a text."""
+        ask = getattr(unwrap(self.language_model), "can_generate", None)
+        return ask is not None and bool(ask())
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Delegate to the language model."""
+        return unwrap(self.language_model).prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]
+
+    def set_generate_function(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
+        """Let a function of (input_ids, attention_mask, other arguments) implement `generate`: a pipeline, say."""
+        self._generate_function = function
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """Continue the text; the result starts with the prompt, as with Hugging Face's own multimodal models.
+
+        Takes a batch as `forward` does, and the arguments of the language model's `generate`.
+        """
+        if self._generate_function is not None:
+            return self._generate_function(input_ids, attention_mask, kwargs)
+        model = cast("MultimodalModel", self)
+        # These belong to the batch; everything else is an argument of the language model's `generate`.
+        keys = {"position_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", *model.encoder_names}
+        keys.update(*(encoder.input_names for encoder in model.encoders.values()))
+        encoder_inputs, rest = model.split_batch({name: value for name, value in kwargs.items() if name in keys})
+        options = {name: value for name, value in kwargs.items() if name not in keys}
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        features = {name: model.run_encoder(name, inputs) for name, inputs in encoder_inputs.items()}
+        llm_inputs, spec = model.merge(features, input_ids=input_ids, attention_mask=attention_mask, **rest)
+        if "inputs_embeds" not in llm_inputs:  # no encoders at all
+            return model.language_model.generate(**llm_inputs, **options)  # type: ignore[operator]
+        if spec is not None:
+            attend_through_masks(model.language_model)
+        with use_mask(spec) if spec is not None else nullcontext():
+            output = model.language_model.generate(**llm_inputs, **options)  # type: ignore[operator]
+        # A language model that is given embeddings returns the new tokens only: put the prompt in front.
+        new = output if isinstance(output, Tensor) else output.sequences
+        prompt = input_ids.repeat_interleave(new.shape[0] // input_ids.shape[0], dim=0)
+        sequences = torch.cat([prompt, new], dim=1)
+        if isinstance(output, Tensor):
+            return sequences
+        output.sequences = sequences
+        return output
 
     # ------------------------------------------------------------------ gradient checkpointing
 
@@ -171,8 +201,6 @@ class HuggingFaceModel(nn.Module):
         """Undo `enable_input_require_grads`."""
         self._call_parts("disable_input_require_grads")
 
-    # ------------------------------------------------------------------ the loss
-
     @property
     def accepts_loss_kwargs(self) -> bool:
         """Whether the loss can be divided by a given number of tokens: `num_items_in_batch`."""
@@ -182,12 +210,7 @@ class HuggingFaceModel(nn.Module):
             return stated
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(inner).forward).parameters.values())
 
-    @property
-    def base_model(self) -> Callable[..., Any]:
-        """The model without the language model's head: called as the model is, it returns `last_hidden_state`."""
-        return partial(_run_without_head, self)
-
-    # ------------------------------------------------------------------ the hub
+    # ------------------------------------------------------------------ storing and the hub
 
     def add_model_tags(self, tags: Sequence[str] | str) -> None:
         """Add tags for the model's page on the hub."""
@@ -220,6 +243,20 @@ class HuggingFaceModel(nn.Module):
         if is_main_process and push_to_hub:
             taken = {name: options[name] for name in _UPLOAD_OPTIONS if name in options}
             self.push_to_hub(options.get("repo_id") or Path(folder).name, **taken)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
+        """Load a model saved by `save_pretrained`; see `storage.pretrained.from_pretrained` for the options."""
+        from cornstarch.models.multimodal_language_model.storage.pretrained import from_pretrained
+
+        return from_pretrained(folder, **options)
+
+    @classmethod
+    def from_multimodal(cls, model: nn.Module) -> MultimodalModel:
+        """Decompose a whole Hugging Face multimodal model; the parts are shared with it, not copied."""
+        from cornstarch.models.multimodal_language_model.import_hf.decompose import decompose
+
+        return decompose(model)
 
     def push_to_hub(
         self,
@@ -262,65 +299,6 @@ class HuggingFaceModel(nn.Module):
         return str(commit)
 
 
-# -------------------------------------------------------------------------------------------------- generation
-
-
-def generate(model: MultimodalModel, input_ids: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Any:
-    """Merge the encoders' tokens into the prompt and let the language model continue it."""
-    # These belong to the batch; everything else is an argument of the language model's `generate`.
-    keys = {"position_ids", "inputs_embeds", "token_type_ids", "mm_token_type_ids", *model.encoder_names}
-    keys.update(*(encoder.input_names for encoder in model.encoders.values()))
-    batch = {name: value for name, value in kwargs.items() if name in keys}
-    options = {name: value for name, value in kwargs.items() if name not in keys}
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    encoder_inputs, rest = model.split_batch(batch)
-    features = {name: model.run_encoder(name, inputs) for name, inputs in encoder_inputs.items()}
-    llm_inputs, spec = model.merge(features, input_ids=input_ids, attention_mask=attention_mask, **rest)
-    if "inputs_embeds" not in llm_inputs:  # no encoders at all
-        return model.language_model.generate(**llm_inputs, **options)  # type: ignore[operator]
-    if spec is not None:
-        attend_through_masks(model.language_model)
-    with use_mask(spec) if spec is not None else nullcontext():
-        output = model.language_model.generate(**llm_inputs, **options)  # type: ignore[operator]
-    # A language model that is given embeddings returns the new tokens only: put the prompt in front.
-    new = output if isinstance(output, Tensor) else output.sequences
-    prompt = input_ids.repeat_interleave(new.shape[0] // input_ids.shape[0], dim=0)
-    sequences = torch.cat([prompt, new], dim=1)
-    if isinstance(output, Tensor):
-        return sequences
-    output.sequences = sequences
-    return output
-
-
-# -------------------------------------------------------------------------------------------- without the head
-
-
-def _record_labels(model: HuggingFaceModel, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-    """Record labels that only a forward of another library sees."""
-    model._labels_given = inputs.get("labels") if "forward" in model.__dict__ else None
-
-
-def _run_without_head(model: HuggingFaceModel, *args: Any, **inputs: Any) -> Any:
-    """Run a model without the head of its language model; check the labels of a loss that is computed outside."""
-    inner = unwrap(model.language_model)
-    body: Any = getattr(inner, "base_model", inner)
-    if body is inner:
-        raise ConfigError(f"{type(inner).__name__} has no base_model: its head cannot be left out.")
-    given, model._labels_given = inputs.pop("labels", model._labels_given), None
-
-    def run_body(*_: Any, labels: Tensor | None = None, **llm_inputs: Any) -> Any:
-        if given is not None and labels is not None:
-            _refuse_untrained_labels(given, labels)
-        return body(**llm_inputs)
-
-    with replace_forward(inner, run_body):
-        return type(model).forward(model, *args, labels=given, **inputs)
-
-
-# -------------------------------------------------------------------------------------------------- state dicts
-
-
 def _drop_tied_names(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Keep a tied weight once in a state dict: tensors in safetensors files cannot share memory."""
     for name, first in find_tied_names(model).items():
@@ -337,39 +315,3 @@ def _accept_tied_names(model: nn.Module, incompatible: Any) -> None:
         for key in found:
             if key.removesuffix(name) + first not in missing:
                 missing.remove(key)
-
-
-# ---------------------------------------------------------------------------------------------- counting labels
-
-
-def correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
-    """Return the divisor of a sum of losses, corrected for labels that are given, but not trained on.
-
-    Trainers count the labels of all batches of a step beforehand, including those of placeholders, and pass a tensor as
-    `num_items_in_batch`. If they counted this batch alone, the right number is known. A plain number is the caller's
-    own, and is kept.
-    """
-    if not isinstance(count, Tensor):
-        return count
-    own, right = ((labels[..., 1:] != IGNORE_INDEX).sum() for labels in (given, trained))
-    if bool(own == right):
-        return count
-    if bool((own == count).all()):
-        return right.to(count).expand_as(count)
-    raise ConfigError(
-        f"num_items_in_batch is {int(count.flatten()[0])}, counted over several batches or ranks, and this batch has "
-        f"{int(own - right)} labels that are not trained on (of placeholders, or of the first token behind padding): "
-        "the loss would be divided by too much. Set these labels to -100 where the batch is made: "
-        "labels[input_ids == placeholder_id] = -100."
-    )
-
-
-def _refuse_untrained_labels(labels: Tensor, trained: Tensor) -> None:
-    """Refuse labels that a loss outside the model would train on, although the model does not."""
-    extra = int(((labels != IGNORE_INDEX) & (trained == IGNORE_INDEX)).sum())
-    if extra:
-        raise ConfigError(
-            f"The loss is computed outside of the model, and this batch has {extra} labels that are not to be trained "
-            "on (of placeholders, or of the first token behind padding). Set them to -100 where the batch is made: "
-            "labels[input_ids == placeholder_id] = -100."
-        )

@@ -1,13 +1,14 @@
-"""Merge encoders' tokens into a text, and prepare the inputs of the language model.
+"""Route a batch to encoders, merge their tokens into the text, and prepare the inputs of the language model.
 
 Shapes: B samples, S tokens, D width of the language model's embeddings.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +22,12 @@ from cornstarch.models.multimodal_language_model.encoder import (
     LANGUAGE_MODEL_INPUTS,
     ModalEncoderModule,
     TokenAttention,
-    suggest_name,
 )
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
 from cornstarch.models.multimodal_language_model.facts import (
+    CACHED_FEATURES,
     IGNORE_INDEX,
     BatchFacts,
+    EncoderFeatures,
     TextInputs,
     copy_to_device,
 )
@@ -66,7 +67,12 @@ class TokenMerger:
         input_ids, inputs_embeds, documents, facts = text.input_ids, text.inputs_embeds, text.documents, text.facts
         attention_mask, position_ids, labels = text.attention_mask, text.position_ids, text.labels
         if input_ids is not None and rest.get("past_key_values") is None:
-            check_shapes(input_ids.shape, attention_mask=attention_mask, labels=labels)
+            for name, value in (("attention_mask", attention_mask), ("labels", labels)):
+                if value is not None and value.dim() == 2 and value.shape != input_ids.shape:
+                    raise ConfigError(
+                        f"{name} has shape {tuple(value.shape)}, the text {tuple(input_ids.shape)}; expected one entry "
+                        "per token."
+                    )
         spans = None
         if input_ids is not None and self.attention:
             masks = self._find_placeholders(input_ids, features, facts)
@@ -74,7 +80,10 @@ class TokenMerger:
             if labels is not None and not self.trains_on_placeholders:
                 for mask in masks.values():
                     labels = labels.masked_fill(mask, IGNORE_INDEX)
-            spans = self._build_spans(input_ids, masks, features)
+            if any(attention != "causal" for attention in self.attention.values()):
+                spans, first = torch.full_like(input_ids, TEXT), 0
+                for name, found in features.items():
+                    first = mark_spans(spans, name, self.attention[name], masks[name], found, first)
         elif features:
             raise ConfigError("Encoders' tokens are merged where input_ids has their placeholders: pass input_ids.")
         spec = None
@@ -106,7 +115,13 @@ class TokenMerger:
             "labels": labels,
             **rest,
         }
-        return self._prepare_llm_inputs(llm_inputs, input_ids), spec
+        if self.callback is not None:
+            offered = {**llm_inputs, "input_ids": input_ids}
+            names = get_callback_names(self.callback)
+            used = offered if names is None else {name: offered.get(name) for name in names}
+            llm_inputs = {**llm_inputs, **self.callback(**used)}
+        taken = (LANGUAGE_MODEL_INPUTS - _OPTIONAL_INPUTS).union(get_argument_names(self.language_model))
+        return {name: value for name, value in llm_inputs.items() if value is not None and name in taken}, spec
 
     def _find_placeholders(
         self, input_ids: Tensor, features: Mapping[str, EncoderFeatures], facts: BatchFacts | None
@@ -155,17 +170,6 @@ class TokenMerger:
             inputs_embeds = merge_features(inputs_embeds, masks[name], found, places)
         return inputs_embeds
 
-    def _build_spans(
-        self, input_ids: Tensor, masks: Mapping[str, Tensor], features: Mapping[str, EncoderFeatures]
-    ) -> Tensor | None:
-        """Return which tokens see each other in both directions [B, S], or None if all attention is causal."""
-        if all(attention == "causal" for attention in self.attention.values()):
-            return None
-        spans, first = torch.full_like(input_ids, TEXT), 0
-        for name, found in features.items():
-            first = mark_spans(spans, name, self.attention[name], masks[name], found, first)
-        return spans
-
     def _is_plain(self, facts: BatchFacts, features: Mapping[str, EncoderFeatures]) -> bool:
         """Return whether every row is one document without padding, with causal attention only."""
         sees_ahead = any(len(found.tokens) > 0 for name, found in features.items() if self.attention[name] != "causal")
@@ -203,19 +207,47 @@ class TokenMerger:
         counts_all = rest.get("output_router_logits", getattr(config, "output_router_logits", False))
         return facts.padding == "none" or (facts.padding == "right" and self.traits.is_causal and not counts_all)
 
-    def _prepare_llm_inputs(self, llm_inputs: dict[str, Any], input_ids: Tensor | None) -> dict[str, Any]:
-        """Apply the user's callback, and keep the inputs that the language model takes."""
-        if self.callback is not None:
-            offered = {**llm_inputs, "input_ids": input_ids}
-            names = get_callback_names(self.callback)
-            used = offered if names is None else {name: offered.get(name) for name in names}
-            llm_inputs = {**llm_inputs, **self.callback(**used)}
-        own = get_argument_names(self.language_model)
-        taken = (LANGUAGE_MODEL_INPUTS - _OPTIONAL_INPUTS).union(own)
-        return {name: value for name, value in llm_inputs.items() if value is not None and name in taken}
+
 
 
 # -------------------------------------------------------------------------------------------------- batch keys
+
+
+def route_batch(
+    encoders: Mapping[str, ModalEncoderModule], batch: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Split a batch into the inputs of each encoder that runs, and the rest for the language model."""
+    nested = {name: batch[name] for name in encoders if isinstance(batch.get(name), Mapping)}
+    flat = {name: value for name, value in batch.items() if name not in nested and value is not None}
+    routed: dict[str, dict[str, Any]] = {}
+    taken: dict[str, str] = {}
+    for name, encoder in encoders.items():
+        if name in nested:
+            known = {*get_argument_names(encoder.module), *encoder.input_names, CACHED_FEATURES}
+            unknown = [key for key in nested[name] if key not in known and key not in LANGUAGE_MODEL_INPUTS]
+            if unknown and encoder.preprocess_callback is None:  # a callback may read any key
+                hint = suggest_name(unknown[0], known)
+                raise ConfigError(f"The {name} encoder does not take {unknown[0]!r}.{hint} It takes {sorted(known)}.")
+            routed[name] = encoder.rename_inputs(dict(nested[name]))
+            continue
+        for key in encoder.input_names:
+            if key in flat and key in taken:
+                raise ConfigError(
+                    f"Both the {taken[key]} and the {name} encoder take {key!r}. "
+                    f"Give it nested: {taken[key]}={{{key!r}: …}}, {name}={{{key!r}: …}}."
+                )
+            if key in flat:
+                taken[key] = name
+        inputs = encoder.select_inputs(flat)
+        if inputs is not None:
+            routed[name] = inputs
+    return routed, {key: value for key, value in flat.items() if key not in taken}
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return a sentence with the known name that is closest to a misspelt one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def get_callback_names(callback: LlmCallback | None) -> list[str] | None:
@@ -236,27 +268,15 @@ def check_batch_keys(
 ) -> None:
     """Refuse a batch with a key that no part takes: most often it is misspelt."""
     wanted = get_callback_names(callback)
-    if wanted is None:
-        return
-    known = LANGUAGE_MODEL_INPUTS.union(get_argument_names(language_model), _OPTIONAL_INPUTS, wanted)
-    for name in rest:
-        if name in known:
-            continue
+    known = LANGUAGE_MODEL_INPUTS.union(get_argument_names(language_model), _OPTIONAL_INPUTS, wanted or ())
+    unknown = [] if wanted is None else [name for name in rest if name not in known]
+    for name in unknown:
         taken = {key: list(encoder.input_names) for key, encoder in encoders.items()}
         hint = suggest_name(name, [*known, *encoders, *(n for names in taken.values() for n in names)])
         raise ConfigError(
             f"No part of the model takes {name!r}.{hint} Encoders take {taken}; "
             "name further inputs of an encoder in its additional_args."
         )
-
-
-def check_shapes(text: torch.Size, **inputs_BS: Tensor | None) -> None:
-    """Refuse inputs that do not have one entry per token of the text [B, S]."""
-    for name, value in inputs_BS.items():
-        if value is not None and value.dim() == 2 and value.shape != text:
-            raise ConfigError(
-                f"{name} has shape {tuple(value.shape)}, the text {tuple(text)}; expected one entry per token."
-            )
 
 
 # ------------------------------------------------------------------------------------------------ placeholders

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from os import PathLike
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +17,31 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import (
     LANGUAGE_MODEL_INPUTS,
     ModalEncoderModule,
-    route_batch,
+    MultimodalProjector,
+    build_projector,
+    check_widths,
     set_trainable,
 )
-from cornstarch.models.multimodal_language_model.encoder_features import CACHED_FEATURES, EncoderFeatures
-from cornstarch.models.multimodal_language_model.facts import BatchFacts, TextInputs
-from cornstarch.models.multimodal_language_model.hugging_face import HuggingFaceModel, correct_count, generate
+from cornstarch.models.multimodal_language_model.facts import (
+    CACHED_FEATURES,
+    IGNORE_INDEX,
+    BatchFacts,
+    EncoderFeatures,
+    TextInputs,
+)
+from cornstarch.models.multimodal_language_model.hugging_face import HuggingFaceModel
 from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
-from cornstarch.models.multimodal_language_model.merge import TokenMerger, check_batch_keys, get_callback_names
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector, build_projector, check_widths
+from cornstarch.models.multimodal_language_model.merge import (
+    TokenMerger,
+    check_batch_keys,
+    get_callback_names,
+    route_batch,
+)
 from cornstarch.models.multimodal_language_model.unwrap import (
     disable_cache,
     is_gathered_by_caller,
     is_sharded,
+    replace_forward,
     run_inside,
     unwrap,
 )
@@ -86,7 +98,8 @@ class MultimodalModel(HuggingFaceModel):
         """Trained parameters that no loss reaches, where a wrapper creates zero gradients for them (FSDP1)."""
         self._stand_ins: dict[str, dict[str, Any]] = {}
         self._prompt_length: int | None = None
-        self._generate_function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
+        self._labels_given: Tensor | None = None
+        self.register_forward_pre_hook(_record_labels, with_kwargs=True)
         self._features_to_use: tuple[dict[str, EncoderFeatures], list[Tensor]] | None = None
         self.traits = check_language_model(language_model) if encoders else LanguageModelTraits()
         for name, encoder in (encoders or {}).items():
@@ -100,7 +113,7 @@ class MultimodalModel(HuggingFaceModel):
             raise ConfigError(f"Encoder name {name!r}: expected a plain name such as 'vision' or 'audio'.")
         if not isinstance(unwrap(encoder), ModalEncoderModule):
             encoder = ModalEncoderModule(encoder)
-        inner, width = unwrap(encoder), self._embedding_width()
+        inner, width = unwrap(encoder), self._embedding_table().shape[1]
         assert isinstance(inner, ModalEncoderModule)
         if inner.projector is None:
             model_type = getattr(getattr(unwrap(self.language_model), "config", None), "model_type", None)
@@ -110,11 +123,12 @@ class MultimodalModel(HuggingFaceModel):
         self.add_module(f"{name}_encoder", encoder)
         self.encoder_names = (*self.encoder_names, name)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the language model's table of token embeddings."""
+        return unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
+
     def _embedding_table(self) -> Tensor:
         return self.get_input_embeddings().weight  # type: ignore[return-value]
-
-    def _embedding_width(self) -> int:
-        return self._embedding_table().shape[1]
 
     @property
     def encoders(self) -> dict[str, ModalEncoderModule]:
@@ -180,23 +194,20 @@ class MultimodalModel(HuggingFaceModel):
         llm_mode = True if llm_mode is None else llm_mode
         if encoders_mode is None:
             encoders_mode = dict.fromkeys(self.encoder_names, llm_mode)
-        modes = {name: self._parse_mode(name, trained) for name, trained in encoders_mode.items()}
+        modes: dict[str, Any] = {}
+        for name, trained in encoders_mode.items():
+            self._check_encoder_name(name)
+            modes[name] = (trained, trained) if isinstance(trained, bool) else tuple(trained)
+            if len(modes[name]) != 2 or not all(isinstance(one, bool) for one in modes[name]):
+                raise ConfigError(
+                    f"encoders_mode[{name!r}] = {trained!r}: expected (encoder, projector), each True or False."
+                )
         self.training = True
         for name, (encoder, projector) in modes.items():
             self.encoders[name].training = encoder or projector
             self.encoders[name].set_trainable(encoder, projector)
         set_trainable(self.language_model, bool(llm_mode))
         return self
-
-    def _parse_mode(self, name: str, trained: EncoderMode) -> tuple[bool, bool]:
-        """Return whether the encoder and its projector are trained."""
-        self._check_encoder_name(name)
-        pair = (trained, trained) if isinstance(trained, bool) else tuple(trained)
-        if len(pair) != 2 or not all(isinstance(one, bool) for one in pair):
-            raise ConfigError(
-                f"encoders_mode[{name!r}] = {trained!r}: expected (encoder, projector), each True or False."
-            )
-        return pair
 
     # ------------------------------------------------------------------ forward
 
@@ -248,7 +259,7 @@ class MultimodalModel(HuggingFaceModel):
             llm_inputs = disable_cache(self.language_model, llm_inputs)
             if text.labels is not None and llm_inputs.get("num_items_in_batch") is not None:
                 count = llm_inputs["num_items_in_batch"]
-                llm_inputs["num_items_in_batch"] = correct_count(count, text.labels, llm_inputs["labels"])
+                llm_inputs["num_items_in_batch"] = _correct_count(count, text.labels, llm_inputs["labels"])
             if spec is None:
                 counted = facts is not None and llm_inputs.get("position_ids") is None
                 with positions_in_order() if counted else nullcontext():
@@ -307,6 +318,15 @@ class MultimodalModel(HuggingFaceModel):
         finally:
             self._features_to_use = None
 
+    @contextmanager
+    def use_prompt_length(self, length: int) -> Iterator[None]:
+        """Treat tokens after the first `length` as generated text inside the block, whatever their ids."""
+        self._prompt_length = length
+        try:
+            yield
+        finally:
+            self._prompt_length = None
+
     def merge(self, features: dict[str, EncoderFeatures], **inputs: Any) -> tuple[dict[str, Any], MaskSpec | None]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough.
 
@@ -323,6 +343,11 @@ class MultimodalModel(HuggingFaceModel):
             self._prompt_length,
         )
         return merger(features, *TextInputs.split(inputs))
+
+    @property
+    def base_model(self) -> Callable[..., Any]:
+        """The model without the language model's head: called as the model is, it returns `last_hidden_state`."""
+        return partial(_run_without_head, self)
 
     # ------------------------------------------------------------------ stand-ins
 
@@ -363,46 +388,60 @@ class MultimodalModel(HuggingFaceModel):
 
     unreached_parameters = find_unused_parameters  # the earlier name
 
-    # ------------------------------------------------------------------ generation
-
-    @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """Continue the text; the result starts with the prompt, as with Hugging Face's own multimodal models.
-
-        Takes a batch as `forward` does, and the arguments of the language model's `generate`.
-        """
-        if self._generate_function is not None:
-            return self._generate_function(input_ids, attention_mask, kwargs)
-        return generate(self, input_ids, attention_mask, kwargs)
-
-    @contextmanager
-    def use_prompt_length(self, length: int) -> Iterator[None]:
-        """Treat tokens after the first `length` as generated text inside the block, whatever their ids."""
-        self._prompt_length = length
-        try:
-            yield
-        finally:
-            self._prompt_length = None
-
-    def set_generate_function(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
-        """Let a function of (input_ids, attention_mask, other arguments) implement `generate`: a pipeline, say."""
-        self._generate_function = function
-
-    # ------------------------------------------------------------------ loading
-
-    @classmethod
-    def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
-        """Load a model saved by `save_pretrained`; see `storage.pretrained.from_pretrained` for the options."""
-        from cornstarch.models.multimodal_language_model.storage.pretrained import from_pretrained
-
-        return from_pretrained(folder, **options)
-
-    @classmethod
-    def from_multimodal(cls, model: nn.Module) -> MultimodalModel:
-        """Decompose a whole Hugging Face multimodal model; the parts are shared with it, not copied."""
-        from cornstarch.models.multimodal_language_model.import_hf.decompose import decompose
-
-        return decompose(model)
-
 
 leave_out_of_ddp(MultimodalModel, MultimodalModel.find_unused_parameters)
+
+
+# ------------------------------------------------------------------------------------------------------ labels
+
+
+def _record_labels(model: MultimodalModel, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+    """Record labels that only a forward of another library sees."""
+    model._labels_given = inputs.get("labels") if "forward" in model.__dict__ else None
+
+
+def _run_without_head(model: MultimodalModel, *args: Any, **inputs: Any) -> Any:
+    """Run a model without the head of its language model; check the labels of a loss that is computed outside."""
+    inner = unwrap(model.language_model)
+    body: Any = getattr(inner, "base_model", inner)
+    if body is inner:
+        raise ConfigError(f"{type(inner).__name__} has no base_model: its head cannot be left out.")
+    given, model._labels_given = inputs.pop("labels", model._labels_given), None
+
+    def run_body(*_: Any, labels: Tensor | None = None, **llm_inputs: Any) -> Any:
+        extra = 0
+        if given is not None and labels is not None:
+            extra = int(((given != IGNORE_INDEX) & (labels == IGNORE_INDEX)).sum())
+        if extra:
+            raise ConfigError(
+                f"The loss is computed outside of the model, and this batch has {extra} labels that are not to be "
+                "trained on (of placeholders, or of the first token behind padding). Set them to -100 where the batch "
+                "is made: labels[input_ids == placeholder_id] = -100."
+            )
+        return body(**llm_inputs)
+
+    with replace_forward(inner, run_body):
+        own_forward: Any = type(model).forward  # not that of another library
+        return own_forward(model, *args, labels=given, **inputs)
+
+
+def _correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
+    """Return the divisor of a sum of losses, corrected for labels that are given, but not trained on.
+
+    Trainers count the labels of all batches of a step beforehand, including those of placeholders, and pass a tensor as
+    `num_items_in_batch`. If they counted this batch alone, the right number is known. A plain number is the caller's
+    own, and is kept.
+    """
+    if not isinstance(count, Tensor):
+        return count
+    own, right = ((labels[..., 1:] != IGNORE_INDEX).sum() for labels in (given, trained))
+    if bool(own == right):
+        return count
+    if bool((own == count).all()):
+        return right.to(count).expand_as(count)
+    raise ConfigError(
+        f"num_items_in_batch is {int(count.flatten()[0])}, counted over several batches or ranks, and this batch has "
+        f"{int(own - right)} labels that are not trained on (of placeholders, or of the first token behind padding): "
+        "the loss would be divided by too much. Set these labels to -100 where the batch is made: "
+        "labels[input_ids == placeholder_id] = -100."
+    )

@@ -22,8 +22,7 @@ from cornstarch.attention.mask import MaskSpec
 from cornstarch.attention.mask_verification import attend_through_masks, use_eval_mode
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures
-from cornstarch.models.multimodal_language_model.facts import TextInputs
+from cornstarch.models.multimodal_language_model.facts import EncoderFeatures, TextInputs
 from cornstarch.models.multimodal_language_model.import_hf.causal_head import build_causal_language_model
 from cornstarch.models.multimodal_language_model.import_hf.modalities import (
     TYPE_IDS,
@@ -160,7 +159,7 @@ class DecomposedModel(MultimodalModel):
         else:
             inputs = {**inputs, "input_ids": input_ids}
             zero = torch.zeros(1, dtype=self.dtype, device=self.device)
-            inputs_embeds = zero.expand(*input_ids.shape, self._embedding_width())
+            inputs_embeds = zero.expand(*input_ids.shape, self._embedding_table().shape[1])
         outputs: dict[str, Any] = {}
         for name, found in features.items():
             modality, behavior = self._towers[name].modality, self._towers[name].behavior

@@ -14,15 +14,14 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
     MultimodalProjectorConfig,
 )
-from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.encoder_features import EncoderFeatures, count_audio_tokens, find_mask
+from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule, MultimodalProjector
+from cornstarch.models.multimodal_language_model.facts import EncoderFeatures, count_audio_tokens, find_mask
 from cornstarch.models.multimodal_language_model.import_hf.modalities import ForwardBehavior, Modality
 from cornstarch.models.multimodal_language_model.import_hf.skeleton import (
     PlaceholderModule,
     copy_skeleton,
     record_language_model_call,
 )
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.trees import tensors_in
 

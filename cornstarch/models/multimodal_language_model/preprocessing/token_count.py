@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.encoder_features import (
+from cornstarch.models.multimodal_language_model.facts import (
     EncoderFeatures,
     count_audio_tokens,
     count_patches,

@@ -28,8 +28,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
     MultimodalProjectorConfig,
 )
-from cornstarch.models.multimodal_language_model.encoder import FIXED
-from cornstarch.models.multimodal_language_model.projector import MultimodalProjector
+from cornstarch.models.multimodal_language_model.encoder import FIXED, MultimodalProjector
 from cornstarch.models.multimodal_language_model.storage.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -281,6 +280,8 @@ def import_class(class_path: str) -> Any:
     """Return a class of transformers or Cornstarch by its path."""
     module_name, _, name = class_path.rpartition(".")
     assert is_trusted(class_path)
+    if module_name.startswith("cornstarch.") and name == MultimodalProjector.__name__:
+        return MultimodalProjector  # earlier versions had it in other modules
     try:
         found = getattr(import_module(module_name), name)
     except (ImportError, AttributeError) as error:
