@@ -15,7 +15,7 @@ from cornstarch.engine.recompute import recompute_activations, recompute_planned
 from cornstarch.engine.sharded_loading import apply_mask_attention, check_cp, find_whole_modules
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
-from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
+from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import apply
 from cornstarch.parallel.data import apply_data_parallel, check_data_plan, get_measured_bucket

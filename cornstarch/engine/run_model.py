@@ -29,7 +29,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import LOSS
 from cornstarch.metrics.profiler import record_range
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
+from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.apply import explain_full_reads

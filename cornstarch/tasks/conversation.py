@@ -23,7 +23,7 @@ from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.kernels.fused_loss import limit_trained_rows
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
-from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
+from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
 from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import PROCESSOR_CONFIG
 from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap

@@ -28,7 +28,7 @@ from cornstarch.cost.flops import FlopCounter
 from cornstarch.data.load_balancing import SampleSizer
 from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError, parse_row
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
+from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing import hf_processor as whole_processing
 from cornstarch.tasks.build import build_task
 from cornstarch.tasks.conversation import preview_chat

@@ -22,9 +22,9 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.import_hf.decompose import (
     DecomposedModel,
     DecomposedOrigin,
-    find_spans,
     rebuild,
 )
+from cornstarch.models.multimodal_language_model.packing import find_spans
 from tests.models.shrink import shrunken_configs
 from tests.models.whole_models import AUDIO, FAMILIES, IMAGE, TEXT, VIDEO, Family, Inputs, text_batch, why_not_here
 

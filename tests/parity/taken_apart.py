@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cornstarch import MultimodalModel
 from cornstarch.checkpoint.named_state import named_parameters
-from cornstarch.models.multimodal_language_model.import_hf.undivided import UndividedModel
+from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.parallel import apply_data_parallel, data_mesh
 from cornstarch.plan import DataPlan
 from tests.models.whole_models import FAMILIES, text_batch

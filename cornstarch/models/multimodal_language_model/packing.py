@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
+from cornstarch.models.multimodal_language_model.merge import TEXT
 
 logger = logging.getLogger(__name__)
 
@@ -220,3 +221,49 @@ def _join_values(name: str, values: list[Any], samples: list[int]) -> Any:
                 f"{sample}; only the first dimension, the items, may differ. Process the samples to one size."
             )
     return torch.cat(values)
+
+
+def find_spans(masks: Any, lengths: Tensor) -> Tensor:
+    """Return the spans [N, S] of tokens that see each other in both directions, read from a model's masks; -1 is text.
+
+    Models that make masks themselves let images, or whole prompts, see themselves in both directions. A mask that is
+    anything else than causal attention with such spans is refused. Shape letters: N documents, S tokens of the longest.
+
+    Args:
+        masks: The masks that the model passes to its language model: a boolean mask [N, 1, S, S], one for each kind of
+            layer, or None for causal attention.
+        lengths: [N] tokens of each document; the rest is padding.
+    """
+    full = "full_attention"
+    by_kind = dict(masks) if isinstance(masks, Mapping) else {full: masks}
+    places = torch.arange(int(lengths.max()), device=lengths.device)
+    causal_SS = places[:, None] >= places
+    full_NSS = _check_mask(by_kind.pop(full, None), lengths)
+    if full_NSS is None:
+        full_NSS = causal_SS.expand(len(lengths), -1, -1)
+    valid_NS = places < lengths[:, None]
+    inside_NSS = valid_NS[:, :, None] & valid_NS[:, None, :]
+    # Two tokens that see each other are in one span, numbered by its first token.
+    mutual_NSS = full_NSS & full_NSS.mT & inside_NSS
+    first_NS = torch.where(mutual_NSS, places, len(places)).amin(-1)
+    spans_NS = torch.where((mutual_NSS.sum(-1) > 1) & valid_NS, first_NS, TEXT)
+    together_NSS = (spans_NS[:, :, None] == spans_NS[:, None, :]) & (spans_NS >= 0)[:, :, None]
+    if not torch.equal(full_NSS & inside_NSS, (causal_SS | together_NSS) & inside_NSS):
+        raise UnsupportedModelError("its masks are not causal with spans that see each other")
+    for mask in by_kind.values():
+        other_NSS = _check_mask(mask, lengths)
+        if other_NSS is None:
+            continue
+        hidden, ahead = together_NSS & ~other_NSS, other_NSS & ~causal_SS & ~together_NSS
+        if bool(((hidden | ahead) & inside_NSS).any()):
+            raise UnsupportedModelError("its kinds of layers let other spans of tokens see each other")
+    return spans_NS
+
+
+def _check_mask(mask: Any, lengths: Tensor) -> Tensor | None:
+    """Return a mask [N, S, S], the same for all heads."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        raise UnsupportedModelError(f"its masks are not ones of booleans ({type(mask).__name__})")
+    return mask[:, 0].expand(len(lengths), -1, -1)

@@ -1,1 +1,1 @@
-"""Import of whole Hugging Face multimodal models: `decompose` splits a model into parts, `undivided` keeps it whole."""
+"""Import of whole Hugging Face multimodal models: `decompose` splits a model into parts, or keeps it undivided."""

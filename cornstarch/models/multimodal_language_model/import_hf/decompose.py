@@ -4,7 +4,8 @@ It works without code for any one model. A *skeleton* of a Hugging Face module h
 weights and no children. An encoder's features are computed by the model's own `get_image_features` on a skeleton to
 which tower and projector are attached; positions and masks by the model's own forward on a skeleton whose language
 model only records how it is called. Before that, the same forward is probed with a made-up sentence and made-up
-features: a model that does anything else than put features in place of the placeholders is refused.
+features: a model that does anything else than put features in place of the placeholders is refused. It can still be
+trained as an `UndividedModel`.
 """
 
 from __future__ import annotations
@@ -22,19 +23,27 @@ from cornstarch.attention.mask import MaskSpec
 from cornstarch.attention.mask_verification import attend_through_masks, use_eval_mode
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.facts import EncoderFeatures, TextInputs
-from cornstarch.models.multimodal_language_model.import_hf.causal_head import build_causal_language_model
+from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, EncoderFeatures, TextInputs
 from cornstarch.models.multimodal_language_model.import_hf.modalities import (
+    ENCODER_NAMES,
     TYPE_IDS,
+    copy_skeleton,
     find_modalities,
+    find_placeholder_id,
     probe_forward,
+    record_language_model_call,
     refuse,
 )
-from cornstarch.models.multimodal_language_model.import_hf.skeleton import copy_skeleton, record_language_model_call
-from cornstarch.models.multimodal_language_model.import_hf.tower import TowerEncoder, TowerFeatures
+from cornstarch.models.multimodal_language_model.import_hf.parts import (
+    TowerEncoder,
+    TowerFeatures,
+    build_causal_language_model,
+)
 from cornstarch.models.multimodal_language_model.merge import TEXT
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, unwrap
+from cornstarch.models.multimodal_language_model.packing import find_spans
+from cornstarch.models.multimodal_language_model.shape_inference import is_float
+from cornstarch.models.multimodal_language_model.unwrap import disable_cache, get_argument_names, unwrap
 
 
 @dataclass(frozen=True)
@@ -347,51 +356,78 @@ def rebuild(
     return decompose(model)
 
 
-# --------------------------------------------------------------------------------------- the model's own masks
-
-_FULL = "full_attention"
+# -------------------------------------------------------------------------------------------- undivided models
 
 
-def find_spans(masks: Any, lengths: Tensor) -> Tensor:
-    """Return the spans [N, S] of tokens that see each other in both directions, read from a model's masks; -1 is text.
-
-    Models that make masks themselves let images, or whole prompts, see themselves in both directions. A mask that is
-    anything else than causal attention with such spans is refused. Shape letters: N documents, S tokens of the longest.
+class UndividedModel(MultimodalModel):
+    """A multimodal model in place of a language model: batches go to its own forward unchanged.
 
     Args:
-        masks: The masks that the model passes to its language model: a boolean mask [N, 1, S, S], one for each kind of
-            layer, or None for causal attention.
-        lengths: [N] tokens of each document; the rest is padding.
+        whole: The Hugging Face model (or a PEFT model around one).
+        reason: Why it cannot be decomposed.
     """
-    by_kind = dict(masks) if isinstance(masks, Mapping) else {_FULL: masks}
-    places = torch.arange(int(lengths.max()), device=lengths.device)
-    causal_SS = places[:, None] >= places
-    full_NSS = _check_mask(by_kind.pop(_FULL, None), lengths)
-    if full_NSS is None:
-        full_NSS = causal_SS.expand(len(lengths), -1, -1)
-    valid_NS = places < lengths[:, None]
-    inside_NSS = valid_NS[:, :, None] & valid_NS[:, None, :]
-    # Two tokens that see each other are in one span, numbered by its first token.
-    mutual_NSS = full_NSS & full_NSS.mT & inside_NSS
-    first_NS = torch.where(mutual_NSS, places, len(places)).amin(-1)
-    spans_NS = torch.where((mutual_NSS.sum(-1) > 1) & valid_NS, first_NS, TEXT)
-    together_NSS = (spans_NS[:, :, None] == spans_NS[:, None, :]) & (spans_NS >= 0)[:, :, None]
-    if not torch.equal(full_NSS & inside_NSS, (causal_SS | together_NSS) & inside_NSS):
-        raise UnsupportedModelError("its masks are not causal with spans that see each other")
-    for mask in by_kind.values():
-        other_NSS = _check_mask(mask, lengths)
-        if other_NSS is None:
-            continue
-        hidden, ahead = together_NSS & ~other_NSS, other_NSS & ~causal_SS & ~together_NSS
-        if bool(((hidden | ahead) & inside_NSS).any()):
-            raise UnsupportedModelError("its kinds of layers let other spans of tokens see each other")
-    return spans_NS
+
+    def __init__(self, whole: nn.Module, reason: str) -> None:
+        super().__init__({}, whole)
+        self.reason = reason
+        model: Any = unwrap(whole)
+        found = {name: find_placeholder_id(model, kind) for kind, name in ENCODER_NAMES.items()}
+        self.modality_token_ids = {name: number for name, number in found.items() if number is not None}
+        self._rows: dict[str, dict[str, Any]] = {}
+
+    def _run_batch(self, text: TextInputs, batch: dict[str, Any]) -> Any:
+        """Run the model's own forward on a batch of its own processor; packed rows are refused."""
+        if text.documents is not None:
+            raise ConfigError(
+                f"{type(unwrap(self.language_model)).__name__} cannot be given packed rows: {self.reason} Set "
+                "`data.packing` to false."
+            )
+        given = {**vars(text), "facts": None, **batch}
+        inputs = {name: value for name, value in given.items() if value is not None and not isinstance(value, Mapping)}
+        if self.training:
+            for row in self._rows.values():
+                if not row["items"].keys() & inputs.keys():
+                    inputs = _append_row(inputs, row)
+        return self.language_model(**disable_cache(self.language_model, self._cast(inputs)))
+
+    def _cast(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Cast inputs to the dtype of the weights: processors use another, and not every forward casts it."""
+        if torch.is_autocast_enabled(self.device.type):
+            return inputs
+        return {n: v.to(self.dtype) if isinstance(v, Tensor) and is_float(v) else v for n, v in inputs.items()}
+
+    def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
+        """Run every encoder in every training step, also if the batch has nothing for it.
+
+        A batch without items gets an additional row with an item, whose labels are ignored. `stand_ins` has, by
+        modality, the row's `tokens` (entries per token, [1, S]) and its `items` (the encoders' inputs).
+        """
+        self._rows = {name: dict(row) for name, row in stand_ins.items()}
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """Continue the text with the model's own `generate`."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        given = {name: value for name, value in inputs.items() if value is not None}
+        return self.language_model.generate(**self._cast(given))  # type: ignore[operator]
+
+    def whole(self) -> PreTrainedModel:
+        """Return the Hugging Face model."""
+        return unwrap(self.language_model)  # type: ignore[return-value]
 
 
-def _check_mask(mask: Any, lengths: Tensor) -> Tensor | None:
-    """Return a mask [N, S, S], the same for all heads."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
-        raise UnsupportedModelError(f"its masks are not ones of booleans ({type(mask).__name__})")
-    return mask[:, 0].expand(len(lengths), -1, -1)
+def _append_row(inputs: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch with one more row, whose labels are ignored."""
+    ids: Tensor = inputs["input_ids"]
+    tokens = {name: value.to(ids.device) for name, value in row["tokens"].items()}
+    tokens["labels"] = torch.full_like(tokens["input_ids"], IGNORE_INDEX)
+    width = max(ids.shape[1], tokens["input_ids"].shape[1])
+    joined = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.shape == ids.shape:
+            fill = IGNORE_INDEX if name == "labels" else 0
+            other = tokens.get(name, torch.zeros_like(tokens["input_ids"]))
+            rows = [nn.functional.pad(one, (0, width - one.shape[1]), value=fill) for one in (value, other)]
+            joined[name] = torch.cat([rows[0], rows[1].to(value.dtype)])
+    items = {name: value.to(ids.device) if isinstance(value, Tensor) else value for name, value in row["items"].items()}
+    return {**joined, **items}

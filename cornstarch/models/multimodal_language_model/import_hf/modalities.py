@@ -1,5 +1,8 @@
 """Find out how a Hugging Face multimodal model is built.
 
+A *skeleton* of a module has its methods and its config, but no weights and no children. Parts are attached to it for a
+call; a missing part is replaced by a `PlaceholderModule`.
+
 `find_modalities` reads from the model's methods which child belongs to which modality. `probe_forward` runs the model's
 own forward on a made-up sentence with made-up features, without any weights: a model that does anything else than
 replace the placeholders' embeddings by the features is refused, because its parts would not give its results.
@@ -8,10 +11,11 @@ replace the placeholders' embeddings by the features is refused, because its par
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +23,12 @@ from transformers import PreTrainedModel
 
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.import_hf.skeleton import (
-    PlaceholderModule,
-    copy_skeleton,
-    record_language_model_call,
-)
 from cornstarch.models.multimodal_language_model.unwrap import get_argument_names
 
 if TYPE_CHECKING:
     from cornstarch.models.multimodal_language_model.import_hf.tower import TowerEncoder
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # The name of a modality in transformers, and the name of its encoder here.
 ENCODER_NAMES = {"image": "vision", "audio": "audio"}
@@ -60,8 +61,7 @@ class Modality:
 
     @property
     def name(self) -> str:
-        """The name of the encoder."""
-        return ENCODER_NAMES[self.kind]
+            return ENCODER_NAMES[self.kind]
 
 
 @dataclass
@@ -87,6 +87,93 @@ def find_placeholder_id(model: PreTrainedModel, kind: str) -> int | None:
     """Return the token that marks the place of one modality's features."""
     names = (f"{kind}_token_id", f"{kind}_token_index")
     return next((value for name in names if isinstance(value := getattr(model.config, name, None), int)), None)
+
+
+# -------------------------------------------------------------------------------------------------- skeletons
+
+
+def copy_skeleton(module: Module) -> Module:
+    """Return a copy of `module` with its methods and plain attributes, but no weights, children or hooks."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    for name, value in module.__dict__.items():
+        if name in ("_modules", "_parameters", "_buffers") or name.endswith("_hooks"):
+            copy.__dict__[name] = OrderedDict() if isinstance(value, OrderedDict) else {}
+    copy.__dict__["_non_persistent_buffers_set"] = set()
+    copy.__dict__.pop("forward", None)  # set by libraries that place layers on devices; it runs the old module
+    return copy
+
+
+class PlaceholderModule:
+    """Replaces a part while the model's own forward runs without it; reading its attributes works, calling raises."""
+
+    def __init__(self, name: str, part: nn.Module) -> None:
+        self.name, self.part = name, copy_skeleton(part)
+        self.device: Any = None
+        self.dtype: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(f"it uses {self.name} outside the method that computes features")
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "part":  # during copy.copy
+            raise AttributeError(name)
+        return getattr(self.part, name)
+
+
+class _LanguageModelCallError(Exception):
+    """Ends a forward at its language model: an exception is the only way out of the middle of a forward."""
+
+
+class _CallRecorder:
+    """Replaces the language model, and ends the forward when it is called."""
+
+    def __init__(self, text_model: nn.Module, embeds: Tensor) -> None:
+        self._text_model, self._embeds = text_model, embeds
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _LanguageModelCallError(kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._text_model, name)
+        return self.get_input_embeddings() if isinstance(value, nn.Embedding) else value
+
+    def get_input_embeddings(self) -> Callable[[Tensor], Tensor]:
+        return lambda input_ids: self._embeds
+
+
+def record_language_model_call(
+    inner: PreTrainedModel,
+    text_name: str,
+    text_model: nn.Module,
+    embeds: Tensor,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Run a skeleton's own forward up to its language model, and return the arguments of that call.
+
+    State that the forward keeps (rope deltas) stays on the skeleton `inner`. Of `text_model`, only attributes are read;
+    `embeds` is the result of looking up the token ids. `outputs` has, by method name, the result to return instead of
+    running the method, or a function to run instead.
+    """
+    recorder = _CallRecorder(text_model, embeds)
+    attached: dict[str, Any] = {text_name: recorder, "get_input_embeddings": recorder.get_input_embeddings}
+    for name, output in (outputs or {}).items():
+        attached[name] = output if callable(output) else lambda *_, _output=output, **__: _output
+    for part in inner.__dict__.values():
+        if isinstance(part, PlaceholderModule):
+            part.device, part.dtype = embeds.device, embeds.dtype
+    inner.__dict__.update(attached)
+    inner._parameters["attached"] = embeds  # type: ignore[assignment]  # models read device and dtype from weights
+    try:
+        type(inner).forward(inner, **inputs)
+    except _LanguageModelCallError as call:
+        return {name: value for name, value in call.args[0].items() if value is not None}
+    finally:
+        del inner._parameters["attached"]
+        for name in attached:
+            del inner.__dict__[name]
+    raise UnsupportedModelError("it never calls its language model")
 
 
 # ------------------------------------------------------------------------------------------------- modalities
@@ -127,15 +214,21 @@ def _find_modality(inner: PreTrainedModel, text_name: str, kind: str, method: st
     if method is not None and text_inputs:
         raise refuse(inner, f"{method} needs {', '.join(sorted(text_inputs))}, which an encoder does not have")
     children = [name for name, _ in inner.named_children() if name in used and name != text_name]
-    tower = _find_tower(inner, kind, children)
+    towers = [name for name in children if isinstance(getattr(inner, name), PreTrainedModel)]
+    if not towers and children:  # a plain module: the one that transformers names, else the largest
+        named = inner.get_encoder(modality=kind)
+        sizes = {name: sum(p.numel() for p in getattr(inner, name).parameters()) for name in children}
+        towers = [name for name in children if getattr(inner, name) is named] or [max(children, key=sizes.__getitem__)]
+    if len(towers) != 1:
+        raise refuse(inner, f"it has {len(towers)} {kind} towers ({', '.join(towers) or 'none'}); expected one")
     return Modality(
         kind=kind,
         method=method,
         inputs=tuple(name for name in inputs if name not in LANGUAGE_MODEL_INPUTS),
         video_inputs=video,
         token_id=token_id,
-        tower=tower,
-        projectors=tuple(name for name in children if name != tower),
+        tower=towers[0],
+        projectors=tuple(name for name in children if name != towers[0]),
         weights=tuple(name for name in (*inner._parameters, *inner._buffers) if name in used),
     )
 
@@ -167,17 +260,6 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(const) for const in nested))
 
 
-def _find_tower(inner: PreTrainedModel, kind: str, children: Sequence[str]) -> str:
-    towers = [name for name in children if isinstance(getattr(inner, name), PreTrainedModel)]
-    if not towers and children:  # a plain module: the one that transformers names, else the largest
-        named = inner.get_encoder(modality=kind)
-        sizes = {name: sum(p.numel() for p in getattr(inner, name).parameters()) for name in children}
-        towers = [name for name in children if getattr(inner, name) is named] or [max(children, key=sizes.__getitem__)]
-    if len(towers) != 1:
-        raise refuse(inner, f"it has {len(towers)} {kind} towers ({', '.join(towers) or 'none'}); expected one")
-    return towers[0]
-
-
 # ----------------------------------------------------------------------------------------- probing the forward
 
 _WIDTH = 4
@@ -204,10 +286,6 @@ class _MadeUpOutput:
             raise AttributeError(name)
         self._fields.append(name)
         return self._features if name == self._fields[0] else [self._features]
-
-
-class _UnusableInput:
-    """An input that raises when it is used."""
 
 
 @dataclass
@@ -239,15 +317,6 @@ class _ForwardProbe:
         generator = torch.Generator().manual_seed(0)
         self.embeds = torch.randn(*self.input_ids.shape, _WIDTH, generator=generator)
         self.features = torch.randn(6, _WIDTH, generator=generator)
-
-    def build_forms(self) -> list[Any]:
-        """Return the forms in which models return the features of two items, three tokens each."""
-        return [[self.features[:3], self.features[3:]], self.features.reshape(2, 3, -1), self.features]
-
-    def merge(self) -> Tensor:
-        """Return the embeddings with the features in place of the placeholders."""
-        placeholders = (self.input_ids == self.modality.token_id).unsqueeze(-1)
-        return self.embeds.masked_scatter(placeholders, self.features)
 
     def run(self, features: Any, **further: Any) -> _ProbeResult:
         """Run the forward on these features; `further` replaces or adds inputs."""
@@ -305,13 +374,16 @@ def _probe_method(probe: _ForwardProbe) -> ForwardBehavior:
 def _find_form(probe: _ForwardProbe) -> tuple[Any, _ProbeResult]:
     """Return the form of features that the forward accepts, and the result of running it on them."""
     reason = ""
-    for features in probe.build_forms():
+    placeholders = (probe.input_ids == probe.modality.token_id).unsqueeze(-1)
+    merged = probe.embeds.masked_scatter(placeholders, probe.features)
+    # The forms in which models return the features of two items, three tokens each.
+    for features in ([probe.features[:3], probe.features[3:]], probe.features.reshape(2, 3, -1), probe.features):
         try:
             result = probe.run(features)
         except Exception as problem:  # most often: this model returns its features in another form
             reason = reason or f"its forward cannot be followed without its parts ({problem})"
             continue
-        if torch.equal(result.call["inputs_embeds"], probe.merge()):
+        if torch.equal(result.call["inputs_embeds"], merged):
             return features, result
         reason = "its forward does more than replace its placeholders' embeddings by features"
     raise refuse(probe.inner, reason)
@@ -343,7 +415,7 @@ def _find_other_inputs(probe: _ForwardProbe, features: Any) -> None:
     modality = probe.modality
     known = {*LANGUAGE_MODEL_INPUTS, *modality.inputs, *modality.video_inputs, "mm_encoder_outputs"}
     for name in sorted(set(get_argument_names(probe.inner)) - known):
-        mark = _UnusableInput()
+        mark = object()  # raises when it is used
         result = probe.try_run(features, **{name: mark})
         if result is not None:
             if result.passed.get(name) is mark:
