@@ -26,7 +26,7 @@ from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_I
 from cornstarch.models.multimodal_language_model.unwrap import get_argument_names
 
 if TYPE_CHECKING:
-    from cornstarch.models.multimodal_language_model.import_hf.tower import TowerEncoder
+    from cornstarch.models.multimodal_language_model.import_hf.parts import TowerEncoder
 
 Module = TypeVar("Module", bound=nn.Module)
 
