@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from virtual_devices import Job, run
 
 from cornstarch.engine.recompute import copy_to_meta
-from cornstarch.parallel.data import apply_data_parallel
+from cornstarch.parallel.ddp_fsdp import apply_data_parallel
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.plan import DataPlan, ModulePlan, Plan
 from cornstarch.plan.candidates import Candidate

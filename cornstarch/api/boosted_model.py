@@ -26,7 +26,7 @@ from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import distributed
-from cornstarch.parallel.data import drop_idle_gradients
+from cornstarch.parallel.ddp_fsdp import drop_idle_gradients
 
 Inputs = Mapping[str, Any]
 Criterion = Callable[[Any, Any], Tensor]

@@ -44,7 +44,7 @@ from cornstarch.checkpoint.state_values import (
     unflatten_values,
 )
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.data import reshard
+from cornstarch.parallel.ddp_fsdp import reshard
 
 FORMAT = 2
 """1: frozen parameters had hashes of some values (`sample`), which are not compared any more."""

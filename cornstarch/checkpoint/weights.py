@@ -27,7 +27,7 @@ from cornstarch.checkpoint.store import CheckpointStore
 from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, open_run
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel.data import reshard
+from cornstarch.parallel.ddp_fsdp import reshard
 
 PathLike = str | os.PathLike[str]
 CheckpointChoice = Literal["best", "last"]

@@ -19,7 +19,7 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.kernels.fused_loss import has_inline_loss
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.units import wrapping_units
+from cornstarch.parallel.ddp_fsdp import wrapping_units
 from cornstarch.pipeline.model_analysis import ModelAnalysis
 from cornstarch.pipeline.split import analyze_model
 from cornstarch.trees import map_tensors, tensors_in

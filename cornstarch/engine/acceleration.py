@@ -16,7 +16,7 @@ from cornstarch.kernels.fp8 import MIN_DIM, Scaling, explain_no_fp8, multiply_in
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.units import wrapping_units
+from cornstarch.parallel.ddp_fsdp import wrapping_units
 from cornstarch.plan.plan import Plan
 
 CompileMode = Literal["auto", "layers", "off"]

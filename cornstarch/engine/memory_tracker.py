@@ -13,9 +13,9 @@ from cornstarch.config import OptimizerConfig, RunConfig
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.engine.optimizer import AveragedWeights, make_optimizer
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.ddp_fsdp import find_frozen_modules, find_fsdp_units
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.distributed import to_local_tensor
-from cornstarch.parallel.units import find_frozen_modules, find_fsdp_units
 from cornstarch.plan import DataPlan
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
 from cornstarch.report.number_format import format_bytes as show_size

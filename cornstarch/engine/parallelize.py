@@ -18,7 +18,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import apply
-from cornstarch.parallel.data import apply_data_parallel, check_data_plan, get_measured_bucket
+from cornstarch.parallel.ddp_fsdp import apply_data_parallel, check_data_plan, get_measured_bucket
 from cornstarch.parallel.encoder_balancing import balance_encoders, has_encoder_balancing
 from cornstarch.parallel.loading import record_full_read
 from cornstarch.pipeline.pipeline import Pipeline

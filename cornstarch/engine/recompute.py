@@ -32,8 +32,8 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.hugging_face import checkpoint_activations
 from cornstarch.models.multimodal_language_model.shape_inference import copy_with_tensors
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.apply import iter_planned_modules
 from cornstarch.parallel.device import DevicePlacement
+from cornstarch.parallel.passes import iter_planned_modules
 from cornstarch.plan.layout import Layout
 from cornstarch.tasks.build import build_calls, is_frozen_encoder
 

@@ -32,9 +32,9 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.apply import explain_full_reads
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.parallel.encoder_balancing import has_encoder_balancing
+from cornstarch.parallel.passes import explain_full_reads
 from cornstarch.pipeline.split import analyze_model
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task

@@ -23,9 +23,9 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
-from cornstarch.parallel.apply import TensorSharder, build_tensor_sharder, needs_mask_attention
 from cornstarch.parallel.context import shard_tokens
 from cornstarch.parallel.mesh import DeviceMeshes, StageMeshes
+from cornstarch.parallel.passes import TensorSharder, build_tensor_sharder, needs_mask_attention
 from cornstarch.pipeline.stages import StageAssignment
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan

@@ -19,7 +19,7 @@ from cornstarch.engine.optimizer import AveragedWeights, LearningRate, highest_r
 from cornstarch.engine.run_model import RunModel
 from cornstarch.engine.train_step import TrainStep
 from cornstarch.parallel import distributed
-from cornstarch.parallel.data import OwnedParameters, reshard
+from cornstarch.parallel.ddp_fsdp import OwnedParameters, reshard
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
 from cornstarch.plan.kinds import UNSYNCHRONIZED
 from cornstarch.tasks.task import Task

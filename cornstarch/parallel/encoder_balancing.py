@@ -30,7 +30,6 @@ from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.facts import get_token_states
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.all_to_all import all_to_all
 from cornstarch.parallel.context.encoder_items import (
     FLAT,
     EncoderItems,
@@ -38,6 +37,7 @@ from cornstarch.parallel.context.encoder_items import (
     check_items_independent,
     row_dim,
 )
+from cornstarch.parallel.context.modes import all_to_all
 from cornstarch.parallel.distributed import get_device_backend
 from cornstarch.plan.load_balancing import assign_surplus
 from cornstarch.trees import map_tensors, tensors_in

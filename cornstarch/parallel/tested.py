@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,14 @@ class Sweep:
 def read_table(path: Path = PATH) -> dict[str, Sweep]:
     """Return the table: by the way to cut, as a plan calls it (tp, cp)."""
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {
-        axis: Sweep(one["versions"], {group: _verdicts(found) for group, found in one["groups"].items()})
-        for axis, one in data.items()
-    }
-
-
-def _verdicts(found: Mapping[str, Any]) -> dict[str, Verdict]:
-    return {name: Verdict(**{**said, "whole": tuple(said.get("whole", ()))}) for name, said in found.items()}
+    table: dict[str, Sweep] = {}
+    for axis, one in data.items():
+        groups = {
+            group: {name: Verdict(**{**said, "whole": tuple(said.get("whole", ()))}) for name, said in found.items()}
+            for group, found in one["groups"].items()
+        }
+        table[axis] = Sweep(one["versions"], groups)
+    return table
 
 
 def write_table(table: Mapping[str, Sweep], path: Path = PATH) -> None:
@@ -63,17 +63,13 @@ def write_table(table: Mapping[str, Sweep], path: Path = PATH) -> None:
     for axis, sweep in table.items():
         groups = []
         for group, found in sweep.groups.items():
-            lines = [f"    {json.dumps(name)}: {json.dumps(_data(found[name]))}" for name in sorted(found)]
+            facts = {name: {k: v for k, v in asdict(found[name]).items() if v} for name in sorted(found)}
+            lines = [f"    {json.dumps(name)}: {json.dumps(stated)}" for name, stated in facts.items()]
             groups.append(f"   {json.dumps(group)}: {{\n" + ",\n".join(lines) + "\n   }")
         inside = ",\n".join(groups)
         versions = json.dumps(dict(sweep.versions))
         axes.append(f' {json.dumps(axis)}: {{\n  "versions": {versions},\n  "groups": {{\n{inside}\n  }}\n }}')
     path.write_text("{\n" + ",\n".join(axes) + "\n}\n", encoding="utf-8")
-
-
-def _data(verdict: Verdict) -> dict[str, Any]:
-    data = {"status": verdict.status, "reason": verdict.reason, "whole": list(verdict.whole)}
-    return {name: value for name, value in data.items() if value}
 
 
 @lru_cache(maxsize=1)
@@ -88,14 +84,10 @@ def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:
     Between releases (5.22 and 5.23) models are rewritten; between 5.22.1 and 5.22.2 they are not.
     """
     sweep = read_shipped_table().get(axis)
-    if sweep is None or _release(sweep.versions["transformers"]) != _release(transformers_version):
+    if sweep is None or sweep.versions["transformers"].split(".")[:2] != transformers_version.split(".")[:2]:
         return False
     verdict = sweep.verdicts.get(model_class)
     return verdict is not None and verdict.status == PASSED
-
-
-def _release(version: str) -> list[str]:
-    return version.split(".")[:2]
 
 
 __all__ = ["Sweep", "Verdict", "is_tested", "read_shipped_table", "read_table", "write_table"]

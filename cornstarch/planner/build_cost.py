@@ -21,7 +21,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.batch import check_tokens
 from cornstarch.parallel.device import DTYPES
-from cornstarch.parallel.tensor.plan import plan_regions
+from cornstarch.parallel.tensor.regions import plan_regions
 from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
@@ -265,7 +265,7 @@ def _find_tp_sizes(part: nn.Module) -> tuple[int, ...]:
         regions = plan_regions(part).regions
     except (UnsupportedModelError, ConfigError):
         return (1,)
-    return tuple(size for size in _SIZES if all(region.fits(size) for region in regions))
+    return tuple(size for size in _SIZES if not any(region.misfits(size) for region in regions))
 
 
 def _find_cp_sizes(part: nn.Module, is_language_model: bool) -> tuple[int, ...]:

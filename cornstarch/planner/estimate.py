@@ -21,7 +21,7 @@ from cornstarch.cost.tracer import trace_memory
 from cornstarch.engine.memory_tracker import model_size
 from cornstarch.engine.model_parts import ModelPart, split_into_parts
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.data import check_data_plan
+from cornstarch.parallel.ddp_fsdp import check_data_plan
 from cornstarch.parallel.device import DTYPES
 from cornstarch.plan import DataKind, DataPlan, Layout, Plan
 from cornstarch.plan.cluster import Cluster, Device, Link, find_node_link, format_cluster_name, this_cpu

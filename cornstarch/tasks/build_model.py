@@ -26,9 +26,9 @@ from cornstarch.models.multimodal_language_model.language_model_check import Lan
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
 from cornstarch.parallel import loading
-from cornstarch.parallel.apply import TensorSharder
 from cornstarch.parallel.device import DTYPES
-from cornstarch.parallel.partial_init import build_partial_model
+from cornstarch.parallel.loading import build_partial_model
+from cornstarch.parallel.passes import TensorSharder
 from cornstarch.parallel.tensor import is_sharded, use_full_shapes
 
 WHERE = "model.whole"

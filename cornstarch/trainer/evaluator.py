@@ -27,10 +27,10 @@ from cornstarch.data.sampler import EpochOrder, ShuffledMedia
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
-from cornstarch.parallel.apply import use_whole_sequences
-from cornstarch.parallel.data import use_full_model
+from cornstarch.parallel.ddp_fsdp import use_full_model
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.mesh import Replica
+from cornstarch.parallel.passes import use_whole_sequences
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.tasks.task import Measures, Task
 

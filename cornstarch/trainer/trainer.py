@@ -34,7 +34,7 @@ from cornstarch.metrics.attribution import COUNTING, DATA, LOGGING
 from cornstarch.metrics.metrics import Position, RunResult, Status, StepClock, StepResult
 from cornstarch.metrics.profiler import record_calls, record_range, record_waits
 from cornstarch.parallel import distributed
-from cornstarch.parallel.data import drop_idle_gradients
+from cornstarch.parallel.ddp_fsdp import drop_idle_gradients
 from cornstarch.parallel.device import choose_placement, is_out_of_memory
 from cornstarch.parallel.mesh import Replica
 from cornstarch.planner.auto_plan import choose_plan

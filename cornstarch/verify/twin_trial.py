@@ -38,7 +38,7 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
 from cornstarch.parallel import distributed
-from cornstarch.parallel.apply import iter_planned_modules
+from cornstarch.parallel.passes import iter_planned_modules
 from cornstarch.parallel.tensor import check_tensor_plan
 from cornstarch.parallel.tested import is_tested
 from cornstarch.plan.layout import Layout

@@ -16,10 +16,9 @@ from torch import nn
 from cornstarch.engine.sharded_loading import ShardedLoading, tensor_cuts
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
-from cornstarch.parallel.apply import build_tensor_sharder, explain_full_reads
-from cornstarch.parallel.loading import full_read_reason
+from cornstarch.parallel.loading import build_partial_model, full_read_reason
 from cornstarch.parallel.mesh import DeviceMeshes
-from cornstarch.parallel.partial_init import build_partial_model
+from cornstarch.parallel.passes import build_tensor_sharder, explain_full_reads
 from cornstarch.plan.layout import Layout
 from cornstarch.tasks.build_model import build_model
 from cornstarch.tasks.task import Task

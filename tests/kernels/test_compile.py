@@ -14,7 +14,7 @@ from cornstarch.attention.mask import MaskSpec
 from cornstarch.compat import compile_counts
 from cornstarch.kernels.compile import CompiledForward, compile_layers, uncompile_layers
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel.units import wrapping_units
+from cornstarch.parallel.ddp_fsdp import wrapping_units
 from tests import zoo
 
 BACKEND = "aot_eager"  # traces and differentiates as the default does; only kernels are torch's own

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from cornstarch.compat import TorchDispatchMode, compile_counts
 from cornstarch.kernels.compile import compile_layers
 from cornstarch.kernels.fp8 import Fp8Linear, Scaling, compute_scales, explain_no_fp8, multiply_in_fp8
-from cornstarch.parallel.units import wrapping_units
+from cornstarch.parallel.ddp_fsdp import wrapping_units
 from tests import zoo
 
 SCALINGS = get_args(Scaling)

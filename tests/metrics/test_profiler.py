@@ -21,7 +21,7 @@ from cornstarch.kernels.compile import compile_layers
 from cornstarch.metrics.attribution import RANGE, WINDOW, attribute, classify_operation
 from cornstarch.metrics.profiler import build_time_table, record_range, trace_name
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel.units import wrapping_units
+from cornstarch.parallel.ddp_fsdp import wrapping_units
 from cornstarch.report.run_report import write_report
 from cornstarch.report.time_breakdown import PROFILE, read_time_breakdown
 from cornstarch.train import Trainer

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import apply_data_parallel, data_mesh
-from cornstarch.parallel.data import MeasuredBucket, get_measured_bucket, measure_link
+from cornstarch.parallel.ddp_fsdp import MeasuredBucket, get_measured_bucket, measure_link
 from cornstarch.plan import DataPlan
 from cornstarch.plan.communication import Link
 from cornstarch.plan.low_bandwidth_cost import SMALLEST_BUCKET, choose_bucket_bytes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.data import check_data_plan
+from cornstarch.parallel.ddp_fsdp import check_data_plan
 from cornstarch.plan import DataPlan
 from tests.parallel.work import (
     SAMPLES,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cornstarch.parallel import data_mesh
-from cornstarch.parallel.context.all_to_all import pass_to_next_rank
+from cornstarch.parallel.context.modes import pass_to_next_rank
 from cornstarch.parallel.distributed import TensorTransport, get_device_backend
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec
 from cornstarch.pipeline.p2p import P2PChannel, PendingReceive

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.low_bandwidth import gossip as graphs
+from cornstarch.parallel.low_bandwidth import weight_averaging as graphs
 from cornstarch.plan import (
     Asynchronous,
     Compression,

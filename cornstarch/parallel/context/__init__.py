@@ -1,6 +1,5 @@
 """Context parallelism: the tokens of a row, or the items of an encoder, over several ranks."""
 
-from cornstarch.parallel.context import ring as _ring  # noqa: F401  # registers itself
 from cornstarch.parallel.context.batch import check_tokens
 from cornstarch.parallel.context.encoder_items import explain_whole_items, shard_items
 from cornstarch.parallel.context.modes import ContextParallelMode, register_context_parallel_mode

@@ -58,13 +58,11 @@ class TokenBatch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of rows and tokens."""
         first = next(iter(self.tensors.values()))
         return first.shape[0], first.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """The device of the batch."""
         return next(iter(self.tensors.values())).device
 
     @property
@@ -142,8 +140,7 @@ def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Modul
             "position_ids jump, and nothing says what tokens may see: say where documents are, with "
             "use_mask(MaskSpec.from_documents(documents)), or give the attention_mask of a single one."
         )
-    documents = torch.ones(inputs.shape, dtype=torch.long, device=inputs.device)
-    return MaskSpec.from_documents(documents)
+    return MaskSpec.from_documents(torch.ones(inputs.shape, dtype=torch.long, device=inputs.device))
 
 
 def _check_padding(inputs: TokenBatch, inner: nn.Module) -> None:
@@ -172,22 +169,16 @@ def select_inputs(inputs: TokenBatch, spec: MaskSpec, mine: Tensor, signature: i
     # Always passed: without it, models look for documents in the positions, which jump where the row is sharded.
     cut["attention_mask"] = (spec.documents > 0).long()[:, mine]
     flags = {"use_cache": False} if "use_cache" in signature.parameters else {}
-    return {**inputs.others, **flags, **cut, **_select_marked(inputs.others, mine)}
-
-
-def _select_marked(others: dict[str, Any], mine: Tensor) -> dict[str, Any]:
-    cut: dict[str, Any] = {}
+    marked: dict[str, Any] = {}
     for name, belonging in _MARKED.items():
-        if name in others:
-            whole = others[name].bool()
+        if name in inputs.others:
+            whole = inputs.others[name].bool()
             numbers = whole.flatten().cumsum(0).view_as(whole) - 1
-            cut[name] = others[name][:, mine]
-            kept = numbers[:, mine][cut[name].bool()]
-            cut[belonging] = [one[kept] for one in others.get(belonging) or []]
-    return cut
+            marked[name] = inputs.others[name][:, mine]
+            kept = numbers[:, mine][marked[name].bool()]
+            marked[belonging] = [one[kept] for one in inputs.others.get(belonging) or []]
+    return {**inputs.others, **flags, **cut, **marked}
 
-
-# ------------------------------------------------------------------------------------------------ checks
 
 # Layers that pass information from token to token outside of attention, by transformers' names.
 _MIXERS = re.compile(r"linear_attention|recurrent|mamba|conv|ssm|rwkv|lightning|hybrid|sparse|compress|indexed")
@@ -195,12 +186,9 @@ _MIXER_PARAMETERS = re.compile(r"(.*\.)?(A_log|dt_bias|conv1d\.weight|time_(deca
 
 
 def check_tokens(model: nn.Module, ranks: int, mode: str = "ring_attn") -> None:
-    """Refuse a language model whose tokens cannot be sharded, without running it; it may be on the meta device.
+    """Refuse a language model whose tokens cannot be sharded over `ranks` ranks by a mode of `shard_tokens`.
 
-    Args:
-        model: A causal language model.
-        ranks: The number of ranks that share each row.
-        mode: As in `shard_tokens`.
+    The model is not run; it may be on the meta device.
     """
     inner = unwrap(model)
     name = type(inner).__name__
@@ -217,19 +205,15 @@ def check_tokens(model: nn.Module, ranks: int, mode: str = "ring_attn") -> None:
     if mixing:
         why = f"its layers of the kind {mixing[0]!r} mix tokens beside attention, or choose among them"
         raise _build_refusal(name, why)
-    _check_modules(name, inner)
-    heads = getattr(config, "num_attention_heads", None)
-    if mode == "all_to_all" and isinstance(heads, int) and heads < ranks:
-        raise ConfigError(describe_too_few_heads(heads, ranks))
-
-
-def _check_modules(name: str, inner: nn.Module) -> None:
     for path, module in inner.named_modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
             raise _build_refusal(name, f"{path} ({type(module).__name__}) mixes neighbouring tokens")
     for path, _ in inner.named_parameters():
         if _MIXER_PARAMETERS.fullmatch(path):
             raise _build_refusal(name, f"{path} belongs to a recurrent layer")
+    heads = getattr(config, "num_attention_heads", None)
+    if mode == "all_to_all" and isinstance(heads, int) and heads < ranks:
+        raise ConfigError(describe_too_few_heads(heads, ranks))
 
 
 def _build_refusal(name: str, reason: str) -> UnsupportedModelError:

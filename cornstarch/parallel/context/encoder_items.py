@@ -30,7 +30,7 @@ from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.facts import count_patches, find_mask
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.all_to_all import gather_varying
+from cornstarch.parallel.context.modes import gather_varying
 from cornstarch.parallel.context.patches import PatchSharder
 from cornstarch.plan.load_balancing import assign_largest_first
 from cornstarch.trees import map_tensors, tensors_in
@@ -63,7 +63,6 @@ class EncoderItems:
 
     @classmethod
     def of(cls, encoder: nn.Module, named: Mapping[str, Any], advice: str) -> EncoderItems:
-        """Return the items among an encoder's inputs."""
         name = type(unwrap(encoder)).__name__
         grid = next((value for key, value in named.items() if key.endswith("grid_thw") and value is not None), None)
         tensors = [value for value in named.values() if isinstance(value, Tensor) and value.dim()]
@@ -151,14 +150,10 @@ def check_items_independent(encoder: nn.Module, advice: str) -> None:
 
 
 def bind_inputs(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return an encoder's arguments by name."""
     inner = unwrap(encoder)
     named = {**inspect.signature(type(inner).forward).bind_partial(inner, *args).arguments, **kwargs}
     named.pop("self", None)
     return named
-
-
-# ---------------------------------------------------------------------------------------------------- sharding
 
 
 def shard_items(
@@ -198,10 +193,6 @@ class _ItemShards:
     items: EncoderItems
     owners: list[int]
 
-    def is_uneven(self, ranks: int) -> bool:
-        loads = [sum(self.items.patches[item] for item in self.of(rank)) for rank in range(ranks)]
-        return self.items.known and max(loads) >= MIN_PATCHES and max(loads) * ranks > MIN_IMBALANCE * sum(loads)
-
     def of(self, rank: int) -> list[int]:
         return [item for item, owner in enumerate(self.owners) if owner == rank]
 
@@ -224,7 +215,6 @@ class _ItemSharder:
         self._patch_context: AbstractContextManager[None] | None = None
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Select this rank's items."""
         check_items_independent(module, "use cp = 1.")
         named = bind_inputs(self.encoder, args, kwargs)
         items = EncoderItems.of(self.encoder, named, _ADVICE)
@@ -242,7 +232,9 @@ class _ItemSharder:
         items, sharder = shards.items, self._patch_sharder
         if sharder is None or self.refusal is not None or (items.known and min(items.patches) < self.ranks):
             return False
-        if self.patches == "auto" and not shards.is_uneven(self.ranks):
+        loads = [sum(items.patches[item] for item in shards.of(rank)) for rank in range(self.ranks)]
+        is_uneven = max(loads) >= MIN_PATCHES and max(loads) * self.ranks > MIN_IMBALANCE * sum(loads)
+        if self.patches == "auto" and not (items.known and is_uneven):
             return False
         if not self._is_verified:
             # On the largest item: one that fits into a window tells nothing about others that do not.
@@ -258,7 +250,6 @@ class _ItemSharder:
         return self._is_verified
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Gather the outputs of all ranks."""
         if self._patch_context is not None:
             self._patch_context.__exit__(None, None, None)
             self._patch_context = None
@@ -285,14 +276,8 @@ class _ItemSharder:
         layouts: Sequence[int],
         refusal: UnsupportedModelError | None,
     ) -> None:
-        facts = [
-            refusal is not None,
-            len(items),
-            sum(items.patches),
-            len(tensors),
-            *layouts,
-            *(tensor.shape[-1] for tensor in tensors),
-        ]
+        facts = [refusal is not None, len(items), sum(items.patches), len(tensors), *layouts]
+        facts += [tensor.shape[-1] for tensor in tensors]
         # What is gathered along one dim must have all other dims alike.
         facts += [
             size

@@ -1,24 +1,38 @@
-"""How attention runs over rows whose tokens are sharded: the registry of modes, and the two that gather whole rows.
+"""How attention runs over rows whose tokens are sharded: the registry of modes, the built-in ones, their collectives.
 
 To add a mode, write a class that is built with the process group and called as `ContextParallelMode` says, and register
 it by the name that `parallel.<module>.cp_mode` has for it.
+
+Ring attention: a rank attends with its queries to the block of keys and values that is with it, while the next block
+travels. Each block yields its attention output and the logarithm of its sum of weights (logsumexp); from the two,
+blocks are combined exactly. The backward pass sends the blocks round once more, each with the gradient accumulated for
+it. Nothing but a rank's own tokens is kept between the two.
 
 Shape letters: B rows, H heads, s tokens of this rank, S tokens of all ranks, D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from cornstarch.attention.backends import get_flex_attention
 from cornstarch.attention.interface import ScoreOptions, ShardedMask, attend_locally
+from cornstarch.attention.mask import RangeMask
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.context.all_to_all import Group, all_to_all, gather_varying
+from cornstarch.parallel.distributed import TensorTransport
 from cornstarch.plan.kinds import REGISTERED
 
+Group = dist.ProcessGroup
+_MAX_SCORES = 1 << 26  # scores that are in memory together
+_MASKED = -1e30  # the score of a masked key: finite, because -inf minus -inf would make gradients NaN
+_FLEX_MIN_HEAD_DIM = 16
 _CHUNKS = 4  # keys and values are gathered in this many groups of heads, so that less memory is in use at a time
 
 
@@ -32,35 +46,26 @@ class ContextParallelMode(Protocol):
         ...
 
 
-_MODES: dict[str, Callable[[Group], ContextParallelMode]] = {}
+MODES: dict[str, Callable[[Group], ContextParallelMode]] = {}
 
 
 def register_context_parallel_mode(name: str, build: Callable[[Group], ContextParallelMode]) -> None:
     """Register a mode; `build` is called with the process group of the ranks that share a row."""
-    _MODES[name] = build
+    MODES[name] = build
     REGISTERED["cp_mode"].add(name)
 
 
-def build_context_parallel_mode(name: str, group: Group) -> ContextParallelMode:
-    """Return a registered mode for a process group."""
-    return _MODES[name](group)
-
-
-def list_context_parallel_modes() -> list[str]:
-    """Return the names of all registered modes, sorted."""
-    return sorted(_MODES)
-
-
-class GatherAttention:
-    """Every rank gathers all keys and values, some heads at a time, and attends with its own queries."""
-
+class _GroupMode:
     def __init__(self, group: Group) -> None:
         self.group = group
+
+
+class GatherAttention(_GroupMode):
+    """Every rank gathers all keys and values, some heads at a time, and attends with its own queries."""
 
     def __call__(
         self, scoring: ScoreOptions, mask: ShardedMask, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attend with the queries of this rank: [B, s, H, D]."""
         cut = mask.sharding
         rendered = mask.render((cut.rank,), cut.all_ranks)
         groups = query.shape[1] // key.shape[1]
@@ -75,20 +80,16 @@ class GatherAttention:
         return torch.cat(attended, dim=2)
 
 
-class AllToAllAttention:
+class AllToAllAttention(_GroupMode):
     """Every rank gets the whole rows of some heads (DeepSpeed Ulysses): all-to-all before and after attention.
 
     Heads need not divide: ranks may have different numbers of them. A key head that several ranks need is sent to each
     of them.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
     def __call__(
         self, scoring: ScoreOptions, mask: ShardedMask, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attend with the queries of this rank: [B, s, H, D]."""
         cut = mask.sharding
         ranks, heads = len(cut.rank_positions), query.shape[1]
         if heads < ranks:
@@ -138,5 +139,230 @@ def describe_too_few_heads(heads: int, ranks: int) -> str:
     )
 
 
+class RingAttention(_GroupMode):
+    """Keys and values travel; queries stay."""
+
+    def __call__(
+        self, scoring: ScoreOptions, mask: ShardedMask, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        # One message per block instead of two.
+        both = torch.cat([key, value], dim=-1)
+        attended, logsum = _Ring.apply(query, both, key.shape[-1], scoring, mask, self.group)
+        if sinks is not None:  # one more key per head that takes weight and gives nothing
+            attended = attended * torch.sigmoid(logsum - sinks.float()[:, None]).unsqueeze(-1)
+        return attended.to(query.dtype).transpose(1, 2).contiguous()
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, both: Tensor, key_width: int, scoring: ScoreOptions, mask: ShardedMask, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        ctx.key_width, ctx.scoring, ctx.mask, ctx.group = key_width, scoring, mask, group
+        # The backward pass computes blocks again, and must drop the same weights.
+        ctx.random = None
+        if scoring.dropout:
+            ctx.random = torch.cuda.get_rng_state(query.device) if query.is_cuda else torch.get_rng_state()
+        # In float32: each of the blocks adds a rounding error otherwise.
+        attended = query.new_zeros(*query.shape[:3], both.shape[-1] - key_width, dtype=torch.float32)
+        logsum = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        for owner, block in _iter_blocks(both, mask, group):
+            if mask.is_empty(owner):  # the block travels on all the same: other ranks may need it
+                continue
+            part, part_sum = attend_block(
+                query, block, key_width, mask.render((mask.sharding.rank,), (owner,)), scoring
+            )
+            total = torch.logaddexp(logsum, part_sum)
+            attended = attended * _fraction(logsum, total) + part.float() * _fraction(part_sum, total)
+            logsum = total
+        ctx.save_for_backward(query, both, attended, logsum)
+        return attended, logsum
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, both, attended, logsum = ctx.saved_tensors
+        mask, rank = ctx.mask, ctx.mask.sharding.rank
+        of_query = torch.zeros_like(query, dtype=torch.float32)
+        arriving = None
+        with _replay_random_state(ctx.random, query):
+            for owner, block in _iter_blocks(both, mask, ctx.group):
+                of_block = torch.zeros_like(block, dtype=torch.float32)
+                if not mask.is_empty(owner):
+                    again, other = query.detach().requires_grad_(), block.detach().requires_grad_()
+                    with torch.enable_grad():
+                        seen = mask.render((rank,), (owner,))
+                        part, part_sum = attend_block(again, other, ctx.key_width, seen, ctx.scoring)
+                    # With w = exp(part_sum - logsum): attended = sum of w * part over blocks, so a block's output gets
+                    # w times the gradient, and its logsumexp gets the change of all w that it causes.
+                    weight = _fraction(part_sum.detach(), logsum)
+                    change = ((part.detach().float() - attended) * gradients[0]).sum(-1)
+                    of_sum = weight.squeeze(-1) * (change + gradients[1])
+                    found = torch.autograd.grad(
+                        [part, part_sum], [again, other], [(weight * gradients[0]).to(part.dtype), of_sum]
+                    )
+                    of_query += found[0]
+                    of_block += found[1]
+                if arriving is not None:
+                    of_block += arriving()
+                # The gradient follows its block, while the next one is computed, and at last reaches the block's owner.
+                following = (owner - 1) % len(mask.sharding.rank_positions)
+                arriving = pass_to_next_rank(
+                    of_block, (*both.shape[:2], mask.sharding.sizes[following], both.shape[3]), ctx.group
+                )
+        assert arriving is not None
+        return of_query.to(query.dtype), arriving().to(both.dtype), None, None, None, None
+
+
+def _iter_blocks(both: Tensor, mask: ShardedMask, group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield (owner, keys and values) of this rank and then of the ones before it; the next block is in flight."""
+    ranks, rank = len(mask.sharding.rank_positions), mask.sharding.rank
+    block = both
+    for step in range(ranks):
+        owner = (rank - step) % ranks
+        coming = None
+        if step < ranks - 1:
+            shape = (*both.shape[:2], mask.sharding.sizes[(owner - 1) % ranks], both.shape[3])
+            coming = pass_to_next_rank(block, shape, group)
+        yield owner, block
+        if coming is not None:
+            block = coming()
+
+
+def _fraction(part: Tensor, total: Tensor) -> Tensor:
+    """Return a block's fraction of all weight, [B, H, s, 1]: 0 where neither has any, and -inf - -inf is NaN."""
+    return torch.exp(part - total).nan_to_num(0.0).unsqueeze(-1)
+
+
+def attend_block(
+    query: Tensor, both: Tensor, key_width: int, mask: Tensor | BlockMask | RangeMask, scoring: ScoreOptions
+) -> tuple[Tensor, Tensor]:
+    """Attend to one block alone: return the output [B, H, s, D], and the logsumexp [B, H, s]."""
+    key, value = both[..., :key_width], both[..., key_width:]
+    mask = mask.block_mask if isinstance(mask, RangeMask) else mask
+    if isinstance(mask, BlockMask):
+        if not scoring.dropout and min(query.shape[-1], value.shape[-1]) >= _FLEX_MIN_HEAD_DIM:
+            # transformers keeps one compiled FlexAttention, which also returns the logsumexp.
+            layer = nn.Module()
+            layer.training = scoring.training
+            found, logsum = get_flex_attention()(
+                layer, query, key, value, mask, scaling=scoring.scaling, softcap=scoring.softcap
+            )
+            return found.transpose(1, 2), logsum
+        queries, keys = (torch.arange(one.shape[2], device=query.device) for one in (query, key))
+        row = torch.arange(query.shape[0], device=query.device)[:, None, None, None]
+        mask = mask.mask_mod(row, torch.zeros_like(row), queries[None, None, :, None], keys[None, None, None, :])
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+    strip = max(1, _MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    parts, sums = [], []
+    for queries, seen in zip(query.split(strip, dim=2), mask.split(strip, dim=2), strict=True):
+        scores = (queries @ key.transpose(2, 3)).float() * scoring.scaling
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        scores = scores.masked_fill(~seen, _MASKED)
+        sums.append(scores.logsumexp(dim=-1))
+        weights = torch.exp(scores - sums[-1].unsqueeze(-1)).to(value.dtype)
+        parts.append(nn.functional.dropout(weights, p=scoring.dropout, training=scoring.training) @ value)
+    return torch.cat(parts, dim=2), torch.cat(sums, dim=2)
+
+
+@contextmanager
+def _replay_random_state(state: Tensor | None, query: Tensor) -> Iterator[None]:
+    """Run a block that draws the same random numbers as the forward pass."""
+    if state is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[query.device] if query.is_cuda else []):
+        if query.is_cuda:
+            torch.cuda.set_rng_state(state, query.device)
+        else:
+            torch.set_rng_state(state)
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------- collectives
+#
+# Ranks may have tensors of different sizes. Only operations that gloo and NCCL both have, under names that torch 2.11
+# to 2.15 share.
+
+
+def gather_varying(tensor: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor:
+    """Return the tensors of all ranks, concatenated along `dim`; gradients are summed over the ranks."""
+    return _Gather.apply(tensor, dim, tuple(sizes), group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:
+        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
+        rows = tensor.movedim(dim, 0)
+        # gloo's all_gather needs equal shapes.
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        found = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(found, padded, group=group)
+        return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        # All-to-all and a local sum instead of reduce_scatter, which needs equal shapes; the sum is in float32.
+        rows = gradients[0].movedim(ctx.dim, 0).contiguous()
+        own = ctx.sizes[dist.get_rank(ctx.group)]
+        ranks = len(ctx.sizes)
+        received = rows.new_empty(ranks * own, *rows.shape[1:])
+        dist.all_to_all_single(received, rows, [own] * ranks, list(ctx.sizes), group=ctx.group)
+        summed = received.unflatten(0, (ranks, own)).sum(0, dtype=torch.float32).to(rows.dtype)
+        return summed.movedim(0, ctx.dim), None, None, None
+
+
+def all_to_all(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
+    """Send a piece to each rank, and return the pieces received, whose shapes are known; differentiable."""
+    flat = torch.cat([piece.reshape(-1) for piece in pieces])
+    send = [piece.numel() for piece in pieces]
+    receive = [torch.Size(shape).numel() for shape in shapes]
+    received: Tensor = _AllToAll.apply(flat, send, receive, group)
+    return [part.view(*shape) for part, shape in zip(received.split(receive), shapes, strict=True)]
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        received = flat.new_empty(sum(receive))
+        dist.all_to_all_single(received, flat, receive, send, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        back = gradients[0].new_empty(sum(ctx.send))
+        dist.all_to_all_single(back, gradients[0].contiguous(), ctx.send, ctx.receive, group=ctx.group)
+        return back, None, None, None
+
+
+def pass_to_next_rank(tensor: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:
+    """Begin to send a tensor to the next rank of the ring, and to receive one of `shape` from the one before.
+
+    The returned function waits for the received tensor. Computation until then overlaps with the transfer.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    transport = TensorTransport.of(group, tensor.device)
+    sent, received = transport.prepare_send(tensor), transport.allocate_receive(shape, tensor.dtype)
+    after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+    # In one batch: with NCCL, separate sends and receives around a ring would wait for one another.
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    )
+
+    in_flight = [sent]  # its memory must not be used again before it is sent
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        in_flight.clear()
+        return transport.finish_receive(received)
+
+    return wait
+
+
 register_context_parallel_mode("gather", GatherAttention)
 register_context_parallel_mode("all_to_all", AllToAllAttention)
+register_context_parallel_mode("ring_attn", RingAttention)

@@ -28,8 +28,8 @@ from cornstarch.attention.interface import IMPLEMENTATION, set_attention_functio
 from cornstarch.attention.mask_verification import logits_tolerance, use_eval_mode
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.all_to_all import gather_varying
-from cornstarch.parallel.tensor.sequence import find_layers
+from cornstarch.parallel.context.modes import gather_varying
+from cornstarch.parallel.tensor.sequence import change_output, find_layers
 
 # An argument of a layer's call, not an attribute: activation checkpointing passes it again when it recomputes a layer.
 _PASS = "patch_shards"
@@ -71,14 +71,7 @@ class PatchShards:
         return torch.cat(found)
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens."""
         return tensor.index_select(dim, self.places(self.rank).to(tensor.device))
-
-    def own_bounds(self) -> Tensor:
-        """Return where this rank's parts of the items begin and end."""
-        assert self.bounds is not None
-        sizes = [0, *(self.sizes(length)[self.rank] for length in self.lengths)]
-        return torch.tensor(sizes).cumsum(0).to(self.bounds)
 
     def collect(self, own: Tensor) -> Tensor:
         """Return all tokens, in their order."""
@@ -173,23 +166,18 @@ class PatchSharder:
                 raise UnsupportedModelError(
                     f"{type(module).__name__} does not attend through transformers' attention interface"
                 )
-            return _change_output(output, attention.cut.collect) if is_last else output
+            return change_output(output, attention.cut.collect) if is_last else output
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave, always_call=True)
 
     def _begin_pass(self, named: dict[str, Any]) -> PatchShards:
-        first = next(iter(named.values()))
-        bounds = named.get(_BOUNDS)
-        if bounds is None:
-            cut = PatchShards([first.shape[-2]], first.dim() - 2, self.rank, self.ranks, self.group)
-        else:
-            lengths = bounds.diff().tolist()
-            cut = PatchShards(lengths, first.dim() - 2, self.rank, self.ranks, self.group, bounds)
-        if min(cut.lengths) < self.ranks:
-            raise UnsupportedModelError(f"an item of {min(cut.lengths)} tokens cannot be cut over {self.ranks} ranks")
-        return cut
+        first, bounds = next(iter(named.values())), named.get(_BOUNDS)
+        lengths = [first.shape[-2]] if bounds is None else bounds.diff().tolist()
+        if min(lengths) < self.ranks:
+            raise UnsupportedModelError(f"an item of {min(lengths)} tokens cannot be cut over {self.ranks} ranks")
+        return PatchShards(lengths, first.dim() - 2, self.rank, self.ranks, self.group, bounds)
 
     def explain_refusal(self, item: dict[str, Any]) -> str | None:
         """Compute one item whole and sharded; return why the encoder cannot be sharded, or None. A collective call."""
@@ -204,7 +192,14 @@ class PatchSharder:
                 # Not by a call: the encoder is being called already, and FSDP's hooks around that must not run twice.
                 expected = _find_tensors(self.encoder.forward(**item))
                 with self.use():
-                    found = _measure_distance(_find_tensors(self.encoder.forward(**item)), expected)
+                    computed = _find_tensors(self.encoder.forward(**item))
+            if [one.shape for one in computed] == [one.shape for one in expected]:
+                far = [
+                    float((one - other).float().norm() / other.float().norm().clamp(min=1e-12))
+                    for one, other in zip(computed, expected, strict=True)
+                    if other.is_floating_point() and other.numel()
+                ]
+                found = max(far, default=0.0)
         except Exception as error:  # encoders fail in many ways when tokens are missing
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         device = next(self.encoder.parameters()).device
@@ -229,7 +224,8 @@ def _shard_argument(cut: PatchShards, name: str, value: Any, layer: str) -> Any:
     if name == _BOUNDS:
         if cut.bounds is None or (value is not cut.bounds and not torch.equal(value, cut.bounds)):
             raise UnsupportedModelError(f"the tokens of {layer} see other groups than those of the first layer")
-        return cut.own_bounds()
+        sizes = [0, *(cut.sizes(length)[cut.rank] for length in cut.lengths)]
+        return torch.tensor(sizes).cumsum(0).to(cut.bounds)  # of this rank's parts of the items
     if not isinstance(value, Tensor) or value.numel() <= 1 or name in _WHOLE or name == "hidden_states":
         return value
     if any(word in name for word in _BY_TOKEN):
@@ -239,22 +235,8 @@ def _shard_argument(cut: PatchShards, name: str, value: Any, layer: str) -> Any:
     raise UnsupportedModelError(f"{layer} is given {name!r} of shape {list(value.shape)}, which is not cut with tokens")
 
 
-def _change_output(output: Any, change: Any) -> Any:
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
 def _find_tensors(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
     values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()
     return [tensor for value in values for tensor in _find_tensors(value)]
-
-
-def _measure_distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    if [one.shape for one in found] != [one.shape for one in expected]:
-        return torch.inf
-    far = [0.0]
-    for one, other in zip(found, expected, strict=True):
-        if other.is_floating_point() and other.numel():
-            far.append(float((one - other).float().norm() / other.float().norm().clamp(min=1e-12)))
-    return max(far)

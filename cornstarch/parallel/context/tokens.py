@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, make_dataclass
+from dataclasses import make_dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -28,26 +28,11 @@ from cornstarch.attention.interface import TokenSharding, get_active_mask, start
 from cornstarch.attention.mask_verification import is_on_meta, mark_verified
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.batch import (
-    TokenBatch,
-    build_mask_spec,
-    check_positions,
-    check_tokens,
-    count_layers,
-    read_batch,
-    select_inputs,
-    verify_model,
-)
-from cornstarch.parallel.context.modes import build_context_parallel_mode, list_context_parallel_modes
-from cornstarch.plan.token_distribution import (
-    PARTIAL,
-    Distribute,
-    DistributionMethod,
-    TokenDistribution,
-    choose_block_size,
-    compute_mask_work,
-    distribute,
-)
+from cornstarch.parallel.context import batch
+from cornstarch.parallel.context.batch import TokenBatch, check_tokens, count_layers
+from cornstarch.parallel.context.modes import MODES
+from cornstarch.plan import token_distribution
+from cornstarch.plan.token_distribution import Distribute, DistributionMethod, TokenDistribution
 
 Mode = Literal["ring_attn", "gather", "all_to_all"]
 """The built-in modes; `register_context_parallel_mode` adds others."""
@@ -76,15 +61,24 @@ def shard_tokens(
             and values, some heads at a time. "all_to_all": every rank gets the whole rows of some heads.
         distribution: See `cornstarch.plan.token_distribution.distribute`; or a function of work and ranks.
     """
-    ranks = _check_arguments(model, mesh, mode, distribution)
-    if ranks == 1:
+    if mode not in MODES:
+        raise ConfigError(f"mode = {mode!r}: expected one of {', '.join(sorted(MODES))}.")
+    methods = get_args(DistributionMethod)
+    if not callable(distribution) and distribution not in methods:
+        raise ConfigError(f"distribution = {distribution!r}: expected one of {', '.join(methods)}.")
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        found = f"a mesh of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ConfigError(f"shard_tokens was given {found}; expected the mesh of one axis, such as mesh['cp'].")
+    if has_sharded_tokens(model):
+        raise ConfigError("The model's tokens are cut already; call unshard_tokens(model) first.")
+    if mesh.size() == 1:
         return model
-    check_tokens(model, ranks, mode)
+    check_tokens(model, mesh.size(), mode)
     on_meta = is_on_meta(model)
     attend_through_masks(model)
     if on_meta:
         mark_verified(unwrap(model))  # or it would be checked in the middle of a step, on sharded rows
-    _TokenSharder(model, mesh, mode, distribution).attach()
+    model.__dict__[_ATTACHED] = _TokenSharder(model, mesh, mode, distribution)
     if not on_meta:
         verify_tokens(model)
     return model
@@ -97,7 +91,7 @@ def verify_tokens(model: nn.Module) -> None:
     """
     sharder = _get_sharder(model)
     try:
-        verify_model(model, sharder.whole_rows, sharder.group)
+        batch.verify_model(model, sharder.whole_rows, sharder.group)
     except UnsupportedModelError:
         sharder.detach()
         raise
@@ -135,21 +129,6 @@ def get_last_distribution(model: nn.Module) -> TokenDistribution | None:
     return _get_sharder(model).distribution
 
 
-def _check_arguments(model: nn.Module, mesh: DeviceMesh, mode: str, distribution: Any) -> int:
-    if mode not in (modes := list_context_parallel_modes()):
-        raise ConfigError(f"mode = {mode!r}: expected one of {', '.join(modes)}.")
-    if not callable(distribution) and distribution not in get_args(DistributionMethod):
-        raise ConfigError(
-            f"distribution = {distribution!r}: expected one of {', '.join(get_args(DistributionMethod))}."
-        )
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
-        found = f"a mesh of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise ConfigError(f"shard_tokens was given {found}; expected the mesh of one axis, such as mesh['cp'].")
-    if has_sharded_tokens(model):
-        raise ConfigError("The model's tokens are cut already; call unshard_tokens(model) first.")
-    return mesh.size()
-
-
 _ATTACHED = "_cornstarch_token_cutter"
 _CHECKED_PASSES = 8  # ranks compare their batches in the first passes only: it costs a collective
 
@@ -161,13 +140,6 @@ def _get_sharder(model: nn.Module) -> _TokenSharder:
     return sharder
 
 
-@dataclass
-class _ForwardPass:
-    cut: TokenSharding
-    inputs: TokenBatch
-    end: Callable[[], None]
-
-
 class _TokenSharder:
     """The hooks of one model."""
 
@@ -175,23 +147,18 @@ class _TokenSharder:
         self.model, self.inner = model, unwrap(model)
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-        self.method = build_context_parallel_mode(mode, self.group)
+        self.method = MODES[mode](self.group)
         self.how = how
         self.distribution: TokenDistribution | None = None
         self.signature = inspect.signature(type(self.inner).forward)
         self.layers, self.attends = count_layers(self.inner), True
         self._linear, self._windows = _estimate_work(self.inner)
-        self._whole = 0
-        self._agreed = 0
-        self._passes: list[_ForwardPass] = []
-        self._handles: list[Any] = []
-
-    def attach(self) -> None:
+        self._whole = self._agreed = 0
+        self._passes: list[tuple[TokenSharding, TokenBatch, Callable[[], None]]] = []
         self._handles = [
-            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self.model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
-        self.model.__dict__[_ATTACHED] = self
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -206,39 +173,40 @@ class _TokenSharder:
         finally:
             self._whole -= 1
 
-    # -------------------------------------------------------------------------------------------- one forward pass
-
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = {**self.signature.bind_partial(self.inner, *args).arguments, **kwargs}
         named.pop("self", None)
-        if self._whole or _is_generation(named):
+        # Every rank generates whole rows. Some models create a cache even in training, an empty one.
+        cache = named.pop("past_key_values", None)
+        trains = torch.is_grad_enabled() or named.get("labels") is not None
+        if self._whole or (cache is not None and (not trains or cache.get_seq_length() > 0)):
             return None
-        inputs = read_batch(named, self.inner)
-        spec = build_mask_spec(inputs, get_active_mask(), self.inner)
+        inputs = batch.read_batch(named, self.inner)
+        spec = batch.build_mask_spec(inputs, get_active_mask(), self.inner)
         if self._agreed < _CHECKED_PASSES:
             self._check_agreement(inputs, spec.documents)
             self._agreed += 1
-        self.distribution = self._distribute(spec.documents, spec.spans)
-        device = spec.documents.device
-        shards = tuple(torch.from_numpy(self.distribution.tokens(one)).to(device) for one in range(self.ranks))
-        check_positions(self.inner, inputs.positions, shards)
-        cut = TokenSharding(spec, shards, self.rank, self.method)
-        self._passes.append(_ForwardPass(cut, inputs, start_token_sharding(cut)))
-        return (), select_inputs(inputs, spec, cut.local_positions, self.signature)
-
-    def _distribute(self, documents: Tensor, spans: Tensor) -> TokenDistribution:
-        tokens = documents.shape[1]
+        tokens, device = spec.documents.shape[1], spec.documents.device
         if tokens < self.ranks:
             raise ConfigError(f"Rows of {tokens} tokens cannot be cut over {self.ranks} ranks; use fewer (cp).")
-        work = compute_mask_work(
-            documents.cpu().numpy(),
-            spans.cpu().numpy(),
-            block=choose_block_size(tokens, self.ranks),
+        work = token_distribution.compute_mask_work(
+            spec.documents.cpu().numpy(),
+            spec.spans.cpu().numpy(),
+            block=token_distribution.choose_block_size(tokens, self.ranks),
             linear=self._linear,
             windows=self._windows,
-            partial=PARTIAL if documents.is_cuda else 0.0,
+            partial=token_distribution.PARTIAL if device.type == "cuda" else 0.0,
         )
-        return distribute(work, self.ranks, self.how) if isinstance(self.how, str) else self.how(work, self.ranks)
+        how = self.how
+        if isinstance(how, str):
+            self.distribution = token_distribution.distribute(work, self.ranks, how)
+        else:
+            self.distribution = how(work, self.ranks)
+        shards = tuple(torch.from_numpy(self.distribution.tokens(one)).to(device) for one in range(self.ranks))
+        batch.check_positions(self.inner, inputs.positions, shards)
+        cut = TokenSharding(spec, shards, self.rank, self.method)
+        self._passes.append((cut, inputs, start_token_sharding(cut)))
+        return (), batch.select_inputs(inputs, spec, cut.local_positions, self.signature)
 
     def _check_agreement(self, inputs: TokenBatch, documents: Tensor) -> None:
         """Refuse batches that differ between ranks: they would deadlock, or train on a mixture."""
@@ -260,45 +228,30 @@ class _TokenSharder:
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         if not self._passes:  # whole rows, or the batch was refused
             return output
-        done = self._passes.pop()
-        done.end()
+        cut, inputs, end = self._passes.pop()
+        end()
         if output is None:  # it raised
             return output
         if not isinstance(output, ModelOutput):
             raise ConfigError("A model whose tokens are cut must return a ModelOutput: leave out return_dict=False.")
-        if self.layers and done.cut.calls % self.layers or (self.attends and not done.cut.calls):
+        if self.layers and cut.calls % self.layers or (self.attends and not cut.calls):
             raise UnsupportedModelError(
-                f"{type(self.inner).__name__} has {self.layers} layers and {done.cut.calls} of them attended through "
+                f"{type(self.inner).__name__} has {self.layers} layers and {cut.calls} of them attended through "
                 "transformers' attention interface: the others mix tokens in a way that cannot be cut."
             )
-        return self._build_output(output, done)
-
-    def _build_output(self, output: ModelOutput, done: _ForwardPass) -> ModelOutput:
-        values = {**dict(output), "token_index": done.cut.local_positions}
-        labels, logits = done.inputs.labels, output.get("logits")
+        values = {**dict(output), "token_index": cut.local_positions}
+        labels, logits = inputs.labels, output.get("logits")
         if labels is not None and logits is not None:
-            own = labels[:, done.cut.local_positions]
-            count = done.inputs.count if done.inputs.count is not None else (labels != -100).sum()
+            own = labels[:, cut.local_positions]
+            words = getattr(self.inner.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
             values["loss"] = self.inner.loss_function(  # type: ignore[operator]
                 logits=logits,
                 labels=own,
-                vocab_size=_vocabulary_size(self.inner, logits),
+                vocab_size=words or logits.shape[-1],
                 shift_labels=own,
-                num_items_in_batch=count,
+                num_items_in_batch=inputs.count if inputs.count is not None else (labels != -100).sum(),
             )
         return _add_token_index(type(output))(**values)
-
-
-def _is_generation(named: dict[str, Any]) -> bool:
-    """Return whether a forward pass is a step of generation, which every rank does on whole rows."""
-    # Some models create a cache even in training, an empty one.
-    cache = named.pop("past_key_values", None)
-    trains = torch.is_grad_enabled() or named.get("labels") is not None
-    return cache is not None and (not trains or cache.get_seq_length() > 0)
-
-
-def _vocabulary_size(inner: nn.Module, logits: Tensor) -> int:
-    return getattr(inner.config.get_text_config(), "vocab_size", None) or logits.shape[-1]  # type: ignore[operator,union-attr]
 
 
 @lru_cache(maxsize=64)

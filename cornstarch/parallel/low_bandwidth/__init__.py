@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.low_bandwidth import powersgd as _powersgd  # noqa: F401  # registers itself
 from cornstarch.parallel.low_bandwidth.asynchronous import AsynchronousUpdates
-from cornstarch.parallel.low_bandwidth.compression import CompressedMean, register_compression
-from cornstarch.parallel.low_bandwidth.gossip import GossipUpdates
+from cornstarch.parallel.low_bandwidth.compressed_mean import CompressedMean, register_compression
 from cornstarch.parallel.low_bandwidth.gradient_hooks import get_gradient_sync
-from cornstarch.parallel.low_bandwidth.local_sgd import LocalUpdates
-from cornstarch.parallel.low_bandwidth.replica_sync import ReplicaSync
+from cornstarch.parallel.low_bandwidth.replicas import ReplicaSync
+from cornstarch.parallel.low_bandwidth.weight_averaging import GossipUpdates, LocalUpdates
 from cornstarch.plan.plan import DataPlan
 
 _WEIGHT_SYNCS = {
@@ -26,17 +24,13 @@ _WEIGHT_SYNCS = {
 }
 
 
-class _Scaler(Protocol):
-    def get_scale(self) -> float: ...
-
-
 def build_replica_sync(
     model: nn.Module,
     wrapped: nn.Module,
     mesh: DeviceMesh,
     plan: DataPlan,
     optimizer: torch.optim.Optimizer,
-    scaler: _Scaler | None = None,
+    scaler: Any = None,
 ) -> ReplicaSync | None:
     """Return the object that the training loop calls to synchronize replicas; None if DDP or FSDP does it all.
 
@@ -48,7 +42,7 @@ def build_replica_sync(
         mesh: The ranks, as they were passed there.
         plan: The kind of synchronization.
         optimizer: The optimizer of the model.
-        scaler: The gradient scaler, if there is one.
+        scaler: The gradient scaler, if there is one; its `get_scale` returns the loss scale.
     """
     if plan.kind in _WEIGHT_SYNCS:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -64,4 +58,7 @@ def build_replica_sync(
     return sync
 
 
-__all__ = ["CompressedMean", "ReplicaSync", "build_replica_sync", "register_compression"]
+# Names in the documentation of earlier releases.
+Exchange, exchange_of = ReplicaSync, build_replica_sync
+
+__all__ = ["CompressedMean", "Exchange", "ReplicaSync", "build_replica_sync", "exchange_of", "register_compression"]

@@ -18,7 +18,7 @@ it left earlier, it would only be in the way of the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Condition
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cornstarch.parallel.low_bandwidth.compression import CompressedMean
-from cornstarch.parallel.low_bandwidth.peers import BackgroundTask, Peer, ReceiveQueue, new_gloo_group
-from cornstarch.parallel.low_bandwidth.replica_sync import FlatWeights, ReplicaSync
+from cornstarch.parallel.low_bandwidth import replicas
+from cornstarch.parallel.low_bandwidth.compressed_mean import CompressedMean
+from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, Peer, ReceiveQueue, ReplicaSync
 from cornstarch.plan.compression import Compression
 from cornstarch.plan.plan import DataPlan
 
@@ -47,7 +47,6 @@ class ChangeBuffer:
         self.is_filled = False
 
     def put(self, values: Tensor) -> None:
-        """Add changes."""
         if self.is_filled:
             self._values.add_(values)
         else:
@@ -103,7 +102,7 @@ class AsynchronousUpdates(ReplicaSync):
         self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self._peers: list[tuple[Peer, ReceiveQueue]] = []
         if self._ranks > 1 and self._bound and self._weights.numbers:
-            messages = new_gloo_group(group)
+            messages = replicas.new_gloo_group(group)
             for peer in (Peer(messages, other) for other in range(self._ranks) if other != rank):
                 self._peers.append((peer, ReceiveQueue(peer, self._weights.numbers, self._weights.dtype, _CHANGES)))
         self._changed = Condition()
@@ -116,7 +115,6 @@ class AsynchronousUpdates(ReplicaSync):
         self._reset()
 
     def before_step(self) -> None:
-        """Start the threads, if they are not running."""
         if self._before is None:
             self._before = self._weights.read()
             self._start()
@@ -141,16 +139,13 @@ class AsynchronousUpdates(ReplicaSync):
         yield
 
     def finish(self) -> None:
-        """Let everything arrive, and end threads."""
         self._synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; everything in flight arrives first."""
         self._synchronize()
         return {"bytes_sent": self._sent + self._mean.bytes_sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; the weights are restored already."""
         self._sent = int(state["bytes_sent"]) - self._mean.bytes_sent
         self._before = None
 
@@ -163,10 +158,7 @@ class AsynchronousUpdates(ReplicaSync):
         """The most steps of another rank that have arrived and are not applied."""
         return max((other.arrived - other.applied for other in self._others), default=0)
 
-    # ------------------------------------------------------------------------------------------ one step
-
     def _exchange(self, weights: Tensor, change: Tensor) -> Tensor:
-        """Return the weights after a step."""
         with self._changed:
             self._check()
             self._steps += 1
@@ -207,15 +199,9 @@ class AsynchronousUpdates(ReplicaSync):
         is_due = self._is_ending or (self._is_waiting and other.base == other.sent)
         return other.out.is_filled and (is_due or not is_slow)
 
-    def _has_message(self, other: PeerState) -> bool:
-        """Return whether there is something to send: changes, an acknowledgement, or the end."""
-        return self._has_due_changes(other) or other.applied > other.acknowledged or self._is_ending
-
     def _check(self) -> None:
         if self._error is not None:
             raise RuntimeError("The exchange with another process has failed.") from self._error
-
-    # ------------------------------------------------------------------------------------------ synchronization
 
     def _reset(self) -> None:
         self._steps = self._running = 0
@@ -229,8 +215,8 @@ class AsynchronousUpdates(ReplicaSync):
         self._running = 2 * len(self._others)
         self._step_began = perf_counter()
         for other in self._others:
-            BackgroundTask(partial(self._run_thread, self._send, other))
-            BackgroundTask(partial(self._run_thread, self._receive, other))
+            replicas.run_in_background(partial(self._run_thread, self._send, other))
+            replicas.run_in_background(partial(self._run_thread, self._receive, other))
 
     @torch.no_grad()
     def _synchronize(self) -> None:
@@ -249,8 +235,6 @@ class AsynchronousUpdates(ReplicaSync):
         self._others, self._before = [], None
         self._reset()
 
-    # ------------------------------------------------------------------------------------------ threads
-
     def _run_thread(self, work: Callable[[PeerState], None], other: PeerState) -> None:
         """Run until the end, and pass errors on to the thread that may wait."""
         error: BaseException | None = None
@@ -268,7 +252,9 @@ class AsynchronousUpdates(ReplicaSync):
         is_last = False
         while not is_last:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_message(other))
+                self._changed.wait_for(
+                    lambda: self._has_due_changes(other) or other.applied > other.acknowledged or self._is_ending
+                )
                 has_changes, is_last = self._has_due_changes(other), self._is_ending
                 if has_changes:
                     # The buffer is free for the next steps at once; the lock is not held during the transfer.
@@ -287,16 +273,9 @@ class AsynchronousUpdates(ReplicaSync):
         while not other.has_ended:
             other.peer.receive(header, _HEADERS)
             steps, applied, has_changes, is_last = header.tolist()
-            if not has_changes:
-                self._record(other, steps, applied, is_last)
-                continue
-            with other.incoming.next() as values:
-                self._record(other, steps, applied, is_last, values)
-
-    def _record(self, other: PeerState, steps: int, applied: int, is_last: int, values: Tensor | None = None) -> None:
-        with self._changed:
-            if values is not None:
-                self._inbox.put(values)
-                other.oldest = other.base if other.oldest is None else other.oldest
-            other.arrived, other.base, other.has_ended = steps, applied, bool(is_last)
-            self._changed.notify_all()
+            with other.incoming.next() if has_changes else nullcontext() as values, self._changed:
+                if values is not None:
+                    self._inbox.put(values)
+                    other.oldest = other.base if other.oldest is None else other.oldest
+                other.arrived, other.base, other.has_ended = steps, applied, bool(is_last)
+                self._changed.notify_all()

@@ -10,16 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from cornstarch.parallel.low_bandwidth.compression import CompressedMean, get_compression
-from cornstarch.parallel.low_bandwidth.replica_sync import ReplicaSync
-from cornstarch.plan.compression import Compression
+from cornstarch.compat import without_futures
+from cornstarch.parallel.low_bandwidth.compressed_mean import SCHEMES, CastCodec, CompressedMean, register_compression
+from cornstarch.parallel.low_bandwidth.replicas import ReplicaSync
+from cornstarch.plan.compression import FACTOR_RATE, Compression
 
 
 class GradientSync(ReplicaSync):
@@ -31,15 +34,12 @@ class GradientSync(ReplicaSync):
         """Returns the loss scale; set it where there is a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
         return {"bytes_sent": self.bytes_sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
         self.bytes_sent = int(state["bytes_sent"])
 
     def figures(self) -> dict[str, float]:
-        """Return the bytes that this rank has sent."""
         return {"bytes_sent": float(self.bytes_sent)}
 
 
@@ -49,10 +49,7 @@ _ATTACHED: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
 def attach_compression(wrapped: nn.Module, mesh: DeviceMesh, how: Compression) -> nn.Module:
     """Compress the gradients of a wrapped model on the wire, and return it; all ranks must call it.
 
-    Args:
-        wrapped: A model in DDP, or with FSDP units that are sharded over the axis `shard` of the mesh.
-        mesh: The ranks: one axis, or (replicate, shard).
-        how: The settings; with the kind `none` nothing is changed.
+    The mesh has one axis (DDP), or the axes replicate and shard, where FSDP units are sharded over the latter.
     """
     if how.kind == "none":
         return wrapped
@@ -62,7 +59,7 @@ def attach_compression(wrapped: nn.Module, mesh: DeviceMesh, how: Compression) -
     if not isinstance(wrapped, DistributedDataParallel):
         _ATTACHED[wrapped] = CompressedHSDPShards(wrapped, how, group)
     else:
-        build = get_compression(how.kind).build_ddp_sync or CompressedDDPBuckets
+        build = SCHEMES[how.kind].build_ddp_sync or CompressedDDPBuckets
         _ATTACHED[wrapped] = build(wrapped, how, group)
     return wrapped
 
@@ -72,48 +69,65 @@ def get_gradient_sync(wrapped: nn.Module | None) -> GradientSync | None:
     return None if wrapped is None else _ATTACHED.get(wrapped)
 
 
-# ------------------------------------------------------------------------------------------------ DDP
+class DDPBucketSync(GradientSync):
+    """Reduces DDP's buckets, one after the other. They must not change from step to step (`find_unused_parameters`).
+
+    On a CPU a thread of its own does the work while the backward pass goes on.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        super().__init__()
+        self._worker: OrderedWorker | None = None
+        wrapped.register_comm_hook(self, _reduce_bucket)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Begin to average a bucket."""
+        raise NotImplementedError
+
+    def _submit(self, device: torch.device, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
+        if self._worker is None:
+            self._worker = OrderedWorker(device)
+        return self._worker.put(work)
+
+    def finish(self) -> None:
+        """End the thread."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
 
-class CompressedDDPBuckets(GradientSync):
-    """Compresses DDP's buckets, one after the other, while the backward pass goes on.
+def _reduce_bucket(sync: DDPBucketSync, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    return sync.reduce(bucket)
 
-    On a CPU a thread of its own encodes, sends and decodes; on a GPU, a stream. A checkpoint has errors that were not
-    sent yet by parameter name, because buckets may differ after a restart.
 
-    Args:
-        wrapped: The model in DDP, with buckets that do not change (`find_unused_parameters`).
-        how: The settings.
-        group: The ranks, in a group in which nothing else is sent.
+class CompressedDDPBuckets(DDPBucketSync):
+    """Compresses buckets in a thread (CPU) or on a stream (GPU); nothing else is sent in the group.
+
+    A checkpoint has errors that were not sent yet by parameter name, because buckets may differ after a restart.
     """
 
     def __init__(self, wrapped: DistributedDataParallel, how: Compression, group: dist.ProcessGroup) -> None:
-        super().__init__()
+        super().__init__(wrapped)
         self.mean = CompressedMean(how, group)
         self._names = {id(parameter): name for name, parameter in wrapped.module.named_parameters()}
         self._buckets: dict[int, tuple[list[str], list[int], Tensor | None]] = {}
         """Of each bucket: the names and sizes of its parameters, and the error memory."""
         self._restored: dict[str, Tensor] = {}
         self._rounds = 0
-        self._worker: OrderedWorker | None = None
-        wrapped.register_comm_hook(self, _reduce_bucket)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket."""
         flat, number, step, scale = bucket.buffer(), bucket.index(), self._rounds, self.scale()
         if number not in self._buckets:
             self._buckets[number] = self._create_memory(bucket)
         memory = self._buckets[number][2]
         if bucket.is_last():
             self._rounds += 1
-        if self._worker is None:
-            self._worker = OrderedWorker(flat.device)
 
         def work() -> Tensor:
             self.bytes_sent += self.mean(flat, memory, step, number, scale)
             return flat
 
-        return self._worker.put(work)
+        return self._submit(flat.device, work)
 
     def _create_memory(self, bucket: dist.GradBucket) -> tuple[list[str], list[int], Tensor | None]:
         flat, parameters = bucket.buffer(), bucket.parameters()
@@ -126,12 +140,6 @@ class CompressedDDPBuckets(GradientSync):
             if (before := self._restored.pop(name, None)) is not None:
                 part.copy_(before)
         return names, sizes, memory
-
-    def finish(self) -> None:
-        """End the thread."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return errors that were not sent yet, by parameter, and the number of rounds."""
@@ -146,10 +154,6 @@ class CompressedDDPBuckets(GradientSync):
         self._rounds, self.bytes_sent = int(state["rounds"]), int(state["bytes_sent"])
         self._restored = dict(state["memory"])
         self._buckets = {}
-
-
-def _reduce_bucket(sync: CompressedDDPBuckets, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    return sync.reduce(bucket)
 
 
 class OrderedWorker:
@@ -167,7 +171,6 @@ class OrderedWorker:
             weakref.finalize(self, self._queue.put, None)  # a run that fails must not leave the thread behind
 
     def put(self, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
-        """Submit work, and return a future of its result."""
         if self._stream is None:
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             self._queue.put((work, future))
@@ -195,18 +198,11 @@ def _run_queue(submitted: "queue.SimpleQueue[tuple[Callable[[], Tensor], Any] | 
             future.set_exception(error)
 
 
-# ------------------------------------------------------------------------------------------------ HSDP
-
-
 class CompressedHSDPShards(GradientSync):
     """Compresses HSDP's gradient shards between replicas; within a replica they are reduced in full.
 
-    The microbatches of a step are added up within a replica first, and travel once, with the last one (`defer`).
-
-    Args:
-        wrapped: The model, with FSDP units that are sharded within a replica.
-        how: The settings.
-        group: The ranks that have the same shard, one in each replica.
+    The microbatches of a step are added up within a replica first, and travel once, with the last one (`defer`). The
+    group has the ranks with the same shard, one in each replica.
     """
 
     def __init__(self, wrapped: nn.Module, how: Compression, group: dist.ProcessGroup) -> None:
@@ -266,3 +262,77 @@ class _UnitState:
         self.number, self.rounds = number, 0
         self.memory: Tensor | None = None
         self.waiting: Tensor | None = None
+
+
+_KEPT: list[dist.ProcessGroup] = []
+# Where gloo carries GPU tensors, its own thread runs the last part of the hook. If that thread also dropped the last
+# reference to the group, it would wait for its own end, and torch would abort the process. So groups are kept.
+
+_Hook = Callable[[PowerSGDState, dist.GradBucket], torch.futures.Future[Tensor]]
+_blocking_hook: _Hook = without_futures(powerSGD_hook)
+_FIRST_STEP = 2  # torch's hook does not compress earlier
+_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+class PowerSGDBuckets(DDPBucketSync):
+    """PowerSGD: gradients as products of two thin matrices, by torch's own hook.
+
+    The hook communicates in several rounds, each when the one before has arrived. Rounds of two buckets could overtake
+    one another, and differently on each rank. So a bucket waits until the one before is done.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel, how: Compression, group: dist.ProcessGroup) -> None:
+        super().__init__(wrapped)
+        _KEPT.append(group)
+        self._how, self._ranks = how, dist.get_world_size(group)
+        self._state = PowerSGDState(
+            group,
+            matrix_approximation_rank=how.rank,
+            start_powerSGD_iter=max(how.warmup, _FIRST_STEP),
+            min_compression_rate=FACTOR_RATE,
+            use_error_feedback=how.error_feedback,
+            orthogonalization_epsilon=1e-8,  # gradients of zeros, where no sample needed a parameter, must not give NaN
+            random_seed=how.seed,
+        )
+        self._before: torch.futures.Future[Tensor] | None = None
+        self._restored_on: torch.device | None = None
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        device = bucket.buffer().device
+        if device.type == "cpu":
+            return self._submit(device, lambda: self._run_hook(bucket, _blocking_hook).wait())
+        if self._before is not None:
+            self._before.wait()
+        self._before = self._run_hook(bucket, powerSGD_hook)
+        return self._before
+
+    def _run_hook(self, bucket: dist.GradBucket, hook: _Hook) -> torch.futures.Future[Tensor]:
+        flat = bucket.buffer()
+        if self._restored_on is not None and self._restored_on != flat.device:
+            for key in _MEMORIES:
+                memory = getattr(self._state, key)
+                memory.update({number: tensor.to(flat.device) for number, tensor in memory.items()})
+            self._restored_on = None
+        how = Compression() if self._state.iter < self._state.start_powerSGD_iter else self._how
+        shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+        self.bytes_sent += how.count_sent_bytes(flat.numel(), flat.element_size(), self._ranks, shapes)
+        return hook(self._state, bucket)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return errors that were not sent yet, and the factors, by bucket."""
+        name, keys, position, *_ = self._state.rng.get_state()
+        memories = {key: {str(n): t for n, t in getattr(self._state, key).items()} for key in _MEMORIES}
+        rng = {"kind": name, "keys": np.asarray(keys).tolist(), "position": int(position)}
+        return {"bytes_sent": self.bytes_sent, "rounds": self._state.iter, "rng": rng, **memories}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.bytes_sent, self._state.iter = int(state["bytes_sent"]), int(state["rounds"])
+        rng = state["rng"]
+        keys = np.array(rng["keys"], dtype=np.uint32)
+        self._state.rng.set_state((rng["kind"], keys, rng["position"], 0, 0.0))
+        for key in _MEMORIES:
+            setattr(self._state, key, {int(number): tensor for number, tensor in state[key].items()})
+        self._restored_on = torch.device("cpu")  # where the tensors of a checkpoint are
+
+
+register_compression("powersgd", lambda how, dtype: CastCodec(dtype), build_ddp_sync=PowerSGDBuckets)

@@ -10,17 +10,14 @@ had, and runs that resume from a checkpoint draw the same numbers again.
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cornstarch.parallel.tensor.collectives import Group
-from cornstarch.parallel.tensor.layers import RowParallelLinear
-from cornstarch.parallel.tensor.plan import Region
+from cornstarch.parallel.tensor.layers import Group, RowParallelLinear
+from cornstarch.parallel.tensor.regions import Region
 
-_DROPS = re.compile(r".*drop.*")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -31,7 +28,7 @@ def has_dropout(model: nn.Module) -> bool:
         return True
     configs = [getattr(getattr(module, "config", None), "__dict__", {}) for module in modules]
     numbers: list[dict[str, Any]] = [*map(vars, modules), *configs]
-    return any(_DROPS.fullmatch(name) and isinstance(n, float) and n > 0 for one in numbers for name, n in one.items())
+    return any("drop" in name and isinstance(n, float) and n > 0 for one in numbers for name, n in one.items())
 
 
 class RankRandomState:
@@ -43,7 +40,6 @@ class RankRandomState:
 
     @property
     def is_active(self) -> bool:
-        """Whether this rank draws its own numbers now."""
         return self._common is not None
 
     def reset(self) -> None:
@@ -51,35 +47,24 @@ class RankRandomState:
         self._common = None
 
     def begin(self, device: torch.device) -> None:
-        """Draw this rank's own numbers from now on."""
-        generator = _generator(device)
-        if generator is None or self._common is not None:
+        if device.type not in ("cpu", "cuda") or self._common is not None:
             return
+        generator = torch.default_generator
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
         torch.rand((), device=device, generator=generator)  # advances the common state: no two regions draw alike
         state = generator.get_state()
-        generator.manual_seed(_seed(state, self._rank))
+        key = self._rank.to_bytes(4, "little")
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, key=key).digest()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
         self._common = (generator, state)
 
     def end(self) -> None:
-        """Draw the common numbers again."""
         if self._common is not None:
             generator, state = self._common
             generator.set_state(state)
             self._common = None
-
-
-def _generator(device: torch.device) -> torch.Generator | None:
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return None
-
-
-def _seed(state: Tensor, rank: int) -> int:
-    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, key=rank.to_bytes(4, "little"))
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def separate_dropout(owner: nn.Module, region: Region, group: Group) -> None:
@@ -88,17 +73,16 @@ def separate_dropout(owner: nn.Module, region: Region, group: Group) -> None:
     Call it before the region is sharded: adapters around its layers take over the state that is attached here.
     """
     numbers = RankRandomState(group)
-    rows = [key for key, style in region.styles.items() if style.kind == "row"]
     if "" in region.styles:  # experts
         _use_inside(owner, numbers)
-    if not rows:
+    if not any(style.kind == "row" for style in region.styles.values()):
         return
     owner.register_forward_pre_hook(lambda module, inputs: numbers.reset())
     for key, style in region.styles.items():
-        layer: Any = owner.get_submodule(key) if style.kind in ("column", "row") else None
-        if layer is None:
+        if style.kind not in ("column", "row"):
             continue
-        inner = getattr(layer, "base_layer", layer)
+        layer = owner.get_submodule(key)
+        inner: Any = getattr(layer, "base_layer", layer)
         inner.__dict__["numbers"] = numbers
         if style.kind == "row":
             inner.register_forward_hook(lambda module, inputs, output: numbers.end())
@@ -155,7 +139,6 @@ def separate_token_dropout(layers: list[nn.Module], full_blocks: list[nn.Module]
 
 
 def _resume(module: nn.Module, numbers: RankRandomState, output: Any) -> None:
-    """Begin to draw own numbers behind a module."""
     first = output[0] if isinstance(output, tuple) else output
     if module.training:
         numbers.begin(first.device)

@@ -1,4 +1,4 @@
-"""Linear layers that are sharded over ranks.
+"""Linear layers that are sharded over ranks, and the collectives between them, each with the one its gradient needs.
 
     column: each rank has some of the outputs            row: each rank has some of the inputs
 
@@ -11,6 +11,14 @@
 A column layer followed by a row layer needs one collective in the forward pass and one in the backward pass. Weights
 are DTensors, which know what part they are; computation is on plain local tensors, because a DTensor's own operations
 cost several times a small kernel.
+
+An activation is either full, the same on every rank, or sharded, a different part on each. Between the two there are
+four ways, in pairs: the gradient of one is the other.
+
+    copy_to_ranks        full -> each rank's own use of it         gradients are summed
+    reduce_from_ranks    each rank's partial sum -> full           the gradient is full already
+    gather_from_ranks    sharded along a dim -> full               each rank takes its part of the gradient
+    scatter_to_ranks     full -> sharded along a dim               parts of the gradient are gathered
 """
 
 from __future__ import annotations
@@ -19,19 +27,125 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.tensor.collectives import (
-    Group,
-    SequenceShards,
-    copy_to_ranks,
-    gather_from_ranks,
-    reduce_from_ranks,
-    scatter_to_ranks,
-)
-from cornstarch.parallel.tensor.placement import ShardSpec, shard_parameter, to_local_parameter
+from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter, to_local_parameter
+
+Group = dist.ProcessGroup
+Use = Callable[[Tensor], Tensor]
+
+# ------------------------------------------------------------------------------------------------ collectives
+
+
+class _Collective(torch.autograd.Function):
+    """Calls one function in the forward pass, and another one with the gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, run: Callable[..., Tensor], back: Callable[..., Tensor], *rest: Any) -> Tensor:
+        context.back, context.rest = back, rest
+        return run(x, *rest)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return context.back(gradients[0], *context.rest), None, None, *(None for _ in context.rest)
+
+
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """Return `x`, which ranks use differently: gradients are summed over ranks."""
+    return _Collective.apply(x, _same, _sum, group) if x.requires_grad and torch.is_grad_enabled() else x
+
+
+def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
+    """Return the sum over all ranks."""
+    return _Collective.apply(x, _sum, _same, group)
+
+
+def gather_from_ranks(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """Return the equal parts of all ranks, concatenated along a dim."""
+    return _Collective.apply(x, _gather, _part, group, dim)
+
+
+def scatter_to_ranks(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """Return this rank's part of a full tensor, divided evenly along a dim."""
+    return _Collective.apply(x, _part, _gather, group, dim)
+
+
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    # In a copy: gradients and outputs of kernels may be views of tensors that others still read.
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    mine = x.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts, dim)
+
+
+def _part(x: Tensor, group: Group, dim: int) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+
+class SequenceShards:
+    """How tokens are sharded; the modules of one model share it. Activations are [..., tokens, channels].
+
+    Lengths that do not divide are padded with zeros.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.total = 0
+        """Tokens of the current forward pass."""
+        self.length = 0
+        """Tokens of the current layer; another number while layers are recomputed in the backward pass."""
+
+    def scatter(self, full: Tensor) -> Tensor:
+        """Return this rank's tokens of an activation that all ranks have."""
+        return _Collective.apply(full, _own_tokens, _all_tokens, self.group, full.shape[-2])
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return all tokens, for uses that are the same on all ranks: each takes its part of the gradient."""
+        return _Collective.apply(own, _all_tokens, _own_tokens, self.group, self.length)
+
+    def gather_for_region(self, own: Tensor) -> Tensor:
+        """Return all tokens, for uses that differ between ranks: gradients are summed."""
+        return _Collective.apply(own, _all_tokens, _sum_own_tokens, self.group, self.length)
+
+    def reduce_scatter(self, partial: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum over all ranks."""
+        return _Collective.apply(partial, _sum_own_tokens, _all_tokens, self.group, partial.shape[-2])
+
+
+def _pad_tokens(x: Tensor, ranks: int) -> Tensor:
+    short = -x.shape[-2] % ranks
+    return nn.functional.pad(x, (0, 0, 0, short)) if short else x
+
+
+def _own_tokens(x: Tensor, group: Group, length: int) -> Tensor:
+    return _part(_pad_tokens(x, group.size()), group, x.ndim - 2)
+
+
+def _all_tokens(x: Tensor, group: Group, length: int) -> Tensor:
+    return _gather(x, group, x.ndim - 2).narrow(x.ndim - 2, 0, length).contiguous()  # without the padding
+
+
+def _sum_own_tokens(x: Tensor, group: Group, length: int) -> Tensor:
+    parts = [part.contiguous() for part in _pad_tokens(x, group.size()).chunk(group.size(), x.ndim - 2)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+# ------------------------------------------------------------------------------------------------ linear layers
 
 
 class SharedInput:
@@ -57,7 +171,38 @@ class SharedInput:
         return copied
 
 
-def check_mesh(mesh: Any, layer: str) -> None:
+class ShardedLayer(nn.Module):
+    """A layer of which each rank computes a part. Layers become sharded by a change of class, in place."""
+
+    group: Group
+
+    def _create(self: Any, mesh: DeviceMesh, *options: Any) -> None:
+        """Initialize a new linear layer with the weights of the first rank."""
+        _check_mesh(mesh, type(self).__name__)
+        nn.Linear.__init__(self, *options)
+        for parameter in self.parameters():
+            if not parameter.is_meta:
+                dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
+
+    @classmethod
+    def _convert(cls, linear: nn.Module, mesh: DeviceMesh, **attributes: Any) -> Self:
+        _check_mesh(mesh, cls.__name__)
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear.__dict__.update(group=mesh.get_group(), **attributes)
+        return linear
+
+    def _shard_parameters(self, mesh: DeviceMesh, dims: dict[str, int], parts: tuple[int, ...], what: str) -> None:
+        """Shard parameters along their dims; `what` the parts are is for the message where they do not divide."""
+        for size in parts:
+            if size % mesh.size():
+                raise ConfigError(f"{size} {what} cannot be cut evenly over {mesh.size()} ranks.")
+        for name, dim in dims.items():
+            if self._parameters[name] is not None:
+                shard_parameter(self, name, ShardSpec(dim, parts, mesh.size()), mesh)
+
+
+def _check_mesh(mesh: Any, layer: str) -> None:
     """Refuse what is not a mesh of one axis: a number of ranks does not say which ranks share a layer."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
         return
@@ -66,19 +211,6 @@ def check_mesh(mesh: Any, layer: str) -> None:
         f"{layer}: mesh = {found}; expected a DeviceMesh of one axis, the ranks that share the layer: "
         'init_device_mesh("cuda", (2,)), or one axis of a larger mesh, mesh["tp"].'
     )
-
-
-class ShardedLayer(nn.Module):
-    """A layer of which each rank computes a part. Layers become sharded by a change of class, in place."""
-
-    group: Group
-
-    @classmethod
-    def _convert(cls, linear: nn.Module, mesh: DeviceMesh, **attributes: Any) -> Self:
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear.__dict__.update(group=mesh.get_group(), **attributes)
-        return linear
 
 
 class _ColumnInput(ShardedLayer):
@@ -123,9 +255,7 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
             device: The device of the parameters.
             dtype: The dtype of the parameters.
         """
-        check_mesh(mesh, type(self).__name__)
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        _broadcast_parameters(self, mesh)
+        self._create(mesh, in_features, out_features, bias, device, dtype)
         self._shard(mesh, (out_features,), gather)
 
     @classmethod
@@ -140,7 +270,6 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
             parts: The sizes of what is fused in its outputs, each of which is sharded.
             gather: Return all outputs on every rank.
         """
-        check_mesh(mesh, cls.__name__)
         layer = cls._convert(linear, mesh)
         layer._shard(mesh, parts or (layer.weight.shape[layer._output_dim],), gather)
         return layer
@@ -148,16 +277,12 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
     _output_dim = 0
 
     def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
-        _check_divides(parts, mesh.size(), "outputs")
         if gather and len(parts) > 1:
             raise ConfigError("A fused layer cannot give back all outputs: they would be in another order.")
         self.__dict__.update(group=mesh.get_group(), gather=gather)
-        for name, dim in (("weight", self._output_dim), ("bias", 0)):
-            if self._parameters[name] is not None:
-                shard_parameter(self, name, ShardSpec(dim, parts, mesh.size()), mesh)
+        self._shard_parameters(mesh, {"weight": self._output_dim, "bias": 0}, parts, "outputs")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's outputs, or all."""
         y = self._compute(self._copy_input(x))
         return gather_from_ranks(y, self.group) if self.gather else y
 
@@ -185,42 +310,24 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
     ) -> None:
         """Create a layer with the weights of the first rank.
 
-        Args:
-            in_features: Of the full layer.
-            out_features: Of the full layer.
-            mesh: The ranks; it has one axis.
-            bias: Whether there is a bias.
-            split: Take full inputs, of which each rank uses its own.
-            device: The device of the parameters.
-            dtype: The dtype of the parameters.
+        The arguments are those of `ColumnParallelLinear`; with `split`, inputs are full, and each rank uses its own.
         """
-        check_mesh(mesh, type(self).__name__)
-        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
-        _broadcast_parameters(self, mesh)
+        self._create(mesh, in_features, out_features, bias, device, dtype)
         self._shard(mesh, split)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, mesh: DeviceMesh, split: bool = False) -> Self:
-        """Shard a linear layer in place and return it.
-
-        Args:
-            linear: The full layer.
-            mesh: The ranks; it has one axis.
-            split: Take full inputs, of which each rank uses its own.
-        """
-        check_mesh(mesh, cls.__name__)
+        """Shard a linear layer in place and return it; with `split`, it takes full inputs."""
         layer = cls._convert(linear, mesh)
         layer._shard(mesh, split)
         return layer
 
     def _shard(self, mesh: DeviceMesh, split: bool) -> None:
-        inputs = self.weight.shape[self._input_dim]
-        _check_divides((inputs,), mesh.size(), "inputs")
         self.__dict__.update(group=mesh.get_group(), split=split)
-        shard_parameter(self, "weight", ShardSpec(self._input_dim, (inputs,), mesh.size()), mesh)
+        inputs = self.weight.shape[self._input_dim]
+        self._shard_parameters(mesh, {"weight": self._input_dim}, (inputs,), "inputs")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs."""
         y = self._compute(scatter_to_ranks(x, self.group) if self.split else x)
         # The bias is added once, after the sum. With sharded tokens its gradient must be summed over ranks.
         if self.tokens is not None:
@@ -239,15 +346,11 @@ class ColumnParallelConv1D(ColumnParallelLinear):
     _output_dim = 1
 
     def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
-        self.in_features, self.out_features = self.weight.shape
+        self.in_features, self.out_features = self.weight.shape  # Conv1D has other names for them
         super()._shard(mesh, parts, gather)
 
     def _compute(self, x: Tensor) -> Tensor:
         return x @ to_local_parameter(self.weight) + to_local_parameter(self.bias)
-
-    def extra_repr(self) -> str:
-        """Return the shape of the weight."""
-        return f"{tuple(self.weight.shape)}"
 
 
 class RowParallelConv1D(RowParallelLinear):
@@ -262,10 +365,6 @@ class RowParallelConv1D(RowParallelLinear):
     def _compute(self, x: Tensor) -> Tensor:
         return x @ to_local_parameter(self.weight)
 
-    def extra_repr(self) -> str:
-        """Return the shape of the weight."""
-        return f"{tuple(self.weight.shape)}"
-
 
 class ReplicatedColumnLinear(_ColumnInput, nn.Linear):
     """A linear layer with fewer heads than ranks: it is replicated, and each rank computes the heads that it needs."""
@@ -274,13 +373,11 @@ class ReplicatedColumnLinear(_ColumnInput, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, mesh: DeviceMesh, heads: int) -> Self:
-        """Convert a linear layer in place and return it."""
         width = linear.out_features // heads
         head = mesh.get_local_rank() * heads // mesh.size()
         return cls._convert(linear, mesh, rows=slice(head * width, (head + 1) * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs of this rank's head."""
         bias = None if self.bias is None else copy_to_ranks(self.bias, self.group)[self.rows]
         weight = copy_to_ranks(self.weight, self.group)[self.rows]
         return nn.functional.linear(self._copy_input(x), weight, bias)
@@ -293,19 +390,15 @@ class PartlyReplicatedLinear(ShardedLayer, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, mesh: DeviceMesh, last: int) -> Self:
-        """Convert a linear layer in place and return it."""
         return cls._convert(linear, mesh, last=last)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs."""
         y = nn.functional.linear(x, self.weight, self.bias)
         first, last = y.split([y.shape[-1] - self.last, self.last], -1)
         return torch.cat([first, copy_to_ranks(last, self.group)], -1)
 
 
 # ------------------------------------------------------------------------------------------------ any module
-
-Use = Callable[[Tensor], Tensor]
 
 
 def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
@@ -332,6 +425,13 @@ def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
+def sum_parameter_gradients(module: nn.Module, group: Group) -> None:
+    """Sum the gradients of a module's own parameters over ranks, which use them differently."""
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if names:
+        bind_local_parameters(module, {name: lambda parameter: copy_to_ranks(parameter, group) for name in names})
+
+
 def sum_output_over_ranks(module: nn.Module, group: Group) -> None:
     """Let a module take full activations and return the sum over ranks of what each computes."""
 
@@ -348,16 +448,3 @@ def sum_output_over_ranks(module: nn.Module, group: Group) -> None:
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
-
-
-def _broadcast_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    group = mesh.get_group()
-    for parameter in module.parameters():
-        if not parameter.is_meta:
-            torch.distributed.broadcast(parameter.detach(), group=group, group_src=0)
-
-
-def _check_divides(parts: tuple[int, ...], ranks: int, what: str) -> None:
-    for size in parts:
-        if size % ranks:
-            raise ConfigError(f"{size} {what} cannot be cut evenly over {ranks} ranks.")

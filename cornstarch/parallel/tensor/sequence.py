@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GradientCheckpointingLayer
 
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.parallel.tensor.collectives import Group, SequenceShards, copy_to_ranks
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_token_dropout
-from cornstarch.parallel.tensor.layers import bind_local_parameters
-from cornstarch.parallel.tensor.plan import Region, TensorPlan
+from cornstarch.parallel.tensor.layers import SequenceShards, sum_parameter_gradients
+from cornstarch.parallel.tensor.regions import Region, TensorPlan
 
 _LENGTH = "tokens_of_all_ranks"
 CALLED = "cornstarch_called"
@@ -45,7 +44,8 @@ def check_sequence(model: nn.Module, plan: TensorPlan) -> None:
             region = regions.get(f"{name}.{number}.{key}")
             if why is None and not _is_tokenwise(block) and _find_activation(block) is None:
                 why = f"{key} does not say which of its arguments is the activation"
-            if why is None and region is not None and _is_plain(region) and _has_adapters(block):
+            has_adapters = any(hasattr(inner, "base_layer") for inner in block.modules())
+            if why is None and region is not None and _is_plain(region) and has_adapters:
                 why = f"{key} has adapters"
     if why is not None:
         raise UnsupportedModelError(
@@ -84,10 +84,6 @@ def _is_plain(region: Region) -> bool:
     return known and "." not in "".join(region.styles) and not any(style.whole for style in region.styles.values())
 
 
-def _has_adapters(module: nn.Module) -> bool:
-    return any(hasattr(inner, "base_layer") for inner in module.modules())
-
-
 def shard_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard activations between the regions of a model's layers along tokens; the regions are sharded already."""
     tokens = SequenceShards(mesh.get_group())
@@ -99,53 +95,42 @@ def shard_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
             region = regions.get(f"{name}.{number}.{key}")
             if _is_tokenwise(block):
                 for module in block.modules():
-                    _sum_gradients(module, tokens.group)
+                    sum_parameter_gradients(module, tokens.group)
             elif region is not None and _is_plain(region):
-                _attach_to_region(block, region, tokens)
-            else:
-                _attach_to_block(block, tokens)
+                for inner, style in region.styles.items():
+                    if style.kind == "column":
+                        block.get_submodule(inner).__dict__["copies"] = False
+                    elif style.kind == "row":  # the layer at the end reduces and scatters tokens
+                        block.get_submodule(inner).__dict__["tokens"] = tokens
+                _change_input(block, tokens.gather_for_region)
+            else:  # a module that works on full activations
+                _change_input(block, tokens.gather)
+                block.register_forward_hook(lambda _, inputs, output: change_output(output, tokens.scatter))
                 full_blocks.append(block)
-        _sum_gradients(layer, tokens.group)
+        sum_parameter_gradients(layer, tokens.group)
         _carry_length(layer, tokens, is_first=number == 0)
-    layers[-1].register_forward_hook(lambda _, inputs, output: _change_output(output, tokens.gather))
+    layers[-1].register_forward_hook(lambda _, inputs, output: change_output(output, tokens.gather))
     if has_dropout(model):
         separate_token_dropout(layers, full_blocks, tokens.group)
-
-
-def _sum_gradients(module: nn.Module, group: Group) -> None:
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    if names:
-        bind_local_parameters(module, {name: lambda parameter: copy_to_ranks(parameter, group) for name in names})
-
-
-def _attach_to_region(block: nn.Module, region: Region, tokens: SequenceShards) -> None:
-    """Gather tokens at the beginning of a region; the layer at its end reduces and scatters them."""
-    for key, style in region.styles.items():
-        if style.kind == "column":
-            block.get_submodule(key).__dict__["copies"] = False
-        elif style.kind == "row":
-            block.get_submodule(key).__dict__["tokens"] = tokens
-    _change_input(block, tokens.gather_for_region)
-
-
-def _attach_to_block(block: nn.Module, tokens: SequenceShards) -> None:
-    """Gather all tokens for a module that works on full activations, and scatter its output."""
-    _change_input(block, tokens.gather)
-    block.register_forward_hook(lambda _, inputs, output: _change_output(output, tokens.scatter))
 
 
 def _change_input(module: nn.Module, change: Change) -> None:
     name = _find_activation(module) or "hidden_states"
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if inputs:
-            return (change(inputs[0]), *inputs[1:]), options
-        return inputs, {**options, name: change(options[name])}
+        return _change_argument(inputs, options, name, change)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _change_output(output: Any, change: Change) -> Any:
+def _change_argument(inputs: tuple[Any, ...], options: dict[str, Any], name: str, change: Change) -> Any:
+    if inputs:
+        return (change(inputs[0]), *inputs[1:]), options
+    return inputs, {**options, name: change(options[name])}
+
+
+def change_output(output: Any, change: Change) -> Any:
+    """Change the activation of a layer's output, which may be the first of several."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
@@ -168,11 +153,7 @@ def _carry_length(layer: nn.Module, tokens: SequenceShards, is_first: bool) -> N
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tokens.length = options.pop(_LENGTH)
-        if not is_first:
-            return inputs, options
-        if inputs:
-            return (tokens.scatter(inputs[0]), *inputs[1:]), options
-        return inputs, {**options, name: tokens.scatter(options[name])}
+        return _change_argument(inputs, options, name, tokens.scatter) if is_first else (inputs, options)
 
     if is_first:
         layer.__dict__[CALLED] = set_length  # also where another stage has the layer itself

@@ -115,7 +115,6 @@ UNSUPPORTED_ATTENTION = {
     "GPTBigCodeAttention": "its keys and values are one head in the same projection as all queries",
 }
 
-# ------------------------------------------------------------------------------------------------ reading code
 
 # Over channels, these need all of them. (A softmax of attention is over positions.)
 _ACROSS = re.compile(r"\.(mean|std|var|topk|softmax|sort|norm|argmax|cumsum)\(|F\.(softmax|normalize)\(")

@@ -19,8 +19,8 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.kernels.cross_entropy import NO_TRANSFORM, compute_losses_and_gradients
 from cornstarch.kernels.fused_loss import FusedCausalLMLoss, LazyLogits, has_inline_loss
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.parallel.tensor.collectives import Group, copy_to_ranks, gather_from_ranks, reduce_from_ranks
-from cornstarch.parallel.tensor.placement import ShardSpec, shard_parameter, to_local_parameter
+from cornstarch.parallel.tensor.layers import Group, copy_to_ranks, gather_from_ranks, reduce_from_ranks
+from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_interval, shard_parameter, to_local_parameter
 
 
 def check_vocabulary(model: Any) -> None:
@@ -71,9 +71,7 @@ def shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
 
 def local_vocabulary(words: int, group: Group) -> tuple[int, int]:
     """Return the range of a rank's words; the last ranks may have fewer, or none."""
-    step = -(-words // group.size())
-    first = min(group.rank() * step, words)
-    return first, min(first + step, words)
+    return shard_interval(words, group.size(), group.rank())
 
 
 class VocabularyEmbedding(nn.Embedding):
@@ -82,7 +80,6 @@ class VocabularyEmbedding(nn.Embedding):
     group: Group
 
     def forward(self, input: Tensor) -> Tensor:
-        """Look up words of all ranks."""
         first, last = local_vocabulary(self.num_embeddings, self.group)
         is_own = (input >= first) & (input < last)
         table = to_local_parameter(self.weight)
@@ -125,7 +122,6 @@ class VocabularyHead(nn.Linear):
     words: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return logits."""
         weight, bias = to_local_parameter(self.weight), to_local_parameter(self.bias)
         input = copy_to_ranks(input, self.group)
         # A frozen model is not in train mode, and gradients flow through it all the same.

@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.parallel import apply_data_parallel, data_mesh
-from cornstarch.parallel.data import defer_gradient_sync
+from cornstarch.parallel.ddp_fsdp import defer_gradient_sync
 from cornstarch.parallel.distributed import to_full_tensor, to_local_tensor
 from cornstarch.parallel.low_bandwidth import CompressedMean, ReplicaSync, build_replica_sync
-from cornstarch.parallel.low_bandwidth import compression as mean_module
+from cornstarch.parallel.low_bandwidth import compressed_mean as mean_module
 from cornstarch.plan import Compression, DataPlan
 from tests import zoo
 from tests.parallel.work import layered

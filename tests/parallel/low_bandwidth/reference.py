@@ -44,7 +44,7 @@ def _block(how: Compression, block: Vector) -> Vector:
 
 def picks(how: Compression, numbers: int, step: int, place: int = 0) -> NDArray[np.int64]:
     """Return what randomk chooses; which chance it is, is the product's own matter."""
-    from cornstarch.parallel.low_bandwidth.compression import combine_seeds, select_random_indices
+    from cornstarch.parallel.low_bandwidth.compressed_mean import combine_seeds, select_random_indices
 
     generator = torch.Generator().manual_seed(combine_seeds(how.seed, step, place, 0))
     return select_random_indices(how, numbers, generator).numpy()

@@ -12,7 +12,7 @@ from torch import Tensor
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import apply_data_parallel, data_mesh
 from cornstarch.parallel.low_bandwidth import build_replica_sync
-from cornstarch.parallel.low_bandwidth.compression import build_codec
+from cornstarch.parallel.low_bandwidth.compressed_mean import build_codec
 from cornstarch.plan import Compression, DataPlan
 from tests import zoo
 from tests.parallel.low_bandwidth.compressing import (

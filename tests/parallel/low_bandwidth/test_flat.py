@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cornstarch.parallel.low_bandwidth.peers import BackgroundTask
-from cornstarch.parallel.low_bandwidth.replica_sync import FlatWeights, distance
+from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, distance, run_in_background
 from tests.parallel.low_bandwidth.updates import swapped
 from tests.parity.pool import Pool
 
@@ -53,8 +52,8 @@ def test_background_task_returns_or_raises_its_result() -> None:
     def fail() -> None:
         raise KeyError("lost")
 
-    assert BackgroundTask(lambda: 3).result() == 3
-    failed = BackgroundTask(fail)
+    assert run_in_background(lambda: 3).result() == 3
+    failed = run_in_background(fail)
     with pytest.raises(KeyError, match="lost"):
         failed.result()
-    assert failed.is_over
+    assert failed.done()

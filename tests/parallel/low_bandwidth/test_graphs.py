@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cornstarch.parallel.low_bandwidth.gossip import find_neighbours
+from cornstarch.parallel.low_bandwidth.weight_averaging import find_neighbours
 from cornstarch.plan.kinds import GossipGraph
 
 GRAPHS: list[GossipGraph] = ["ring", "torus", "exponential", "random_pairs"]

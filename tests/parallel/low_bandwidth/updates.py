@@ -18,10 +18,8 @@ from torch import Tensor, nn
 
 from cornstarch.parallel.low_bandwidth import asynchronous
 from cornstarch.parallel.low_bandwidth.asynchronous import AsynchronousUpdates
-from cornstarch.parallel.low_bandwidth.gossip import GossipUpdates
-from cornstarch.parallel.low_bandwidth.local_sgd import LocalUpdates
-from cornstarch.parallel.low_bandwidth.peers import BackgroundTask, Peer, new_gloo_group, wait_all
-from cornstarch.parallel.low_bandwidth.replica_sync import ReplicaSync
+from cornstarch.parallel.low_bandwidth.replicas import Peer, ReplicaSync, new_gloo_group, run_in_background, wait_all
+from cornstarch.parallel.low_bandwidth.weight_averaging import GossipUpdates, LocalUpdates
 from cornstarch.plan import Compression, DataPlan
 from tests import zoo
 
@@ -284,7 +282,7 @@ def swapped(numbers: int) -> bool:
     sent = torch.randn(numbers, generator=zoo.generator(rank))
     received = torch.full_like(sent, float("nan"))
     works = [peer.begin_receive(received), peer.begin_send(sent)]
-    BackgroundTask(lambda: wait_all(works)).result()
+    run_in_background(lambda: wait_all(works)).result()
     return torch.equal(received, torch.randn(numbers, generator=zoo.generator(1 - rank)))
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import cornstarch.parallel.loading
-import cornstarch.parallel.shard_reading
+import cornstarch.parallel.tensor.shard_boxes
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import full_read_reason, load_partial, load_sharded, shard_tensors
 from cornstarch.parallel.loading import drop_parameters
@@ -99,7 +99,7 @@ def loaded_otherwise(folder: str) -> dict[str, Any]:
     mesh = mesh_of(2)
     kind = type(build("mixtral"))
     expected = shard_tensors(kind.from_pretrained(folder), mesh)
-    with mock.patch.object(cornstarch.parallel.shard_reading, "find_stored_sharding", lambda *arguments: None):
+    with mock.patch.object(cornstarch.parallel.tensor.shard_boxes, "find_stored_sharding", lambda *arguments: None):
         found = load_sharded(kind, folder, mesh)
     return {"wrong": differences(found, expected), "reason": full_read_reason(found)}
 

@@ -11,8 +11,7 @@ import torch
 import transformers
 
 from cornstarch.compat import Destination
-from cornstarch.parallel.shard_reading import find_stored_sharding
-from cornstarch.parallel.tensor.placement import ShardSpec
+from cornstarch.parallel.tensor.shard_boxes import ShardSpec, find_stored_sharding
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 from tests.parallel.tensor.loading_work import (

@@ -24,7 +24,7 @@ from cornstarch.parallel.tensor import (
     shard_tensors,
     vocabulary_cross_entropy,
 )
-from cornstarch.parallel.tensor.placement import ShardSpec, shard_parameter
+from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter
 from tests import zoo
 from tests.parallel.tensor.forms import forms
 

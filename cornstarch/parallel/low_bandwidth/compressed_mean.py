@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cornstarch.parallel.low_bandwidth.peers import ByteAllToAll
+from cornstarch.parallel.low_bandwidth.replicas import ByteAllToAll
 from cornstarch.plan.compression import Compression
 from cornstarch.plan.kinds import REGISTERED
 
@@ -59,7 +59,7 @@ class CompressionScheme:
     """Called with (wrapped, settings, group): a DDP communication hook of its own instead of compressed means."""
 
 
-_SCHEMES: dict[str, CompressionScheme] = {}
+SCHEMES: dict[str, CompressionScheme] = {}
 
 
 def register_compression(
@@ -70,21 +70,13 @@ def register_compression(
     build_ddp_sync: Callable[..., Any] | None = None,
 ) -> None:
     """Register a compression by the name that `parallel.data.compression.kind` has for it."""
-    _SCHEMES[name] = CompressionScheme(build_codec, select_indices, build_ddp_sync)
+    SCHEMES[name] = CompressionScheme(build_codec, select_indices, build_ddp_sync)
     REGISTERED["compression"].add(name)
-
-
-def get_compression(name: str) -> CompressionScheme:
-    """Return a registered compression."""
-    return _SCHEMES[name]
 
 
 def build_codec(how: Compression, dtype: torch.dtype = torch.float32) -> Codec:
     """Return the codec of a compression, for tensors of `dtype`."""
-    return get_compression(how.kind).build_codec(how, dtype)
-
-
-# ---------------------------------------------------------------------------------------------------- codecs
+    return SCHEMES[how.kind].build_codec(how, dtype)
 
 
 class CastCodec:
@@ -94,11 +86,9 @@ class CastCodec:
         self.dtype = dtype
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return the bytes of the rounded numbers."""
         return rows_RP.to(self.dtype).contiguous().view(torch.uint8)
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
-        """Return the numbers."""
         return bytes_RE.view(self.dtype).float()
 
 
@@ -110,7 +100,6 @@ class TopKCodec:
         self.offset = torch.uint8 if how.offset_bytes == 1 else torch.int16
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return values and offsets."""
         rows = len(rows_RP)
         blocks_BK = rows_RP.reshape(-1, self.block)
         offsets = blocks_BK.abs().topk(self.kept, dim=1, sorted=False).indices
@@ -119,7 +108,6 @@ class TopKCodec:
         return torch.cat([_to_bytes(values, rows), _to_bytes(offsets.to(self.offset), rows)], dim=1)
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
-        """Return the values in their places, zeros around them."""
         first = numbers // self.block * self.kept * 2
         values = bytes_RE[:, :first].contiguous().view(torch.bfloat16).view(-1, self.kept)
         offsets = bytes_RE[:, first:].contiguous().view(self.offset).view(-1, self.kept).long()
@@ -137,7 +125,6 @@ class IntegerCodec:
         self.most = 2 ** (how.bits - 1) - 1
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return scales and levels."""
         rows = len(rows_RP)
         blocks_BK = rows_RP.reshape(-1, self.block)
         scales_B1 = blocks_BK.abs().amax(1, keepdim=True) / self.most
@@ -154,7 +141,6 @@ class IntegerCodec:
         return torch.cat([_to_bytes(scales_B1, rows), _to_bytes(packed, rows)], dim=1)
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
-        """Return levels times scales."""
         scales_B1, packed = _split_scales(bytes_RE, numbers // self.block)
         if self.is_half:
             pairs = torch.stack([packed & 15, packed >> 4], dim=-1)
@@ -171,7 +157,6 @@ class SignCodec:
         self.block = how.block
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return scales and signs."""
         rows = len(rows_RP)
         blocks_BK = rows_RP.reshape(-1, self.block)
         scales_B1 = blocks_BK.abs().mean(1, keepdim=True)
@@ -182,7 +167,6 @@ class SignCodec:
         return torch.cat([_to_bytes(scales_B1, rows), _to_bytes(packed, rows)], dim=1)
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
-        """Return the mean magnitude with the sign of each number."""
         scales_B1, packed = _split_scales(bytes_RE, numbers // self.block)
         places = torch.arange(8, dtype=torch.uint8, device=packed.device)
         signs = (packed.reshape(-1, 1) >> places) & 1
@@ -218,9 +202,6 @@ register_compression("fp16", lambda how, dtype: CastCodec(torch.float16))
 register_compression("topk", lambda how, dtype: TopKCodec(how))
 register_compression("randomk", _cast, select_indices=select_random_indices)
 register_compression("quantize", lambda how, dtype: SignCodec(how) if how.bits == 1 else IntegerCodec(how))
-
-
-# ---------------------------------------------------------------------------------------------------- means
 
 
 class CompressedMean:
@@ -260,7 +241,7 @@ class CompressedMean:
     def _reduce_compressed(self, flat: Tensor, memory: Tensor | None, step: int, place: int, scale: float) -> None:
         wanted = flat.float() if memory is None else torch.add(flat, memory, alpha=scale)
         reduce_values = partial(self._reduce_values, dtype=flat.dtype, step=step, place=place)
-        if select := get_compression(self.how.kind).select_indices:
+        if select := SCHEMES[self.how.kind].select_indices:
             picked = select(self.how, len(wanted), self._generator(wanted.device, step, place, on_all_ranks=True))
             # Without error feedback, values are scaled up so that the mean is right in expectation.
             values = wanted[picked] if memory is not None else wanted[picked] * self.how.cell

@@ -21,8 +21,6 @@ from cornstarch.parallel.tensor import is_sharded, shard_added_adapters, shard_t
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import WHOLE_MODEL, DataPlan, ModulePlan
 
-# ---------------------------------------------------------------------------------------------------- passes
-
 
 def record_unreached_parameters(model: nn.Module, plan: DataPlan) -> nn.Module:
     """With FSDP 1, record the parameters that no loss depends on: it makes zero gradients for them."""
@@ -86,9 +84,6 @@ def build_tensor_sharder(
     """Return the sharder of a module; None without tensor parallelism."""
     plan = get_module_plan(layout, name)
     return TensorSharder(plan, meshes, is_encoder) if plan.tp > 1 else None
-
-
-# ---------------------------------------------------------------------------------------------------- queries
 
 
 def explain_full_reads(model: nn.Module, layout: Layout) -> dict[str, str]:

@@ -19,27 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.tensor.styles import (
-    ALIASES,
-    ATTENTION_OUT,
-    BEFORE_LOW_RANK,
-    BY_HEAD,
-    FEED_FORWARD,
-    FEED_FORWARD_FUSED,
-    FUSED,
-    HEAD_NORMS,
-    LOW_RANK,
-    PER_HEAD,
-    SEPARATE,
-    UNSUPPORTED_ATTENTION,
-    Style,
-    count_heads,
-    get_head_width,
-    has_head_count,
-    has_slopes,
-    looks_across_channels,
-    shapes_by_input,
-)
+from cornstarch.parallel.tensor import styles
+from cornstarch.parallel.tensor.styles import Style, count_heads, get_head_width
 
 
 class NotShardable(Exception):
@@ -65,10 +46,6 @@ class Region:
     must_divide: dict[str, int] = field(default_factory=dict)
     """Numbers that the number of ranks must divide, beside heads, by description."""
 
-    def fits(self, ranks: int) -> bool:
-        """Return whether it can be sharded over this number of ranks."""
-        return not self.misfits(ranks)
-
     def misfits(self, ranks: int) -> list[str]:
         """Return the numbers that this number of ranks does not divide, with descriptions."""
         found = [f"{number} {what}" for what, number in self.must_divide.items() if number % ranks]
@@ -90,17 +67,19 @@ def get_child(module: nn.Module, path: str) -> nn.Module | None:
     return found
 
 
-def get_linear(module: nn.Module | None) -> nn.Linear | Conv1D | None:
-    """Return a module if it is a plain linear layer; with adapters around it, the layer inside."""
-    base = getattr(module, "base_layer", module)
+def get_linear(module: nn.Module, path: str) -> nn.Linear | Conv1D | None:
+    """Return a module inside if it is a plain linear layer; with adapters around it, the layer inside them."""
+    child = get_child(module, path)
+    base = getattr(child, "base_layer", child)
     if isinstance(base, Conv1D) or (isinstance(base, nn.Linear) and type(base).__name__ in _PLAIN):
         return base
     return None
 
 
-def get_widths(layer: nn.Linear | Conv1D | None) -> tuple[int, int]:
-    """Return the number of inputs and of outputs."""
-    assert layer is not None
+def get_widths(module: nn.Module, path: str) -> tuple[int, int]:
+    """Return the number of inputs and of outputs of a linear layer inside a module."""
+    layer = get_linear(module, path)
+    assert layer is not None, path
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
@@ -148,7 +127,7 @@ def _find_experts(module: nn.Module, name: str, said: Mapping[str, Style], confi
         raise NotShardable(f"the shapes of {into} and down_proj are not those of experts")
     # Where gate and value alternate (GPT-OSS), plain shards keep them together, and nothing is fused.
     parts = (inner, inner) if is_fused and getattr(module, "is_concatenated", True) else ()
-    styles = {
+    found = {
         "": Style("experts"),
         into: Style("expert", parts, dim),
         "down_proj": Style("expert", (), 3 - dim),
@@ -157,82 +136,79 @@ def _find_experts(module: nn.Module, name: str, said: Mapping[str, Style], confi
     }
     there = {key for key, _ in module.named_parameters()}
     others = [key for key, part in module.named_children() if not key.startswith("act")]
-    if there - styles.keys() or others:
-        names = [*sorted(there - styles.keys()), *others]
+    if there - found.keys() or others:
+        names = [*sorted(there - found.keys()), *others]
         listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise NotShardable(f"its experts have {listed} beside their weights")
-    region = Region(name, {key: style for key, style in styles.items() if key in there or not key})
+    region = Region(name, {key: style for key, style in found.items() if key in there or not key})
     region.must_divide["channels of an expert"] = inner
     return region
 
 
 def _find_attention(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
     into = _find_queries(module)
-    out = next((key for key in ATTENTION_OUT if get_linear(get_child(module, key)) is not None), None)
+    out = next((key for key in styles.ATTENTION_OUT if get_linear(module, key) is not None), None)
     if not into or out is None or out in into:
         return None
     region = Region(name, {out: Style("row")}, attention=into[0].rpartition(".")[0])
-    region.width = get_widths(get_linear(get_child(module, out)))[0]
+    region.width = get_widths(module, out)[0]
     counting = get_child(module, region.attention) if region.attention else module
     assert counting is not None
-    _check_code(counting, config)
+    if type(counting).__name__ in styles.UNSUPPORTED_ATTENTION:
+        raise NotShardable(styles.UNSUPPORTED_ATTENTION[type(counting).__name__])
+    if styles.has_slopes(counting, config):
+        raise NotShardable("its attention has slopes per head (ALiBi) that are made elsewhere")
+    if styles.shapes_by_input(counting):
+        raise NotShardable("its attention shapes the output of the heads by the width of the input")
     _count_heads(module, region, counting, into, config)
     for key in into:
-        region.styles[key] = _build_fused_style(module, key, region, counting) if key in FUSED else Style("column")
-    if len(into) > 1 and not set(into) & set(LOW_RANK):
+        region.styles[key] = (
+            _build_fused_style(module, key, region, counting) if key in styles.FUSED else Style("column")
+        )
+    if len(into) > 1 and not set(into) & set(styles.LOW_RANK):
         region.shared = into[1:]
     for key, style in said.items():  # gates and other layers that only the model's own plan knows
-        if key not in region.styles and style == Style("column") and get_linear(get_child(module, key)) is not None:
+        if key not in region.styles and style == Style("column") and get_linear(module, key) is not None:
             region.styles[key] = style
     _check_heads(module, region, counting)
-    _assign_other_styles(module, region, get_head_width(counting) or _get_query_width(module, into[0], region), config)
+    queries = region.styles[into[0]].parts or (get_widths(module, into[0])[1],)
+    _assign_other_styles(module, region, get_head_width(counting) or queries[0] // region.heads, config)
     return region
-
-
-def _check_code(module: nn.Module, config: Any) -> None:
-    if type(module).__name__ in UNSUPPORTED_ATTENTION:
-        raise NotShardable(UNSUPPORTED_ATTENTION[type(module).__name__])
-    if has_slopes(module, config):
-        raise NotShardable("its attention has slopes per head (ALiBi) that are made elsewhere")
-    if shapes_by_input(module):
-        raise NotShardable("its attention shapes the output of the heads by the width of the input")
 
 
 def _count_heads(module: nn.Module, region: Region, counting: nn.Module, into: tuple[str, ...], config: Any) -> None:
     """Determine the numbers of heads; single layers may differ from the model's config."""
     region.heads, region.key_value_heads = count_heads(counting, config)
     width = get_head_width(counting)
-    if not region.heads or not (width or has_head_count(counting)):
+    if not region.heads or not (width or styles.has_head_count(counting)):
         raise NotShardable("it does not say how many attention heads it has")
-    if set(into) & {*LOW_RANK, *BY_HEAD}:
+    if set(into) & {*styles.LOW_RANK, *styles.BY_HEAD}:
         region.key_value_heads = region.heads
     elif len(into) > 1 and width:
-        region.key_value_heads = get_widths(get_linear(get_child(module, into[1])))[1] // width
-    if into[0] in BY_HEAD and get_widths(get_linear(get_child(module, into[0])))[1] != 3 * region.width:
+        region.key_value_heads = get_widths(module, into[1])[1] // width
+    if into[0] in styles.BY_HEAD and get_widths(module, into[0])[1] != 3 * region.width:
         raise NotShardable(f"it is not known in which order {into[0]} holds queries, keys and values")
 
 
 def _find_queries(module: nn.Module) -> tuple[str, ...]:
     """Return the layers of queries, keys and values, in this order."""
-    if get_linear(get_child(module, "kv_b_proj")) is not None:
+    if get_linear(module, "kv_b_proj") is not None:
         there: tuple[str, ...] = ("q_b_proj" if get_child(module, "q_b_proj") is not None else "q_proj", "kv_b_proj")
-        return there if all(get_linear(get_child(module, key)) is not None for key in there) else ()
-    for keys in SEPARATE:
+        return there if all(get_linear(module, key) is not None for key in there) else ()
+    for keys in styles.SEPARATE:
         there = tuple(key for key in keys if get_child(module, key) is not None)
         if keys[0] in there and keys[1] in there:
-            return there if all(get_linear(get_child(module, key)) is not None for key in there) else ()
-    for key in (*FUSED, *BY_HEAD):
-        if get_linear(get_child(module, key)) is not None:
+            return there if all(get_linear(module, key) is not None for key in there) else ()
+    for key in (*styles.FUSED, *styles.BY_HEAD):
+        if get_linear(module, key) is not None:
             return (key,)
     return ()
 
 
 def _build_fused_style(module: nn.Module, key: str, region: Region, counting: nn.Module) -> Style:
-    layer = get_linear(get_child(module, key))
-    assert layer is not None
-    if key == "c_attn" and not isinstance(layer, Conv1D):
+    if key == "c_attn" and not isinstance(get_linear(module, key), Conv1D):
         raise NotShardable("it is not known in which order its fused projection holds queries, keys and values")
-    outputs = get_widths(layer)[1]
+    outputs = get_widths(module, key)[1]
     parts = region.heads + 2 * region.key_value_heads
     if outputs % parts:
         raise NotShardable(f"{outputs} outputs of {key} are not {parts} heads")
@@ -245,7 +221,7 @@ def _build_fused_style(module: nn.Module, key: str, region: Region, counting: nn
 
 def _check_heads(module: nn.Module, region: Region, counting: nn.Module) -> None:
     for key, style in region.styles.items():
-        across = get_widths(get_linear(get_child(module, key)))[0 if style.kind == "row" else 1]
+        across = get_widths(module, key)[0 if style.kind == "row" else 1]
         heads = region.key_value_heads if key in region.shared else region.heads
         if not heads or across % heads:
             raise NotShardable(f"{across} channels of {key} are not {heads} heads")
@@ -263,22 +239,17 @@ def _assign_other_styles(module: nn.Module, region: Region, width: int, config: 
         where = name.rpartition(".")[0]
         short = name.removeprefix(f"{region.attention}.") if region.attention else name
         norm_heads = region.heads if where.startswith("q") else region.key_value_heads
-        if where in BEFORE_LOW_RANK and set(LOW_RANK) & region.styles.keys():
+        if where in styles.BEFORE_LOW_RANK and set(styles.LOW_RANK) & region.styles.keys():
             if where == "kv_a_proj_with_mqa":
                 region.styles[where] = Style("rotary_keys", (config.qk_rope_head_dim,))
-        elif where in HEAD_NORMS and parameter.numel() == width:
+        elif where in styles.HEAD_NORMS and parameter.numel() == width:
             region.styles[where] = Style("partial")
-        elif where in HEAD_NORMS and parameter.shape == (norm_heads, width):
+        elif where in styles.HEAD_NORMS and parameter.shape == (norm_heads, width):
             region.styles[name] = Style("heads", (norm_heads,), 0)
-        elif short in PER_HEAD and parameter.shape[PER_HEAD[short]] == region.heads:
-            region.styles[name] = Style("heads", (region.heads,), PER_HEAD[short])
+        elif short in styles.PER_HEAD and parameter.shape[styles.PER_HEAD[short]] == region.heads:
+            region.styles[name] = Style("heads", (region.heads,), styles.PER_HEAD[short])
         else:
             raise NotShardable(f"no rule says how its {name} is cut")
-
-
-def _get_query_width(module: nn.Module, query: str, region: Region) -> int:
-    parts = region.styles[query].parts
-    return (parts[0] if parts else get_widths(get_linear(get_child(module, query)))[1]) // region.heads
 
 
 def _is_around(name: str, region: Region) -> bool:
@@ -290,27 +261,24 @@ def _is_around(name: str, region: Region) -> bool:
 
 
 def _find_feed_forward(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
-    for groups, times in ((FEED_FORWARD, 1), (FEED_FORWARD_FUSED, 2)):
+    for groups, times in ((styles.FEED_FORWARD, 1), (styles.FEED_FORWARD_FUSED, 2)):
         for into, out in groups:
-            layers = [get_linear(get_child(module, key)) for key in (*into, out)]
-            if all(layer is not None for layer in layers):
-                if not _is_layer(module) and (across := looks_across_channels(module)):
+            if all(get_linear(module, key) is not None for key in (*into, out)):
+                if not _is_layer(module) and (across := styles.looks_across_channels(module)):
                     raise NotShardable(f"its feed-forward layer computes `{across}` over all channels")
                 return _build_feed_forward(module, name, into, out, times)
     return None
 
 
 def _build_feed_forward(module: nn.Module, name: str, into: tuple[str, ...], out: str, times: int) -> Region:
-    layers = {key: get_linear(get_child(module, key)) for key in (*into, out)}
-    inner = get_widths(layers[out])[0]
+    inner, hidden = get_widths(module, out)
     for key in into:
-        if get_widths(layers[key])[1] != times * inner:
-            raise NotShardable(f"{key} has {get_widths(layers[key])[1]} outputs and {out} {inner} inputs")
+        if (outputs := get_widths(module, key)[1]) != times * inner:
+            raise NotShardable(f"{key} has {outputs} outputs and {out} {inner} inputs")
     region = Region(name, {key: Style("column", (inner,) * times if times > 1 else ()) for key in into})
     region.styles[out] = Style("row")
     region.must_divide["channels of a feed-forward layer"] = inner
     scopes = {key.partition(".")[0] for key in (*into, out) if "." in key}
-    hidden = get_widths(layers[out])[1]
     for key, parameter in module.named_parameters():
         if any(key.startswith(f"{cut}.") for cut in region.styles) or _is_around(key, region):
             continue
@@ -318,7 +286,11 @@ def _build_feed_forward(module: nn.Module, name: str, into: tuple[str, ...], out
             continue
         if parameter.numel() == 1 and key.startswith("act"):  # a learned number in the activation function
             region.styles[key.rpartition(".")[0]] = Style("partial")
-        elif not _is_layer(module) or (not scopes and _is_between(key, parameter, inner, hidden)):
+            continue
+        # In a transformer layer, a norm may work between its feed-forward layers.
+        is_inner = parameter.shape[-1:] == (inner,) and inner != hidden and key.count(".") == 1
+        is_inner |= any(word in key.lower() for word in ("ffn_layernorm", "ffn_norm", "inner_norm", "mid_norm"))
+        if not _is_layer(module) or (not scopes and is_inner):
             raise NotShardable(f"no rule says how its {key} is cut")
     return region
 
@@ -328,37 +300,28 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer) or any("att" in key for key, _ in module.named_children())
 
 
-def _is_between(key: str, parameter: Any, inner: int, hidden: int) -> bool:
-    """Return whether a parameter of a transformer layer may work between its feed-forward layers."""
-    if parameter.shape[-1] == inner != hidden and "." in key and key.count(".") == 1:
-        return True
-    return any(word in key.lower() for word in ("ffn_layernorm", "ffn_norm", "inner_norm", "mid_norm"))
-
-
 def _find_planned(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
     """Find layers of other names, which only a plan knows."""
-    styles = {key: style for key, style in said.items() if not style.whole and get_child(module, key) is not None}
-    layers = {key: get_linear(get_child(module, key)) for key in styles if styles[key].kind in ("column", "row")}
-    if {styles[key].kind for key in layers} != {"column", "row"}:
+    region = Region(
+        name, {key: style for key, style in said.items() if not style.whole and get_child(module, key) is not None}
+    )
+    linear = {key: style for key, style in region.styles.items() if style.kind in ("column", "row")}
+    if {style.kind for style in linear.values()} != {"column", "row"}:
         return None
-    region = Region(name, dict(styles))
-    for key, layer in layers.items():
-        if layer is None:
+    for key, style in linear.items():
+        if get_linear(module, key) is None:
             raise NotShardable(f"{key} is no linear layer")
-        is_row = styles[key].kind == "row"
-        for size in styles[key].parts or (get_widths(layer)[0 if is_row else 1],):
+        is_row = style.kind == "row"
+        for size in style.parts or (get_widths(module, key)[0 if is_row else 1],):
             region.must_divide[f"{'inputs' if is_row else 'outputs'} of {key}"] = size
     for key, _ in module.named_parameters():
-        if not any(key.startswith(f"{cut}.") for cut in styles):
+        if not any(key.startswith(f"{cut}.") for cut in region.styles):
             raise NotShardable(f"no rule says how its {key} is cut")
     heads, region.key_value_heads = count_heads(module, None)
     if heads:
         region.heads, region.attention = heads, ""
-        region.width = next(get_widths(layers[key])[0] for key in layers if styles[key].kind == "row")
+        region.width = next(get_widths(module, key)[0] for key, style in linear.items() if style.kind == "row")
     return region
-
-
-# ------------------------------------------------------------------------------------------------ the plan
 
 
 class TensorPlan:
@@ -396,13 +359,13 @@ def list_full_names(region: Region) -> dict[str, Style]:
 
 def _build_single(model: nn.Module, name: str, style: Style) -> Region | None:
     """Return a region of a single layer: full activations go in and come out."""
-    layer = get_linear(get_child(model, name))
-    if not style.whole or layer is None or name.split(".")[-1] == "lm_head":
+    if not style.whole or get_linear(model, name) is None or name.split(".")[-1] == "lm_head":
         return None
     owner, _, key = name.rpartition(".")
-    inputs, outputs = get_widths(layer)
-    number = outputs if style.kind == "column" else inputs
-    return Region(owner, {key: style}, must_divide={f"{'outputs' if style.kind == 'column' else 'inputs'}": number})
+    inputs, outputs = get_widths(model, name)
+    return Region(
+        owner, {key: style}, must_divide={"outputs": outputs} if style.kind == "column" else {"inputs": inputs}
+    )
 
 
 def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None) -> TensorPlan:
@@ -410,10 +373,17 @@ def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None
     inner = unwrap(model)
     if plan is not None:
         _check_names(inner, plan)
-    own = _match_styles(inner, plan if plan is not None else get_model_plan(inner))
+    shipped = getattr(inner, "tp_plan", None)
+    default: Mapping[str, Style | str] = shipped if isinstance(shipped, Mapping) else {}
+    own = _match_styles(inner, plan if plan is not None else default)
     found = TensorPlan(inner, own)
-    if plan is not None:
-        _check_followed(inner, own, found)
+    for name, style in own.items() if plan is not None else ():  # refuse what cannot be sharded as the user says
+        if found.styles.get(name, style).kind != style.kind or name not in found.styles:
+            owner = name.rpartition(".")[0]
+            why = found.whole.get(owner, "a region needs a column and a row, with nothing unknown between them")
+            raise ConfigError(
+                f"The plan cuts {name} of {type(inner).__name__} as a {style.kind}, which cannot be: {why}."
+            )
     if not found.regions:
         reasons = sorted({f"{owner or 'it'}: {reason}" for owner, reason in found.whole.items()})
         why = f" ({reasons[0]})" if reasons else ""
@@ -422,17 +392,6 @@ def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None
             "give a plan that names its layers."
         )
     return found
-
-
-def _check_followed(model: nn.Module, given: Mapping[str, Style], found: TensorPlan) -> None:
-    """Refuse a user's plan if a layer cannot be sharded as it says."""
-    for name, style in given.items():
-        if found.styles.get(name, style).kind != style.kind or name not in found.styles:
-            owner = name.rpartition(".")[0]
-            why = found.whole.get(owner, "a region needs a column and a row, with nothing unknown between them")
-            raise ConfigError(
-                f"The plan cuts {name} of {type(model).__name__} as a {style.kind}, which cannot be: {why}."
-            )
 
 
 def tensor_plan(model: nn.Module) -> dict[str, Style]:
@@ -451,18 +410,12 @@ def get_text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def get_model_plan(model: nn.Module) -> Mapping[str, str]:
-    """Return the plan that a model ships with, or an empty one."""
-    plan = getattr(model, "tp_plan", None)
-    return plan if isinstance(plan, Mapping) else {}
-
-
 def _match_styles(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, Style]:
     """Return the styles by full name: a plan has `*` in place of layer numbers."""
     found: dict[str, Style] = {}
     for name, _ in model.named_modules():
         said = plan.get(name, plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)))
-        style = ALIASES.get(said) if isinstance(said, str) else said
+        style = styles.ALIASES.get(said) if isinstance(said, str) else said
         if style is not None:
             found[name] = style
     return found
@@ -473,7 +426,9 @@ def _check_names(model: nn.Module, plan: Mapping[str, Style | str]) -> None:
     there = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name, _ in model.named_modules()}
     there |= {name for name, _ in model.named_modules()}
     for name, style in plan.items():
-        if isinstance(style, str) and style not in ALIASES:
-            raise ConfigError(f"{name}: {style} is no way to cut a layer; known are {', '.join(sorted(ALIASES))}.")
+        if isinstance(style, str) and style not in styles.ALIASES:
+            raise ConfigError(
+                f"{name}: {style} is no way to cut a layer; known are {', '.join(sorted(styles.ALIASES))}."
+            )
         if name not in there:
             raise ConfigError(f"{name} is in the plan, and {type(model).__name__} has no such module.")

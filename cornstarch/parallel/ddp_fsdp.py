@@ -1,41 +1,29 @@
-"""Data parallelism: DDP, FSDP 1 and 2, ZeRO 1 to 3 and HSDP behind one entry."""
+"""Data parallelism: DDP, FSDP 1 and 2, ZeRO 1 to 3 and HSDP behind one entry, and the units of FSDP."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.compat import buffer_options, reshard_flat_units
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel.low_bandwidth.gradient_hooks import (
-    CompressedHSDPShards,
-    attach_compression,
-    get_gradient_sync,
-)
-from cornstarch.parallel.units import find_frozen_modules, find_fsdp_units
+from cornstarch.parallel.low_bandwidth.gradient_hooks import CompressedHSDPShards, attach_compression, get_gradient_sync
 from cornstarch.plan.cluster_file import format_quantity
 from cornstarch.plan.communication import Link, Timing, fit_link
 from cornstarch.plan.load_balancing import assign_largest_first
@@ -57,7 +45,11 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
     """
     match plan.kind:
         case "local_sgd" | "diloco" | "async" | "gossip":
-            return _broadcast_weights(model, mesh)
+            group = mesh.get_group()
+            for parameter in model.parameters():
+                if parameter.requires_grad:  # frozen parameters are never exchanged at all
+                    dist.broadcast(parameter.detach(), group=group, group_src=0)
+            return model
         case "ddp" if mesh.ndim == 2:
             # With tensor parallelism, parameters are DTensors, which DDP does not know: FSDP 2 in shards of one rank.
             return _apply_fsdp2(model, mesh, plan)
@@ -90,23 +82,13 @@ def check_data_plan(model: nn.Module, plan: DataPlan) -> None:
         )
 
 
-def _broadcast_weights(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Let unsynchronized replicas start from the weights of the first rank."""
-    group = mesh.get_group()
-    first = dist.get_process_group_ranks(group)[0]
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # frozen parameters are never exchanged at all
-            dist.broadcast(parameter.detach(), first, group=group)
-    return model
-
-
-# ---------------------------------------------------------------------------------------------------- DDP, ZeRO-1
-
-
 def _apply_ddp(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
     measured = None
     if plan.bucket_mb == "auto":
-        measured = measure_bucket_size(model.parameters(), mesh.get_group(), torch.device(mesh.device_type))
+        group = mesh.get_group()
+        size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        link = measure_link(group, torch.device(mesh.device_type))
+        measured = MeasuredBucket(choose_bucket_bytes(link, dist.get_world_size(group), size), link)
     megabytes = plan.bucket_mb if measured is None else measured.megabytes
     options: dict[str, Any] = {} if megabytes is None else {"bucket_cap_mb": megabytes}
     # DDP broadcasts buffers in every step. Only those that are saved with a model, such as running statistics, change;
@@ -134,25 +116,21 @@ class _DDP(DistributedDataParallel):
     """The measurement, with `bucket_mb: auto`."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Call the model."""
         try:
             return super().forward(*inputs, **options)
         except RuntimeError as error:
             if "finished reduction" not in str(error):
                 raise
+            # torch names parameters by their indices among those that are trained.
+            names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            counted = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            unused = [names[int(number)] for number in counted[1].split()] if counted else ["some parameter"]
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
             raise ConfigError(
                 "parallel.data.find_unused = false\n"
-                f"  The last step left {self._describe_unused(str(error))} without a gradient, and ranks wait for it.\n"
+                f"  The last step left {', '.join(unused[:3])}{more} without a gradient, and ranks wait for it.\n"
                 "  Leave it out, or freeze what the loss does not depend on."
             ) from None
-
-    def _describe_unused(self, message: str) -> str:
-        # torch names parameters by their indices among those that are trained.
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        counted = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-        unused = [names[int(number)] for number in counted[1].split()] if counted else []
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
-        return ", ".join(unused[:3]) + more if unused else "some parameter"
 
 
 @dataclass(frozen=True)
@@ -166,50 +144,32 @@ class MeasuredBucket:
 
     @property
     def megabytes(self) -> float:
-        """The size in the unit of DistributedDataParallel."""
         return self.size / 2**20
 
     @property
     def line(self) -> str:
-        """The choice and the reason on one line."""
         rate = format_quantity(float(f"{self.link.bandwidth:.3g}"), "B/s")
         wait = format_quantity(float(f"{self.link.latency:.3g}"), "s")
         return f"buckets of {self.megabytes:.3g} MiB for a link of {rate} and {wait} a message, measured"
 
 
-def measure_bucket_size(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, device: torch.device
-) -> MeasuredBucket:
-    """Measure the link between the ranks of a group and choose a bucket size for it; all ranks must call it."""
-    size = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    link = measure_link(group, device)
-    return MeasuredBucket(choose_bucket_bytes(link, dist.get_world_size(group), size), link)
-
-
 def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     """Measure the link between the ranks of a group by all-reduces; all ranks get the same result."""
-    ranks = dist.get_world_size(group)
-    sizes = (2**10, 2**19, 2**21)  # bytes; all of them together take a second at 100 Mbit/s
-    return fit_link([Timing("all_reduce", size, ranks, _time_all_reduce(size, group, device)) for size in sizes])
-
-
-def _time_all_reduce(size: int, group: dist.ProcessGroup, device: torch.device, repetitions: int = 3) -> float:
-    def synchronize() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    value = torch.zeros(size // 4, device=device)
-    seconds = []
-    for _ in range(repetitions + 1):
-        synchronize()
-        start = time.perf_counter()
-        dist.all_reduce(value, group=group)
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    # The first one sets up connections. Of the others the quickest counts, on the slowest rank: all ranks must agree.
-    slowest = torch.tensor([min(seconds[1:])], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return float(slowest)
+    timings = []
+    for size in (2**10, 2**19, 2**21):  # bytes; all of them together take a second at 100 Mbit/s
+        value = torch.zeros(size // 4, device=device)
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            dist.all_reduce(value, group=group)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        # The first one sets up connections. Of the others the quickest counts, on the slowest rank: ranks must agree.
+        slowest = torch.tensor([min(seconds[1:])], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        timings.append(Timing("all_reduce", size, dist.get_world_size(group), float(slowest)))
+    return fit_link(timings)
 
 
 def get_measured_bucket(wrapped: nn.Module) -> MeasuredBucket | None:
@@ -246,7 +206,6 @@ class OwnedParameters:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the parameters that this rank owns."""
         return frozenset(name for name, owner in self._owner.items() if owner == self._rank)
 
     @torch.no_grad()
@@ -264,16 +223,13 @@ class OwnedParameters:
                         parameter.copy_(part.view_as(parameter))
 
 
-# ---------------------------------------------------------------------------------------------------- FSDP
-
-
 def _apply_fsdp2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
     reshard = plan.kind not in ("ddp", "zero2") if plan.reshard_after_forward is None else plan.reshard_after_forward
-    policy = MixedPrecisionPolicy(
+    policy = fsdp.MixedPrecisionPolicy(
         param_dtype=_DTYPES[plan.param_dtype], reduce_dtype=_DTYPES[plan.reduce_dtype], cast_forward_inputs=False
     )
     # CPU memory is pinned so that a GPU can read it; on a CPU-only run there is nothing to pin for.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
+    offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else fsdp.OffloadPolicy()
     # Units before the root: `fully_shard` gives a module the parameters that no module inside has taken.
     units = find_fsdp_units(model, plan)
     for unit in units:
@@ -297,7 +253,7 @@ def _apply_fsdp1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Modul
     units = {id(unit) for unit in [*find_fsdp_units(model, plan), *find_frozen_modules(model)]}
     precision = None
     if plan.param_dtype or plan.reduce_dtype or plan.buffer_dtype:
-        precision = MixedPrecision(
+        precision = fsdp.MixedPrecision(
             param_dtype=_DTYPES[plan.param_dtype],
             reduce_dtype=_DTYPES[plan.reduce_dtype],
             buffer_dtype=_DTYPES[plan.buffer_dtype],
@@ -307,10 +263,10 @@ def _apply_fsdp1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Modul
     return FullyShardedDataParallel(
         model,
         process_group=mesh.get_group(),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
+        sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP if keep else fsdp.ShardingStrategy.FULL_SHARD,
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
         mixed_precision=precision,
-        cpu_offload=CPUOffload(offload_params=True) if plan.offload else None,
+        cpu_offload=fsdp.CPUOffload(offload_params=True) if plan.offload else None,
         device_id=torch.cuda.current_device() if mesh.device_type == "cuda" else torch.device("cpu"),
         use_orig_params=True,  # parameters keep their names, and optimizer groups work as without FSDP
     )
@@ -325,9 +281,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-# ---------------------------------------------------------------------------------------------------- while training
 
 
 @contextmanager
@@ -371,21 +324,102 @@ def use_full_model(wrapped: Any) -> Iterator[None]:
 def drop_idle_gradients(model: nn.Module, items: Mapping[str, float]) -> None:
     """Set gradients to None where a single process would have none: no momentum or weight decay must apply to them.
 
-    These are the gradients of encoders for which no rank had an item, so that they ran on placeholders, and the zeros
-    that FSDP 1 makes for parameters that no loss depends on.
-
-    Args:
-        model: The trained model.
-        items: The number of items of all ranks, by encoder.
+    These are the gradients of encoders for which no rank had an item (`items` by encoder), so that they ran on
+    placeholders, and the zeros that FSDP 1 makes for parameters that no loss depends on.
     """
     if isinstance(model, MultimodalModel):
-        for name, count in items.items():
-            if not count:
-                for parameter in model.encoders[name].parameters():
-                    parameter.grad = None
-        for parameter in model.zero_gradient_parameters:
+        idle = [model.encoders[name].parameters() for name, count in items.items() if not count]
+        for parameter in chain(*idle, model.zero_gradient_parameters):
             parameter.grad = None
 
 
 # Names in the documentation of earlier releases.
 gradients_kept_here, whole_model = defer_gradient_sync, use_full_model
+
+
+def wrapping_units(model: nn.Module, classes: Sequence[str] | None = None, least: int = 0) -> list[nn.Module]:
+    """Return the modules that become FSDP units; all other parameters belong to the root unit, the model itself.
+
+    By default these are the layers of the outermost lists of layers. Embeddings, norms and heads stay with the model:
+    a language model's embeddings are looked up before it is called, and tied weights must be in one unit.
+
+    Args:
+        model: The model.
+        classes: Names of the classes whose modules are units, instead of the default.
+        least: The minimum number of parameters of a unit.
+    """
+    own = list(model) if isinstance(model, nn.Sequential) else _find_layers(model)
+    found = list(_find_by_class(model, classes) if classes is not None else own)
+    shared = {number for number, uses in _count_parameter_uses(model).items() if uses > 1}
+    return [
+        unit
+        for unit in found
+        if sum(parameter.numel() for parameter in unit.parameters()) >= max(least, 1)
+        and not shared & {id(parameter) for parameter in unit.parameters()}
+    ]
+
+
+def find_fsdp_units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
+    """Return the FSDP units that a plan asks for."""
+    if plan.wrap == "none":
+        return []
+    return wrapping_units(model, None if plan.wrap == "auto" else list(plan.wrap), plan.wrap_min_parameters or 0)
+
+
+def _find_layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from _find_layers(child)
+            continue
+        for layer in child:
+            if isinstance(layer, nn.ModuleList | nn.ModuleDict):  # never called itself, so no hook would run
+                yield from _find_layers(layer)
+            elif isinstance(child, nn.ModuleList) or any(True for _ in layer.children()):
+                yield layer  # a single linear layer of a Sequential is too small: a projector consists of two
+
+
+def _find_by_class(model: nn.Module, classes: Sequence[str]) -> Iterator[nn.Module]:
+    there = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in classes if name not in there]
+    if missing:
+        listed = ", ".join(sorted(there))
+        raise ConfigError(f"wrap names {', '.join(missing)}, which the model does not have. It has: {listed}.")
+
+    def find_inside(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(child).__name__ in classes:
+                yield child
+            else:
+                yield from find_inside(child)
+
+    return find_inside(model)
+
+
+def find_frozen_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules that are entirely frozen: FSDP 1 would create zero gradients for them.
+
+    Exceptions stay with the model around them: modules that share a parameter with others, as tied embeddings do,
+    because FSDP 1 would take it away from the others; modules around the embedding table of a language model, which a
+    multimodal model looks up before it calls that model; and modules whose weights are read without a call, because
+    FSDP 1 gathers a unit when it is called.
+    """
+    table = model.language_model.get_input_embeddings() if isinstance(model, MultimodalModel) else None  # type: ignore[operator]
+    uses = _count_parameter_uses(model)
+
+    def find_inside(module: nn.Module) -> Iterator[nn.Module]:
+        # torch's own attention computes with the weights of its output projection without calling it.
+        for child in () if isinstance(module, nn.MultiheadAttention) else module.children():
+            parameters = list(child.parameters())
+            is_shared = any(count < uses[number] for number, count in _count_parameter_uses(child).items())
+            is_around_table = child is not table and any(inner is table for inner in child.modules())
+            if any(parameter.requires_grad for parameter in parameters) or is_shared or is_around_table:
+                yield from find_inside(child)
+            elif parameters and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                yield child
+
+    return find_inside(model)
+
+
+def _count_parameter_uses(module: nn.Module) -> Counter[int]:
+    """Return under how many names a module has each parameter, by id."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))

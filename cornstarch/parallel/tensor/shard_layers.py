@@ -19,29 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.tensor.collectives import Group, copy_to_ranks
+from cornstarch.parallel.tensor import layers, shard_boxes
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_adapter_dropout, separate_dropout
-from cornstarch.parallel.tensor.layers import (
-    ColumnParallelConv1D,
-    ColumnParallelLinear,
-    PartlyReplicatedLinear,
-    ReplicatedColumnLinear,
-    RowParallelConv1D,
-    RowParallelLinear,
-    ShardedLayer,
-    SharedInput,
-    bind_local_parameters,
-    sum_output_over_ranks,
-)
-from cornstarch.parallel.tensor.placement import (
-    ShardSpec,
-    find_shard_specs,
-    get_shard_specs,
-    is_sharded,
-    shard_parameter,
-    to_local_parameter,
-)
-from cornstarch.parallel.tensor.plan import Region, get_child, get_linear, plan_regions
+from cornstarch.parallel.tensor.regions import Region, get_child, get_linear, list_full_names, plan_regions
 from cornstarch.parallel.tensor.sequence import check_sequence, shard_sequence
 from cornstarch.parallel.tensor.styles import HEADS, KEY_VALUE_HEADS, KEY_VALUE_WIDTHS, WIDTHS, Style
 from cornstarch.parallel.tensor.vocabulary import check_vocabulary, shard_vocabulary
@@ -75,7 +55,7 @@ def shard_tensors(
     if mesh.ndim != 1:
         raise ConfigError(f"Tensor parallelism needs a mesh with one axis, found {mesh.ndim}: give mesh['tp'].")
     inner = unwrap(model)
-    if find_shard_specs(inner):
+    if shard_boxes.is_sharded(inner):
         raise ConfigError(f"{type(inner).__name__} is cut over ranks already; cut it once.")
     check_tensor_plan(model, mesh.size(), plan=plan, sequence=sequence, vocabulary=vocabulary)
     found = plan_regions(model, plan)
@@ -87,9 +67,7 @@ def shard_tensors(
         if drops:
             # Before the layers change: adapters look for the random state of the layer that they are around.
             separate_dropout(owner, region, mesh.get_group())
-        _share_inputs(owner, region)
-        for key, style in region.styles.items():
-            _SHARDERS[style.kind](owner, key, style, region, mesh)
+        _shard_region(owner, region, mesh)
         if region.attention is not None:
             counting = get_child(owner, region.attention) if region.attention else owner
             assert counting is not None
@@ -116,18 +94,24 @@ def check_tensor_plan(
     `shard_tensors`.
     """
     inner = unwrap(model)
-    if is_sharded(inner):
+    if shard_boxes.is_sharded(inner):
         return  # it was checked then
     found = plan_regions(model, plan)
     for region in found.regions:
-        _check_region_adapters(inner, region)
+        for name in (region.owner.rsplit(".", up)[0] for up in range(region.owner.count("."), 0, -1)):
+            if hasattr(around := inner.get_submodule(name), "base_layer"):
+                _check_adapters(name, around, can_be_sharded=False)
+        for name, style in list_full_names(region).items():
+            layer = get_child(inner, name)  # None if it is a parameter
+            if layer is not None and hasattr(layer, "base_layer"):
+                _check_adapters(name, layer, style.kind in ("column", "row"))
     if sequence:
         check_sequence(inner, found)
     if vocabulary:
         check_vocabulary(inner)
     misfits = sorted({misfit for region in found.regions for misfit in region.misfits(size)})
     if misfits:
-        fitting = [str(n) for n in range(1, _MAX_RANKS + 1) if all(region.fits(n) for region in found.regions)]
+        fitting = [str(n) for n in range(1, _MAX_RANKS + 1) if not any(region.misfits(n) for region in found.regions)]
         alternatives = fitting[0] if len(fitting) == 1 else f"{', '.join(fitting[:-1])} or {fitting[-1]}"
         raise ConfigError(
             f"{type(inner).__name__} cannot be cut over {size} ranks (tp = {size}): it has "
@@ -135,84 +119,52 @@ def check_tensor_plan(
         )
 
 
-# ------------------------------------------------------------------------------------------------ layers
-
-
-def _share_inputs(owner: nn.Module, region: Region) -> None:
-    """Let the layers at the beginning of a region read one copy of their input: its gradient is reduced once."""
-    shared = SharedInput()
-    for key, style in region.styles.items():
-        layer = get_linear(get_child(owner, key)) if style.kind == "column" and not style.whole else None
-        if layer is not None and layer is get_child(owner, key):  # with adapters there may be dropout before each
-            layer.__dict__["shared"] = shared
-            shared.readers += 1
-
-
-def _shard_column(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    layer = get_linear(get_child(owner, key))
-    assert layer is not None
-    if key in region.shared and region.key_value_heads % mesh.size():
-        assert isinstance(layer, nn.Linear)
-        ReplicatedColumnLinear.from_linear(layer, mesh, region.key_value_heads)
-    else:
-        kind: Any = ColumnParallelConv1D if isinstance(layer, Conv1D) else ColumnParallelLinear
-        kind.from_linear(layer, mesh, style.parts or None, style.whole)
-    shard_adapters(get_child(owner, key), layer, mesh)
-
-
-def _shard_row(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    layer = get_linear(get_child(owner, key))
-    kind: Any = RowParallelConv1D if isinstance(layer, Conv1D) else RowParallelLinear
-    kind.from_linear(layer, mesh, style.whole)
-    shard_adapters(get_child(owner, key), layer, mesh)
-
-
-def _shard_rotary_keys(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    layer = get_linear(get_child(owner, key))
-    assert isinstance(layer, nn.Linear)
-    PartlyReplicatedLinear.from_linear(layer, mesh, style.parts[0])
-
-
-def _sum_gradients(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    module, group = owner.get_submodule(key), mesh.get_group()
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    bind_local_parameters(module, {name: lambda parameter: copy_to_ranks(parameter, group) for name in names})
-
-
-def _shard_parameter(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    where, _, name = key.rpartition(".")
-    module = owner.get_submodule(where)
-    parameter = module._parameters[name]
-    assert parameter is not None
-    parts = style.parts or (parameter.shape[style.dim],)
-    shard_parameter(module, name, ShardSpec(style.dim, parts, mesh.size()), mesh)
-    bind_local_parameters(module, {name: to_local_parameter})
-
-
-def _divide_expert_bias(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    # Every rank adds it to its partial sum, so each adds a fraction.
+def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
     group, ranks = mesh.get_group(), mesh.size()
-    bind_local_parameters(owner, {key: lambda parameter: copy_to_ranks(parameter, group) / ranks})
+    # The layers at the beginning of a region read one copy of their input: its gradient is reduced once.
+    shared = layers.SharedInput()
+    for key, style in region.styles.items():
+        child = get_child(owner, key)
+        is_bare = child is not None and child is get_linear(
+            owner, key
+        )  # with adapters there may be dropout before each
+        if style.kind == "column" and not style.whole and child is not None and is_bare:
+            child.__dict__["shared"] = shared
+            shared.readers += 1
+    for key, style in region.styles.items():
+        layer: Any = get_linear(owner, key)
+        match style.kind:
+            case "column" if key in region.shared and region.key_value_heads % ranks:
+                assert isinstance(layer, nn.Linear)
+                layers.ReplicatedColumnLinear.from_linear(layer, mesh, region.key_value_heads)
+            case "column":
+                column = layers.ColumnParallelConv1D if isinstance(layer, Conv1D) else layers.ColumnParallelLinear
+                column.from_linear(layer, mesh, style.parts or None, style.whole)
+            case "row":
+                row = layers.RowParallelConv1D if isinstance(layer, Conv1D) else layers.RowParallelLinear
+                row.from_linear(layer, mesh, style.whole)
+            case "rotary_keys":
+                assert isinstance(layer, nn.Linear)
+                layers.PartlyReplicatedLinear.from_linear(layer, mesh, style.parts[0])
+            case "partial":
+                layers.sum_parameter_gradients(owner.get_submodule(key), group)
+            case "heads" | "expert":
+                where, _, name = key.rpartition(".")
+                module = owner.get_submodule(where)
+                parts = style.parts or (module.get_parameter(name).shape[style.dim],)
+                shard_boxes.shard_parameter(module, name, shard_boxes.ShardSpec(style.dim, parts, ranks), mesh)
+                layers.bind_local_parameters(module, {name: shard_boxes.to_local_parameter})
+            case "experts":
+                layers.sum_output_over_ranks(owner, group)
+            case "expert_bias":  # every rank adds it to its partial sum, so each adds a fraction
+                layers.bind_local_parameters(
+                    owner, {key: lambda parameter: layers.copy_to_ranks(parameter, group) / ranks}
+                )
+        if style.kind in ("column", "row"):
+            shard_adapters(get_child(owner, key), layer, mesh)
 
 
-def _reduce_experts(owner: nn.Module, key: str, style: Style, region: Region, mesh: DeviceMesh) -> None:
-    sum_output_over_ranks(owner, mesh.get_group())
-
-
-_SHARDERS = {
-    "column": _shard_column,
-    "row": _shard_row,
-    "partial": _sum_gradients,
-    "heads": _shard_parameter,
-    "experts": _reduce_experts,
-    "expert": _shard_parameter,
-    "expert_bias": _divide_expert_bias,
-    "rotary_keys": _shard_rotary_keys,
-}
-
-
-# ------------------------------------------------------------------------------------------------ adapters (LoRA)
-#
+# LoRA adapters:
 # column:  x -> A -> B, with B sharded by its outputs as the layer is; A is replicated
 # row:     x (sharded) -> A, sharded by its inputs, reduced -> B; B is replicated
 
@@ -229,28 +181,13 @@ def _check_adapters(name: str, wrapper: nn.Module, can_be_sharded: bool) -> None
         )
 
 
-def _check_region_adapters(model: nn.Module, region: Region) -> None:
-    """Refuse unsupported adapters on the layers of a region, and those around a module with sharded parameters."""
-    owner = model.get_submodule(region.owner)
-    parts = region.owner.split(".")
-    for end in range(1, len(parts)):
-        around = model.get_submodule(".".join(parts[:end]))
-        if hasattr(around, "base_layer"):
-            _check_adapters(".".join(parts[:end]), around, can_be_sharded=False)
-    for key, style in region.styles.items():
-        layer: Any = get_child(owner, key) if key else owner
-        if hasattr(layer, "base_layer"):
-            name = ".".join(filter(None, (region.owner, key)))
-            _check_adapters(name, layer, style.kind in ("column", "row"))
-
-
 def shard_added_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the LoRA matrices that were put around the layers of a model that is sharded already."""
     for name, wrapper in list(model.named_modules()):
         layer = getattr(wrapper, "base_layer", None)
-        if layer is None or not (isinstance(layer, ShardedLayer) or get_shard_specs(layer)):
+        if layer is None or not (isinstance(layer, layers.ShardedLayer) or shard_boxes.get_shard_specs(layer)):
             continue
-        known = ColumnParallelLinear | RowParallelLinear | ReplicatedColumnLinear
+        known = layers.ColumnParallelLinear | layers.RowParallelLinear | layers.ReplicatedColumnLinear
         _check_adapters(name, wrapper, isinstance(layer, known))
         shared = layer.__dict__.pop("shared", None)  # there may be dropout before each
         if shared is not None:
@@ -259,23 +196,21 @@ def shard_added_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_adapters(wrapper: Any, layer: Any, mesh: DeviceMesh) -> None:
-    """Shard the LoRA matrices around a layer that has been sharded."""
     if wrapper is layer:
         return
     separate_adapter_dropout(wrapper, layer, mesh.get_group())
     for adapter in wrapper.lora_A:
         before, after = wrapper.lora_A[adapter], wrapper.lora_B[adapter]
-        if isinstance(layer, RowParallelLinear):
-            RowParallelLinear.from_linear(before, mesh)
-        elif isinstance(layer, ReplicatedColumnLinear):
+        if isinstance(layer, layers.RowParallelLinear):
+            layers.RowParallelLinear.from_linear(before, mesh)
+        elif isinstance(layer, layers.ReplicatedColumnLinear):
             heads = layer.weight.shape[0] // (layer.rows.stop - layer.rows.start)
-            ReplicatedColumnLinear.from_linear(after, mesh, heads)
+            layers.ReplicatedColumnLinear.from_linear(after, mesh, heads)
         else:
-            assert isinstance(layer, ColumnParallelLinear)
-            ColumnParallelLinear.from_linear(after, mesh, get_shard_specs(layer)["weight"].parts, layer.gather)
-
-
-# ------------------------------------------------------------------------------------------------ attention heads
+            assert isinstance(layer, layers.ColumnParallelLinear)
+            layers.ColumnParallelLinear.from_linear(
+                after, mesh, shard_boxes.get_shard_specs(layer)["weight"].parts, layer.gather
+            )
 
 
 def set_local_head_counts(module: nn.Module, region: Region, ranks: int) -> None:
@@ -325,7 +260,7 @@ _READ = ("state", "position_bias", "key_value", "query", "key", "value", "contex
 _READ_EXACTLY = {"x", "q", "k", "v", "input", "inputs", "kv"}
 
 
-def _sum_argument_gradients(module: nn.Module, group: Group) -> None:
+def _sum_argument_gradients(module: nn.Module, group: layers.Group) -> None:
     """Sum the gradients of learned tensors that an attention module uses for its heads, beside its layers."""
     names = list(inspect.signature(module.forward).parameters)
 
@@ -342,7 +277,7 @@ def _sum_argument_gradients(module: nn.Module, group: Group) -> None:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         if any(word in name for word in _FOR_ALL_HEADS):
-            return copy_to_ranks(value, group)
+            return layers.copy_to_ranks(value, group)
         if name in _READ_EXACTLY or any(word in name for word in _READ):
             return value
         raise UnsupportedModelError(
