@@ -17,7 +17,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel import apply
+from cornstarch.parallel import passes
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, check_data_plan, get_measured_bucket
 from cornstarch.parallel.encoder_balancing import balance_encoders, has_encoder_balancing
 from cornstarch.parallel.loading import record_full_read
@@ -142,8 +142,8 @@ def parallelize(
         options.stand_ins(model)  # before FSDP, whose collectives hang if one rank skips an encoder
     pipeline, meshes = None, context.meshes if stages is None else context.stage_groups.meshes
     if stages is None:
-        apply.record_unreached_parameters(model, plan.data)  # before tp: it runs the encoders as they are
-        local = apply.iter_planned_modules(model, context.layout)
+        passes.record_unreached_parameters(model, plan.data)  # before tp: it runs the encoders as they are
+        local = passes.iter_planned_modules(model, context.layout)
     else:
         local = ((module, module_plan) for _, module, module_plan in stages.here())
         # Refuses microbatches that the schedule cannot run, so before weights are sharded.
@@ -151,12 +151,12 @@ def parallelize(
         pipeline = Pipeline(stages, context.stage_groups, device, options.microbatches, forward)
     for module, module_plan in local:  # while the model is whole: that is when both passes verify that they fit it
         check_cp(module, module_plan, meshes, device)
-        apply.apply_tp(module, module_plan, meshes)  # before cp, whose check runs the module as it will be
-        apply.apply_cp(module, module_plan, meshes)
+        passes.apply_tp(module, module_plan, meshes)  # before cp, whose check runs the module as it will be
+        passes.apply_cp(module, module_plan, meshes)
     _route_masks(model, context, stages, options.packed)  # after tp: adapters are sharded like the matrices they adapt
     if pipeline is None:
         if options.balance_encoders and context.layout.dp > 1:
-            apply.apply_encoder_balancing(model, context.meshes)  # before FSDP: its hooks must run inside of FSDP's
+            passes.apply_encoder_balancing(model, context.meshes)  # before FSDP: its hooks must run inside of FSDP's
         if context.meshes.data.size() == 1 and plan.data.kind == "ddp":
             return ParallelModel(model, model)  # there is nobody to average with
         return ParallelModel(model, apply_data_parallel(model, context.meshes.data, plan.data))  # last: owns parameters
@@ -196,5 +196,5 @@ def _route_masks(model: nn.Module, context: DistributedContext, stages: StageAss
     masks would wait in it for ranks whose batches do not. Split into stages, a model cannot be changed any more.
     """
     is_local = stages is None or any(map(stages.is_last, stages.place_of_rank.modules))
-    if is_local and isinstance(model, MultimodalModel) and apply.needs_mask_attention(model, packed):
+    if is_local and isinstance(model, MultimodalModel) and passes.needs_mask_attention(model, packed):
         apply_mask_attention(model.language_model, context.device)
