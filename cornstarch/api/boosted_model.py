@@ -29,8 +29,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import drop_idle_gradients
 
 Inputs = Mapping[str, Any]
-Criterion = Callable[[Any, Any], Tensor]
-"""Takes the model's output and the microbatch; returns its mean loss."""
+Criterion = Callable[[Any, Any], Tensor]  # takes the model's output and the microbatch; returns its mean loss
 
 _MAX_CHECKSUM = 2**20  # checksums of batches are smaller, so that their squares add up exactly
 
@@ -40,8 +39,7 @@ class _StepTotals(NamedTuple):
 
     tokens: float
     samples: float
-    items: Mapping[str, float]
-    """Microbatches with inputs for each encoder."""
+    items: Mapping[str, float]  # microbatches with inputs for each encoder
 
 
 class BoostedModel(nn.Module):
@@ -74,7 +72,6 @@ class BoostedModel(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank has the last stage."""
         return self.parallel.has_loss
 
     @property
@@ -105,7 +102,6 @@ class BoostedModel(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model inside."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -270,7 +266,6 @@ class _RandomStream:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Draw from this stream inside the block."""
         with torch.random.fork_rng(devices=self._devices):
             if self._states:
                 torch.set_rng_state(self._states[0])
@@ -326,7 +321,6 @@ class BoostedOptimizer:
 
     @property
     def names(self) -> list[str]:
-        """The parameters that the optimizer was made with."""
         return [name for members in self._members for name in members]
 
     def attach(self, step: TrainStep) -> None:

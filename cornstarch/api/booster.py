@@ -55,12 +55,9 @@ class Booster:
                 "which has a ModalParallelPlugin for each module."
             )
         self.plugin = plugin
-        self.loss_scale: LossScale | None = None
-        """The loss scale of fp16, once the model is boosted."""
+        self.loss_scale: LossScale | None = None  # the loss scale of fp16, once the model is boosted
         self._boosted: BoostedModel | None = None
         self._optimizer: BoostedOptimizer | None = None
-
-    # -------------------------------------------------------------------------------------------- boosting
 
     def boost(
         self,
@@ -217,8 +214,6 @@ class Booster:
         )
         optimizer.attach(step)
 
-    # -------------------------------------------------------------------------------------------- running
-
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -267,8 +262,6 @@ class Booster:
         return boosted.step(
             batch, criterion, scale=scale, loss=return_loss, outputs=return_outputs, everywhere=loss_everywhere
         )
-
-    # -------------------------------------------------------------------------------------------- files
 
     def save_model(self, model: nn.Module, checkpoint: PathLike, shard: bool = True, **options: Any) -> Path:
         """Save a model's weights in a folder that any parallel layout can load; all processes must call it.

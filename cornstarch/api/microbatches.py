@@ -33,10 +33,8 @@ _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # losses of transformers
 class _EncoderInputs(NamedTuple):
     """The inputs of an encoder, known before the model is split into stages."""
 
-    names: tuple[str, ...]
-    """Keys of a batch that the encoder takes."""
-    triggers: tuple[str, ...]
-    """Keys of which at least one must be there for the encoder to run."""
+    names: tuple[str, ...]  # keys of a batch that the encoder takes
+    triggers: tuple[str, ...]  # keys of which at least one must be there for the encoder to run
     counter: FeatureCounter
 
 
@@ -44,10 +42,8 @@ class _BatchItems(NamedTuple):
     """The items of one modality in a batch."""
 
     modality: str
-    starts: list[int]
-    """The first item of each sample, and the number of all items."""
-    patches: list[int] | None
-    """The patches of each item, if they are concatenated."""
+    starts: list[int]  # the first item of each sample, and the number of all items
+    patches: list[int] | None  # the patches of each item, if they are concatenated
 
 
 class MicrobatchSplitter:
@@ -67,7 +63,6 @@ class MicrobatchSplitter:
             }
 
     def split(self, batch: Any) -> list[dict[str, Any]]:
-        """Return the microbatches of a batch, in order."""
         if not isinstance(batch, Mapping):
             raise ConfigError(
                 f"A batch is a {type(batch).__name__}; expected a dictionary: the model is called with model(**batch)."
@@ -81,7 +76,6 @@ class MicrobatchSplitter:
         return [self._slice_batch(given, items, samples, start, start + size) for start in range(0, samples, size)]
 
     def modalities(self, batch: Batch) -> list[str]:
-        """Return the encoders for which a batch has inputs."""
         return [
             name
             for name, encoder in self._encoders.items()
@@ -108,7 +102,6 @@ class MicrobatchSplitter:
         return samples // number if many is not None else number
 
     def _find_items(self, name: str, batch: Batch, samples: int) -> _BatchItems:
-        """Assign the items of a modality to samples."""
         assert isinstance(self._model, MultimodalModel)
         known = self._model.modality_token_ids
         if name not in known:
@@ -173,7 +166,6 @@ class MicrobatchSplitter:
 
 
 def count_samples(batch: Batch) -> int:
-    """Return the number of samples of a batch: the rows of its text, or of its first tensor."""
     for key in _TEXT:
         if isinstance(value := batch.get(key), Tensor) and value.dim():
             return len(value)

@@ -79,7 +79,6 @@ class Pipe(nn.Module):
         self._statistics = DeferredBatchNorm(self.module) if deferred_batch_norm else None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output of the last layer, on every process."""
         if not isinstance(input, Tensor):
             raise ConfigError(f"Pipe is called with one tensor, a batch; found a {type(input).__name__}.")
         rows = input.shape[0] if input.dim() else 0
@@ -105,17 +104,14 @@ class Pipe(nn.Module):
         return _PipeFunction.apply(self, self._stages, input, torch.zeros((), requires_grad=True))
 
     def recomputes(self, chunk: int) -> bool:
-        """Return whether the backward pass recomputes a chunk."""
         return self.checkpoint == "always" or (self.checkpoint == "except_last" and chunk < self.chunks - 1)
 
     def commit_statistics(self) -> None:
-        """Update the deferred batch-norm statistics after a batch."""
         if self._statistics is not None:
             self._statistics.commit()
 
 
 def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhaseRuntime:
-    """Keep the layers of this process."""
     stages = distributed.world_size()
     costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
     if stages > len(layers):
@@ -152,7 +148,6 @@ class _TwoPhaseRuntime(Runtime):
         layers.interval = len(layers) if given[0].get(_RECOMPUTE) else 0
 
     def requires_grad(self, input: Tensor) -> bool:
-        """Return whether the output depends on trained parameters."""
         if input.requires_grad and not self.graph.wants_gradient(0):
             raise ConfigError(
                 "The input of the pipe takes a gradient, but nothing in its first stage is trained: no gradient is "
@@ -179,7 +174,6 @@ class _TwoPhaseRuntime(Runtime):
             self.run_guarded(run.run, run)
 
     def broadcast_output(self, made: dict[int, Tensor], input: Tensor) -> Tensor:
-        """Return the output of the last stage on all processes."""
         output = torch.cat([made[m] for m in sorted(made)]) if made else None
         last = distributed.world_size() - 1
         key = (tuple(input.shape), input.dtype, self._pipeline.model.training)
@@ -256,8 +250,7 @@ class _PipeFunction(torch.autograd.Function):
 class SequentialLayers(nn.Sequential):
     """An `nn.Sequential` with activation checkpointing of groups of layers."""
 
-    interval: int = 0
-    """The number of layers that are recomputed together in the backward pass; 0: none are."""
+    interval: int = 0  # the number of layers that are recomputed together in the backward pass; 0: none are
 
     @classmethod
     def of(cls, layers: Mapping[str, nn.Module | Callable[..., Any]]) -> SequentialLayers:

@@ -53,11 +53,9 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
-        """The name of the class."""
         return getattr(self.cls, "__name__", type(self.cls).__name__)
 
     def build(self) -> nn.Module:
-        """Return a new layer."""
         layer = self.cls(*self.args, **self.kwargs)
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"{self!r} makes a {type(layer).__name__}: expected a module.")
@@ -124,12 +122,10 @@ class PipelineModule(nn.Module):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The stages of this rank, if there are several."""
         return self.parallel.pipeline
 
     @property
     def has_loss(self) -> bool:
-        """Whether this process has the last layer."""
         return self.parallel.has_loss
 
     def forward(self, input: Any) -> Any:
@@ -261,8 +257,7 @@ class PipelineEngine:
         self.module, self.optimizer, self.microbatches = model, optimizer, microbatches
         self.gradient_clipping, self.is_trained = gradient_clipping, is_trained
         self.lr_scheduler, self.data = lr_scheduler, data
-        self.step = 0
-        """The number of optimizer steps so far."""
+        self.step = 0  # the number of optimizer steps so far
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._train_step = TrainStep(model.parallel, trained, optimizer, max_grad_norm=gradient_clipping)
 

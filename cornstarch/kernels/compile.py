@@ -97,12 +97,9 @@ class UncompiledForward:
 
 
 def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = None, **options: Any) -> int:
-    """Compile the forward of layers, in place; return how many.
+    """Compile the forward of layers that are not compiled yet, in place; return how many. `options`: `torch.compile`'s.
 
-    Args:
-        layers: The layers; layers that are already compiled are skipped.
-        on_failure: Called with the reason if a layer cannot be compiled and runs eagerly instead. Default: raise.
-        options: Of `torch.compile`.
+    `on_failure` is called with the reason if a layer cannot be compiled and runs eagerly instead. Default: raise.
     """
     count = 0
     for layer in layers:

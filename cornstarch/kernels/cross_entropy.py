@@ -55,7 +55,6 @@ class VocabShard(Protocol):
 
     @property
     def first(self) -> int:
-        """The first token id of this rank."""
         ...
 
     def largest(self, values: Tensor) -> None:
@@ -198,7 +197,6 @@ def compute_losses_and_gradients(
     return (largest - picked + log_total).masked_fill(labels == ignore_index, 0)
 
 
-# ------------------------------------------------------------------------------------------------ rows of logits
 # On a GPU these three are Triton kernels, which read the logits once.
 
 
@@ -255,7 +253,6 @@ def _find_labels(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, Te
 
 
 def _scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor times a number on its device, in another precision, without an intermediate tensor."""
     if (kernels := _get_triton_kernels(source)) is not None:
         return kernels.scale(source, factor, dtype)
     return torch.mul(source, factor.float(), out=torch.empty_like(source, dtype=dtype))

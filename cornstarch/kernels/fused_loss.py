@@ -165,7 +165,6 @@ class LazyLMHead(nn.Linear):
     computes_loss = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return logits, computed now or on first use."""
         if not self.computes_loss:
             return super().forward(input)
         # Bind the weights now: FSDP1 replaces them by a shard after the model's forward.

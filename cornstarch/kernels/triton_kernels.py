@@ -122,9 +122,6 @@ def replace_by_gradients(
         )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ AdamW
-
-
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _adamw_kernel(
     parameter, gradient, mean, square, step, divisor, skip, rate, decay, log1, log2, new1, new2, eps, count,

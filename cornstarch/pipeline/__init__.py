@@ -11,12 +11,6 @@ if TYPE_CHECKING:
 __all__ = ["LayerSpec", "Pipe", "PipelineEngine", "PipelineModule", "initialize"]
 
 # Looked up when first asked for (PEP 562): they import more than those need who only cut a model.
-_MODULES = {
-    "LayerSpec": "cornstarch.api.pipeline_module",
-    "Pipe": "cornstarch.api.pipe",
-    "PipelineEngine": "cornstarch.api.pipeline_module",
-    "PipelineModule": "cornstarch.api.pipeline_module",
-    "initialize": "cornstarch.api.pipeline_module",
-}
+_MODULES = dict.fromkeys(__all__, "cornstarch.api.pipeline_module") | {"Pipe": "cornstarch.api.pipe"}
 
 __getattr__, __dir__ = names_of(__name__, _MODULES)

@@ -19,8 +19,7 @@ from cornstarch.errors import ConfigError
 _SMALL = 2**15  # bytes; smaller tensors are packed into one message, because a copy costs less than a message
 _ALIGNMENT = 16  # bytes
 
-Payload = Any
-"""Tensors in lists, tuples, dictionaries and `ModelOutput`s, beside None, numbers and strings."""
+Payload = Any  # tensors in lists, tuples, dictionaries and `ModelOutput`s, beside None, numbers and strings
 
 
 class TensorSpec(NamedTuple):

@@ -45,22 +45,17 @@ class SideModule:
 class ModelAnalysis:
     """Where a model may be split, and which results its stages exchange."""
 
-    model_name: str
-    """The qualified name of the class."""
-    layers: tuple[str, ...]
-    """The names of the layers, in the order of their calls."""
-    side_modules: Mapping[str, SideModule]
-    """The modules beside the layers, in the order of their first calls."""
+    model_name: str  # the qualified name of the class
+    layers: tuple[str, ...]  # the names of the layers, in the order of their calls
+    side_modules: Mapping[str, SideModule]  # the modules beside the layers, in the order of their first calls
     last_reader: Mapping[str, int]
     """By name of a layer or side module: the last segment that reads its result, if that is not its own segment."""
-    modified: frozenset[str] = frozenset()
-    """The names whose results are modified in place later."""
+    modified: frozenset[str] = frozenset()  # the names whose results are modified in place later
     barred: Mapping[int, str] = field(default_factory=dict)
     """The boundaries at which the model cannot be split, and why."""
 
     @property
     def boundaries(self) -> list[int]:
-        """The boundaries at which the model may be split."""
         end = len(self.layers)
         has_head = any(one.has_parameters and end in one.uses for one in self.side_modules.values())
         return [place for place in range(1, end + has_head) if place not in self.barred]
@@ -75,7 +70,6 @@ class ModelAnalysis:
         return [name for k, names in enumerate(by_segment) for name in (*names, *self.layers[k : k + 1])]
 
     def segment_of(self, name: str) -> int:
-        """Return the segment to which a listed module belongs."""
         if name in self.side_modules:
             return min(self.side_modules[name].uses, default=len(self.layers))
         return self.layers.index(name)

@@ -138,7 +138,6 @@ class FailureSignal:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Run a block that may wait for other processes; call `wake` if one of them publishes a failure."""
         if self._thread is None:
             arguments = (weakref.ref(self), self._stopped)
             self._thread = threading.Thread(target=_poll, args=arguments, name="pipeline-failure", daemon=True)
@@ -232,8 +231,7 @@ class P2PChannel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.carriage = TensorTransport.of(group, device)
-        self.failure: str | None = None
-        """Why the channel was aborted or closed, if it was."""
+        self.failure: str | None = None  # why the channel was aborted or closed, if it was
         self.other_groups: list[dist.ProcessGroup] = []
         """Further groups in which this process may wait for others; they are aborted with the channel."""
         self.failure_signal = FailureSignal(self.abort)
@@ -301,7 +299,6 @@ class P2PChannel:
                     abort_group(group)
 
     def close(self) -> None:
-        """Close the connections to all other processes."""
         self.failure_signal.stop()
         self.failure = self.failure or "it was closed"
         self._sent.clear()
@@ -319,10 +316,8 @@ class StageEdge:
     """One edge of the stage graph, as a process at one of its ends sees it."""
 
     channel: P2PChannel
-    number: int
-    """The index of the edge, the same in all processes: it determines the tags."""
-    name: str
-    """The name of the source stage, for error messages."""
+    number: int  # the index of the edge, the same in all processes: it determines the tags
+    name: str  # the name of the source stage, for error messages
     forward_to: list[int] = field(default_factory=list)
     forward_from: int | None = None
     backward_to: list[int] = field(default_factory=list)
@@ -371,12 +366,10 @@ class StageEdge:
         return spec
 
     def release_payload(self, microbatch: int) -> None:
-        """Free a payload that the other end has received."""
         self.channel.release(self._tag(_HEADER), microbatch)
         self.channel.release(self._tag(_FORWARD), microbatch)
 
     def post_receive(self, key: Hashable) -> PendingReceive | None:
-        """Post the receive of the next payload, if its spec is known."""
         spec = self._specs.get(key)
         if spec is None or self.forward_from is None:
             return None

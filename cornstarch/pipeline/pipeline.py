@@ -41,12 +41,8 @@ class Pipeline:
     Built in three steps by `engine.parallelize`, because data parallelism comes between the last two: the constructor
     assigns stages and opens the process groups, `split` cuts the model, `connect` links the stages.
 
-    Args:
-        stages: Which stages belong to which rank.
-        groups: The process groups of this replica.
-        device: Where this rank computes.
-        microbatches: Per step; a step with fewer may use another schedule.
-        computing: Makes the context in which forward passes run, for autocast.
+    `microbatches` are those of a step; a step with fewer may use another schedule. `computing` makes the context in
+    which forward passes run, for autocast.
     """
 
     def __init__(
@@ -64,20 +60,17 @@ class Pipeline:
         # Refuse a number of microbatches that the schedule cannot run before any weight changes.
         make_schedule(self.graph, microbatches, self.layout.plan.schedule)
         self.channel, self.meshes = P2PChannel(groups.replica, device), groups.meshes
-        self.programs: dict[int, StageProgram] = {}
-        """This rank's stages, by their number in the graph."""
+        self.programs: dict[int, StageProgram] = {}  # this rank's stages, by their number in the graph
         self._ties: list[TiedParameter] = []
         self.edges: dict[tuple[int, int], StageEdge] = {}
         self._runtimes: dict[int, Runtime] = {}
-        self.events: list[ActionEvent] = []
-        """What this process did in the last step, and when."""
+        self.events: list[ActionEvent] = []  # what this process did in the last step, and when
 
     def split(self, prepare_copy: Callable[[nn.Module], None]) -> None:
         """Cut the model, in place, to this rank's stages.
 
-        Args:
-            prepare_copy: Applied to each copy of the model where a rank has several stages of one module; a copy is
-                made before attention masks are routed, which cannot be copied.
+        `prepare_copy` is applied to each copy of the model where a rank has several stages of one module; a copy is
+        made before attention masks are routed, which cannot be copied.
         """
         own = self._stages.own()
         modules = [self.graph.nodes[number].module for number in own]
@@ -206,11 +199,9 @@ class Pipeline:
         return stage_program.move_to_device(inputs, self.device)
 
     def train(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
-        """Do forward and backward of all microbatches, and bring gradients together.
+        """Do forward and backward of all microbatches, the same in all processes of a replica, and reduce gradients.
 
-        Args:
-            microbatches: The same in all processes of a replica.
-            finish: On the last stage: takes the number of a microbatch and its result, returns the scaled loss.
+        `finish` is called on the last stage: it takes the number of a microbatch and its result, and returns the loss.
         """
         runtime = self._runtime(len(microbatches))
         with ExitStack() as meeting:
@@ -222,9 +213,9 @@ class Pipeline:
 
     @contextmanager
     def gradients_meet(self) -> Iterator[None]:
-        """Run a block that computes gradients, and bring them together: over replicas, and over stages that share some.
+        """Run a block that computes gradients, then reduce them over replicas, and over stages with tied weights.
 
-        What is sharded is brought together with the last backward pass, by FSDP.
+        FSDP reduces those of sharded parameters itself, with the last backward pass.
         """
         with stage_assignment.sum_tied_gradients(self._ties):
             yield
@@ -280,11 +271,9 @@ class Pipeline:
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The processes that hold the same parameters."""
         return self.meshes.data.get_group()
 
     def copies(self) -> list[nn.Parameter]:
-        """Return the parameters that an earlier stage has, too: they count there."""
         return [tie.parameter for tie in self._ties if not tie.is_first]
 
     @property

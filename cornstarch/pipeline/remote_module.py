@@ -86,7 +86,6 @@ class StageForward:
         return self.segment >= self.start
 
     def record(self, name: str, result: Any) -> None:
-        """Keep a result if the next stage needs it, and its dtype in any case."""
         if not self.has_started:
             return
         if self._is_read_later(name):
@@ -123,9 +122,6 @@ class StageForward:
 
 def _get_float_dtypes(result: Any) -> list[torch.dtype]:
     return [tensor.dtype for tensor in tensors_in(result) if tensor.is_floating_point()]
-
-
-# ---------------------------------------------------------------------------------------------------- placeholders
 
 
 class RemoteModule(nn.Module):
@@ -269,9 +265,6 @@ def free_parameters(module: nn.Module, kept: Collection[int] = ()) -> None:
     """Move a module's parameters to the meta device, except for submodules whose `id` is in `kept`. Buffers stay."""
     freed = (part for part in module.modules() if id(part) not in kept)
     replace_parameters(freed, lambda one: nn.Parameter(one.detach().to("meta"), requires_grad=False))
-
-
-# ---------------------------------------------------------------------------------------------------- own modules
 
 
 def record_calls(module: nn.Module, name: str, forward: StageForward) -> None:

@@ -71,11 +71,8 @@ class Runtime:
     """Runs the stages of one place.
 
     Args:
-        schedule: The actions of all places.
-        place: The place of this process.
-        programs: The stages of the place, by number.
+        programs: The stages of this process's place, by number.
         edges: The edges between a stage here and a stage of another place, by (source, target).
-        channel: Sends and receives the messages of the edges.
         is_active: Whether a stage computes anything for a microbatch. All processes of a replica must give the same
             answer for all stages. Default: always.
         before_backward: Called before each backward with the stage and whether it is the stage's last of the step.
@@ -96,8 +93,7 @@ class Runtime:
         self.schedule, self.graph, self.by_value = schedule, schedule.graph, by_value
         self.place, self.programs, self.edges, self.channel = place, dict(programs), dict(edges), channel
         self.is_active, self.before_backward = is_active, before_backward
-        self.events: list[ActionEvent] = []
-        """The actions of the last step, with their times."""
+        self.events: list[ActionEvent] = []  # the actions of the last step, with their times
         self._actions = schedule.actions[place]
         backwards = [(n, action.stage) for n, action in enumerate(self._actions) if action.kind is not Kind.F]
         self.last_backward = {stage: number for number, stage in backwards}

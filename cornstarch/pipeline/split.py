@@ -226,7 +226,6 @@ def _get_batch(twin: nn.Module, make_inputs: MakeInputs | None) -> dict[str, Any
 
 
 def _list_twin_builders(inner: nn.Module) -> Iterator[Callable[[], nn.Module]]:
-    """Yield functions that build a small copy, the best first."""
     is_small = count_parameters(inner) <= _MAX_TWIN_PARAMETERS
     if isinstance(inner, PreTrainedModel):
         # All layers, but narrow: which layers read which results depends on their number.

@@ -16,8 +16,7 @@ from cornstarch.pipeline.model_analysis import ModelAnalysis, has_parameters
 from cornstarch.pipeline.remote_module import RemoteModule, StageDone, StageForward
 from cornstarch.trees import map_tensors
 
-Call = Callable[[nn.Module, Mapping[str, Any]], Any]
-"""Runs a model on a batch."""
+Call = Callable[[nn.Module, Mapping[str, Any]], Any]  # runs a model on a batch
 
 # Outputs that would have to be collected from the layers of several stages.
 _COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -66,9 +65,6 @@ class StageModule(nn.Module):
 
     def extra_repr(self) -> str:
         return f"segments {self.stage_forward.start} to {self.stage_forward.end or 'the last'}"
-
-
-# ---------------------------------------------------------------------------------------------------- which stage
 
 
 def _list_segments(starts: Sequence[int], layers: int) -> list[range]:
@@ -130,9 +126,6 @@ def _find_owners(
         while prefix and prefix not in stages:
             prefix = prefix.rpartition(".")[0]
         yield name, parameter, stages[prefix] if prefix else everywhere
-
-
-# ---------------------------------------------------------------------------------------------------- building
 
 
 def build_stage(
@@ -237,9 +230,6 @@ def _adapt_pretrained_models(model: nn.Module) -> None:
             remote_module.override_class(
                 part, dtype=property(lambda _: get_first().dtype), device=property(lambda _: get_first().device)
             )
-
-
-# ---------------------------------------------------------------------------------------------------- nn.Sequential
 
 
 class FunctionLayer(nn.Module):

@@ -22,8 +22,7 @@ from cornstarch.pipeline.split import copy_analysis
 from cornstarch.pipeline.stage import StageModule
 
 Inputs = Mapping[str, Any]
-Call = Callable[[nn.Module, Inputs], Any]
-"""Computes the result of a batch with a model: a loss, or a metric."""
+Call = Callable[[nn.Module, Inputs], Any]  # computes the result of a batch with a model: a loss, or a metric
 
 _LANGUAGE_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels", "inputs_embeds", "documents")
 
@@ -86,13 +85,8 @@ class LanguageProgram(StageProgram):
     """A stage of the language model of a multimodal model, with the merging of tokens around it.
 
     Every stage runs the whole model's own forward: masks, positions and labels follow from the batch, and the number of
-    tokens of each item travels with the activations.
-
-    Args:
-        model: The multimodal model, whose language model is split.
-        part: The stage of the language model.
-        sources: The modality of each encoder stage that sends its tokens here, by the number of the stage.
-        runs_encoders: Whether the encoders run inside this stage.
+    tokens of each item travels with the activations. `sources` has the modality of each encoder stage that sends its
+    tokens here, by stage number; with `runs_encoders` the encoders run inside this stage.
     """
 
     def __init__(
@@ -187,7 +181,6 @@ def _to_list(lengths: Tensor | None) -> list[int] | None:
     return None if lengths is None else lengths.tolist()
 
 
-# ---------------------------------------------------------------------------------------------------- virtual stages
 # Several stages of one model in one process: each has a copy of the model, and all copies have the same parameters.
 
 

@@ -37,12 +37,8 @@ class StageAssignment:
     """The stages of a model, and which of them belong to this rank.
 
     Building one changes nothing and asks no other rank, so it also works on a model on the meta device. `bind` carries
-    the assignment over to the real model, so that the balancing of layers over stages happens once.
-
-    Args:
-        model: The whole model, with its `requires_grad` flags set; parameters may be on the meta device.
-        layout: Which rank holds what.
-        templates: By module name, the layers of each stage. By default stages are balanced by cost.
+    the assignment over to the real model, so that the balancing of layers over stages happens once. The `requires_grad`
+    flags of the model are set. Without a template, the stages of a module are balanced by cost.
     """
 
     def __init__(
@@ -209,9 +205,6 @@ def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
         first = len(starts) - 1 if is_unused else min(owners)
         found[first] |= any(parameter.requires_grad for parameter in module.get_submodule(name).parameters())
     return found
-
-
-# ---------------------------------------------------------------------------------------------------- tied weights
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class PipelineTemplate:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages."""
         return len(self.modules_per_stage)
 
     @property
@@ -218,9 +217,6 @@ class PipelineTemplate:
 
 def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-# ---------------------------------------------------------------------------------------------------- costs
 
 
 def _compute_segment_costs(

@@ -35,11 +35,9 @@ SEND_OF_RECEIVE = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 class Action(NamedTuple):
 
     kind: Kind
-    stage: int
-    """The stage whose place runs the action."""
+    stage: int  # the stage whose place runs the action
     microbatch: int
-    other: int | None = None
-    """The stage at the other end of a transfer."""
+    other: int | None = None  # the stage at the other end of a transfer
 
     def __str__(self) -> str:
         other = "" if self.other is None else f"{'>' if self.kind.startswith('SEND') else '<'}{self.other}"
@@ -124,21 +122,15 @@ def get_transfers(graph: StageGraph, action: Action) -> tuple[list[Action], list
     return received, sent
 
 
-# ---------------------------------------------------------------------------------------------------- the schedule
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The actions of one step, by place."""
 
     graph: StageGraph
     microbatches: int
-    name: str
-    """The policy that built it."""
-    actions: tuple[tuple[Action, ...], ...]
-    """By place: computations only, until `with_transfers`."""
-    reason: str = ""
-    """Why this policy was chosen, if it was chosen automatically."""
+    name: str  # the policy that built it
+    actions: tuple[tuple[Action, ...], ...]  # by place: computations only, until `with_transfers`
+    reason: str = ""  # why this policy was chosen, if it was chosen automatically
 
     def with_transfers(self) -> Schedule:
         """Return the schedule with sends and receives between different places.
@@ -214,8 +206,7 @@ class Schedule:
 
 # ---------------------------------------------------------------------------------------------------- times
 
-TimeSpan = tuple[float, float]
-"""Beginning and end."""
+TimeSpan = tuple[float, float]  # beginning and end
 
 TransferTimes = float | Mapping[tuple[int, int], float]
 """The time of a transfer to another place: always the same, or by edge of the graph, in both directions; edges that are

@@ -24,20 +24,14 @@ Backward = Literal["none", "weight", "input", "both"]
 class StageNode:
     """One stage: some consecutive layers of a module."""
 
-    module: str
-    """For example "vision", "language_model", "model"."""
-    index: int
-    """The index among the stages of its module."""
-    place: int
-    """The place that runs it."""
-    trains: bool = True
-    """Whether it has trained parameters."""
-    forward: float = 1.0
-    """The time of one microbatch, in any unit; the other two are in the same unit."""
+    module: str  # for example "vision", "language_model", "model"
+    index: int  # the index among the stages of its module
+    place: int  # the place that runs it
+    trains: bool = True  # whether it has trained parameters
+    forward: float = 1.0  # the time of one microbatch, in any unit; the other two are in the same unit
     backward_input: float = 1.0
     """The time of the gradients of its inputs and of the activations between its layers."""
-    backward_weight: float = 1.0
-    """The time of the gradients of its weights."""
+    backward_weight: float = 1.0  # the time of the gradients of its weights
 
     def __str__(self) -> str:
         return f"{self.module} {self.index}"
@@ -48,8 +42,7 @@ class StageGraph:
     """Stages, by number, and the edges along which activations flow: an acyclic graph with one sink."""
 
     nodes: tuple[StageNode, ...]
-    edges: tuple[tuple[int, int], ...] = ()
-    """(source stage, target stage)."""
+    edges: tuple[tuple[int, int], ...] = ()  # (source stage, target stage)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", tuple(self.nodes))
@@ -130,7 +123,6 @@ class StageGraph:
 
     @cached_property
     def places(self) -> int:
-        """The number of places."""
         return max(node.place for node in self.nodes) + 1
 
     @cached_property
@@ -139,11 +131,9 @@ class StageGraph:
         return next(s for s in range(len(self.nodes)) if not self._after[s])
 
     def predecessors(self, stage: int) -> tuple[int, ...]:
-        """Return the stages whose outputs a stage receives."""
         return self._before[stage]
 
     def successors(self, stage: int) -> tuple[int, ...]:
-        """Return the stages that receive a stage's output."""
         return self._after[stage]
 
     def distance(self, stage: int) -> int:

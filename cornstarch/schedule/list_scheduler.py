@@ -18,8 +18,7 @@ from cornstarch.schedule.actions import Action, Kind, get_backward_kinds
 from cornstarch.schedule.graph import StageGraph
 
 ActionLine = list[Action]
-PlaceActions = tuple[tuple[Action, ...], ...]
-"""The actions of each place."""
+PlaceActions = tuple[tuple[Action, ...], ...]  # the actions of each place
 PlaceOrder = tuple[PlaceActions, float | None]
 """The actions of each place, and their makespan if it is known already."""
 
@@ -189,13 +188,11 @@ class _ListScheduler:
         self._offer(line)
 
     def _offer(self, line: int) -> None:
-        """Make the action at a line's head ready, if there is one and no result is missing."""
         action = self.lines[line][self.heads[line]]
         if not self.missing[action]:
             heappush(self.ready[self.place_of[line]], self.urgency[action])
 
     def _start(self, place: int) -> None:
-        """Let a place start the most urgent ready action that has a free slot."""
         ready = self.ready[place]
         while ready:
             line = heappop(ready) % len(self.heads)

@@ -103,7 +103,6 @@ def _replace_backwards(graph: StageGraph, actions: Sequence[Action], split: bool
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- interleaved
 # Each place of a module has several of its stages, which shortens the warm-up and the cool-down. The order is
 # Megatron-LM's (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters").
 
@@ -176,7 +175,6 @@ def _build_interleaved_lines(
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------- zero bubble
 # Backward is split, and the gradients of weights, for which nobody waits, fill the gaps. After Qi et al. 2023, "Zero
 # Bubble Pipeline Parallelism"; for a chain of equal stages it is their ZB-H1. The orders are found by a list scheduler,
 # so they exist for any graph and any costs.
@@ -253,9 +251,6 @@ def compute_lower_bound(graph: StageGraph, microbatches: int) -> float:
         needed = sum(get_duration(graph, kind, stage) for kind in own_kinds[:2])
         bounds.append(earliest[stage] + microbatches * needed + back[stage])
     return max(bounds)
-
-
-# ---------------------------------------------------------------------------------------------------- the policies
 
 
 def _order_by_warmup(graph: StageGraph, microbatches: int, warmup: list[int]) -> PlaceOrder:
