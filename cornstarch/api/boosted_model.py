@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -185,33 +186,30 @@ class BoostedModel(nn.Module):
         return _StepTotals(sums[0], sums[1], items)
 
 
+@dataclass
 class _StepLosses:
     """The losses of the microbatches of a step, on the last stage."""
 
-    def __init__(
-        self,
-        model: BoostedModel,
-        criterion: Criterion,
-        scale: float,
-        keeps_outputs: bool,
-        microbatches: Sequence[Inputs],
-        counts: Sequence[int],
-        totals: _StepTotals,
-    ) -> None:
-        self._model, self._criterion, self._keeps_outputs = model, criterion, keeps_outputs
-        self._scale = model.replica.token_shards * scale
-        self._microbatches, self._counts, self._totals = microbatches, counts, totals
-        self._sizes = [count_samples(one) for one in microbatches]
-        self._weights = [0.0] * len(microbatches)
+    model: BoostedModel
+    criterion: Criterion
+    scale: float
+    keeps_outputs: bool
+    microbatches: Sequence[Inputs]
+    counts: Sequence[int]  # trained tokens of each
+    totals: _StepTotals
+
+    def __post_init__(self) -> None:
+        self._sizes = [count_samples(one) for one in self.microbatches]
+        self._weights = [0.0] * len(self.microbatches)
         self._outputs: dict[int, Any] = {}
         self._by_tokens: bool | None = None
-        self.total = torch.zeros((), device=model.device)
+        self.total = torch.zeros((), device=self.model.device)
 
     def compute(self, number: int, output: Any) -> Tensor:
         """Return the weighed loss of a microbatch, scaled for the backward pass."""
-        placement = self._model.placement
+        placement = self.model.placement
         with placement.forward_context():
-            loss: Any = self._criterion(output, placement.move_batch(self._microbatches[number]))
+            loss: Any = self.criterion(output, placement.move_batch(self.microbatches[number]))
         if loss is None:
             raise ConfigError(
                 f"The criterion returned None for microbatch {number}; it must return the loss. A model's own loss is "
@@ -230,14 +228,14 @@ class _StepLosses:
             loss = logits.float().sum() * 0.0
         part = loss * weight
         self.total = self.total + part.detach().float()
-        if self._keeps_outputs:
+        if self.keeps_outputs:
             self._outputs[number] = detach_output(output)
-        return part * self._scale
+        return part * (self.model.replica.token_shards * self.scale)
 
     def _weight(self, number: int, loss: Tensor, output: Any) -> float:
-        how, own = self._model.weigh, getattr(output, "loss", None)
+        how, own = self.model.weigh, getattr(output, "loss", None)
         is_own = isinstance(own, Tensor) and own.reshape(()).data_ptr() == loss.data_ptr()
-        if not is_own and self._model.layout.plan.modules["language_model"].cp > 1:
+        if not is_own and self.model.layout.plan.modules["language_model"].cp > 1:
             raise ConfigError(
                 "The language model's sp_size is above 1, so this process has the logits of its own tokens only. "
                 "Let the criterion return outputs.loss, or use sp_size = 1."
@@ -247,8 +245,8 @@ class _StepLosses:
             raise ConfigError("The criterion returns the model's own loss for some microbatches only; say loss_weight.")
         self._by_tokens = by_tokens
         if by_tokens:
-            return self._counts[number] / max(self._totals.tokens, 1.0)
-        return self._sizes[number] / max(self._totals.samples, 1.0)
+            return self.counts[number] / max(self.totals.tokens, 1.0)
+        return self._sizes[number] / max(self.totals.samples, 1.0)
 
     def join_outputs(self) -> Any:
         """Return the outputs of this replica's batch; None if they were not asked for."""

@@ -44,8 +44,8 @@ def explain_no_fp8(device: torch.device) -> str | None:
 def multiply_in_fp8(layers: Iterable[nn.Module], scaling: Scaling, least: int | None = None) -> int:
     """Switch the large linear layers inside of layers to FP8 products, in place; return how many.
 
-    Frozen layers, subclasses of `nn.Linear`, and layers with a dimension below `least` (default: `MIN_DIM`) or no multiple
-    of 16 do not change. Call it before layers are compiled. `rowwise` scales are closer to bf16, `tensorwise` are faster.
+    Frozen layers, subclasses of `nn.Linear`, and layers with a dimension below `least` (default: `MIN_DIM`) or not
+    divisible by 16 do not change. Call it before compilation. `rowwise` is closer to bf16, `tensorwise` is faster.
     """
     least = MIN_DIM if least is None else least
     count = 0

@@ -29,15 +29,7 @@ from cornstarch.pipeline.example_inputs import guess_inputs
 from cornstarch.pipeline.message import flatten_payload, unflatten_payload
 from cornstarch.pipeline.model_analysis import ModelAnalysis, count_parameters, find_wrapped_model, trace_dataflow
 from cornstarch.pipeline.remote_module import RemoteModule
-from cornstarch.pipeline.stage import (
-    Call,
-    FunctionLayer,
-    SequentialStage,
-    StageModule,
-    build_sequential_stage,
-    build_stage,
-    call_with_names,
-)  # fmt: skip
+from cornstarch.pipeline.stage import Call, FunctionLayer, SequentialStage, StageModule, build_stage, call_with_names
 from cornstarch.trees import differentiable
 
 if TYPE_CHECKING:
@@ -85,7 +77,7 @@ def cut(
     if not 0 <= stage < len(starts):
         raise ConfigError(f"stage = {stage}: {template!r} has the stages 0 to {len(starts) - 1}.")
     if isinstance(find_wrapped_model(model).inner, nn.Sequential):
-        return build_sequential_stage(model, starts, stage, call)
+        return SequentialStage.of(model, starts, stage, call)
     return build_stage(model, analysis, starts, stage, call or call_with_names)
 
 
@@ -109,7 +101,7 @@ def sequential_stages(
             f"with which stages begin; there are {len(layers)} layers."
         )
     modules = [layer if isinstance(layer, nn.Module) else FunctionLayer(layer) for layer in layers]
-    return [build_sequential_stage(nn.Sequential(*modules), starts, stage, call) for stage in range(len(starts))]
+    return [SequentialStage.of(nn.Sequential(*modules), starts, stage, call) for stage in range(len(starts))]
 
 
 # ---------------------------------------------------------------------------------------------------- analysis

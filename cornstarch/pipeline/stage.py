@@ -255,6 +255,18 @@ class SequentialStage(StageModule):
         self.tied = dict(tied)
         self.call = call or call_with_single_input
 
+    @classmethod
+    def of(cls, model: nn.Module, starts: Sequence[int], stage: int, call: Call | None) -> SequentialStage:
+        """Turn an `nn.Sequential` into one of its stages, in place."""
+        names = list(model._modules)
+        ends = [*starts[1:], len(names)]
+        stages = {name: {s for s, end in enumerate(ends) if starts[s] <= n < end} for n, name in enumerate(names)}
+        tied = find_tied_names(model, stages, stage, set(range(len(starts))))
+        for name in names:
+            if stage not in stages[name]:
+                del model._modules[name]
+        return cls(model, stage == 0, stage == len(starts) - 1, tied, call)
+
     def forward(self, inputs: Mapping[str, Any], received: Payload | None = None) -> Payload | Any:
         """Run the layers of the stage on the batch, or on the output of the previous stage."""
         if self.first != (received is None):
@@ -281,15 +293,3 @@ def call_with_single_input(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
             "how the first layer is called (call)."
         )
     return model(next(iter(inputs.values())))
-
-
-def build_sequential_stage(model: nn.Module, starts: Sequence[int], stage: int, call: Call | None) -> SequentialStage:
-    """Turn an `nn.Sequential` into one of its stages, in place."""
-    names = list(model._modules)
-    ends = [*starts[1:], len(names)]
-    stages = {name: {s for s, end in enumerate(ends) if starts[s] <= n < end} for n, name in enumerate(names)}
-    tied = find_tied_names(model, stages, stage, set(range(len(starts))))
-    for name in names:
-        if stage not in stages[name]:
-            del model._modules[name]
-    return SequentialStage(model, stage == 0, stage == len(starts) - 1, tied, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,17 +279,17 @@ def _time_modules(model: nn.Module, names: Sequence[str], inputs: Mapping[str, A
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    def enter(name: str) -> Any:
-        return lambda *_: started.__setitem__(name, now())
+    def enter(name: str, *_: Any) -> None:
+        started[name] = now()
 
-    def leave(name: str) -> Any:
-        return lambda *_: spent.__setitem__(name, spent.get(name, 0.0) + now() - started[name])
+    def leave(name: str, *_: Any) -> None:
+        spent[name] = spent.get(name, 0.0) + now() - started[name]
 
     with ExitStack() as stack, use_eval_mode(model), torch.no_grad():
         for name in names:
             module = model.get_submodule(name)
-            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
-            stack.callback(module.register_forward_hook(leave(name)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            stack.callback(module.register_forward_hook(partial(leave, name)).remove)
         for _ in range(_TIMED_PASSES):
             spent.clear()
             model(inputs["input"]) if isinstance(model, nn.Sequential) else model(**inputs)
