@@ -224,28 +224,24 @@ class TokenCounter:
 
     def __call__(self, inputs: Batch) -> int:
         """Return the tokens of a microbatch; 0 without labels."""
-        labels = inputs.get("labels")
+        labels: Any = inputs.get("labels")
         if not isinstance(labels, Tensor):
             return 0
-        if isinstance(self._model, MultimodalModel):
-            labels = self._mask_labels(self._model, labels, inputs)
+        model = self._model
+        if isinstance(model, MultimodalModel):  # ignore what the model ignores: placeholders, tokens without context
+            ids, mask, documents = (inputs.get(name) for name in ("input_ids", "attention_mask", "documents"))
+            if ids is not None and not model.trains_on_placeholders:
+                for places in merge.find_placeholders(ids, model.modality_token_ids).values():
+                    labels = labels.masked_fill(places, IGNORE_INDEX)
+            if documents is not None:
+                documents = documents if mask is None else documents * (mask != 0)
+            elif model.positions_from_mask and mask is not None and mask.dim() == 2 and not bool(mask[:, 0].all()):
+                documents = mask
+            if documents is not None:
+                labels = merge.mask_context_free_labels(labels, documents)
         if labels.dim() > 1 and self._shifts:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).sum()) if not labels.is_floating_point() else len(labels)
-
-    def _mask_labels(self, model: MultimodalModel, labels: Tensor, inputs: Batch) -> Tensor:
-        """Ignore the labels that the model ignores: placeholders, and tokens without context."""
-        ids, mask, documents = (inputs.get(name) for name in ("input_ids", "attention_mask", "documents"))
-        if ids is not None and not model.trains_on_placeholders:
-            for places in merge.find_placeholders(ids, model.modality_token_ids).values():
-                labels = labels.masked_fill(places, IGNORE_INDEX)
-        if documents is not None:
-            documents = documents if mask is None else documents * (mask != 0)
-        elif model.positions_from_mask and mask is not None and mask.dim() == 2 and not bool(mask[:, 0].all()):
-            documents = mask
-        found = labels if documents is None else merge.mask_context_free_labels(labels, documents)
-        assert found is not None
-        return found
 
 
 # ---------------------------------------------------------------------------------------------------- outputs

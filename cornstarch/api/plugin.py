@@ -223,7 +223,13 @@ class MultimodalParallelPlugin:
         self.loss_weight: LossWeight = _check_choice("loss_weight", loss_weight, get_args(LossWeight))
         self.stage_manager: StageManager | None = None
         """The place of this process, once the model is boosted."""
-        self._check_microbatches()
+        if num_microbatches is None and microbatch_size is None:
+            raise ConfigError(
+                f"{type(self).__name__}: into how many parts is a batch cut? Give num_microbatches, or microbatch_size."
+            )
+        for name, size in {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}.items():
+            if size is not None:
+                _check_positive(f"{type(self).__name__}({name}", size)
         self._scale = (
             initial_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
         )  # fmt: skip
@@ -239,15 +245,6 @@ class MultimodalParallelPlugin:
             why = ": the models' attn_implementation decides" if name == "enable_flash_attention" else ""
             warnings.warn(f"{type(self).__name__}({name}) has no effect{why}.", stacklevel=2)
         self.plan()  # refuses contradictory arguments now
-
-    def _check_microbatches(self) -> None:
-        if self.num_microbatches is None and self.microbatch_size is None:
-            raise ConfigError(
-                f"{type(self).__name__}: into how many parts is a batch cut? Give num_microbatches, or microbatch_size."
-            )
-        for name in ("num_microbatches", "microbatch_size"):
-            if (size := getattr(self, name)) is not None:
-                _check_positive(f"{type(self).__name__}({name}", size)
 
     def loss_scale(self) -> LossScale | None:
         """Return the loss scale of fp16; None for other precisions."""

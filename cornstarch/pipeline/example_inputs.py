@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 Inputs = dict[str, Any]
-Maker = Callable[[PreTrainedConfig, torch.Generator], Inputs]
 
 _ROWS, _TOKENS, _PADDING = 2, 12, 3
 _GRID = (1, 4, 4)  # frames, rows, columns of patches
+_BINS = ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", "feature_projection_input_dim")
 
 
 def guess_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
@@ -23,16 +24,15 @@ def guess_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
     first = model.main_input_name
     if first not in taken:
         first = next(name for name in taken if name != "self")
-    for make in _MAKERS.get(first, (_make_text, _make_one_text)):
-        noise = torch.Generator().manual_seed(0)
-        made = {name: value for name, value in make(model.config, noise).items() if name in taken}
+    for made in _MAKERS.get(first, _make_text)(model.config):
+        made = {name: value for name, value in made.items() if name in taken}
         if "use_cache" in taken:
             made["use_cache"] = False
         if "labels" in made:
             yield made
             made = {name: value for name, value in made.items() if name != "labels"}
         if "decoder_input_ids" in taken:
-            made["decoder_input_ids"] = _make_ids(model.config, torch.Generator().manual_seed(0))
+            made["decoder_input_ids"] = _make_ids(model.config)
         yield made
 
 
@@ -46,20 +46,23 @@ def _get_size(config: PreTrainedConfig, default: int, *names: str) -> int:
     return default
 
 
-def _make_ids(config: PreTrainedConfig, noise: torch.Generator) -> Tensor:
+def _draw(*shape: int) -> Tensor:
+    return torch.randn(_ROWS, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def _make_ids(config: PreTrainedConfig) -> Tensor:
     words = _get_size(config.get_text_config(), 32, "vocab_size")
+    noise = torch.Generator().manual_seed(0)
     return torch.randint(min(3, words - 1), words, (_ROWS, _TOKENS), generator=noise)
 
 
-def _make_text(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-    ids, mask = _make_ids(config, noise), torch.ones(_ROWS, _TOKENS, dtype=torch.long)
+def _make_text(config: PreTrainedConfig) -> Iterator[Inputs]:
+    ids, mask = _make_ids(config), torch.ones(_ROWS, _TOKENS, dtype=torch.long)
     mask[-1, -_PADDING:] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def _make_one_text(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-    """Return one row, for classifiers that need a padding token for several rows, and have none."""
-    return {name: value[:1] for name, value in _make_text(config, noise).items()}
+    text = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    yield text
+    # One row, for classifiers that need a padding token for several rows, and have none.
+    yield {name: value[:1] for name, value in text.items()}
 
 
 def _get_channels(config: PreTrainedConfig) -> int:
@@ -70,77 +73,48 @@ def _get_patch_size(config: PreTrainedConfig) -> int:
     return _get_channels(config) * _get_size(config, 8, "patch_size", "spatial_patch_size") ** 2
 
 
-def _make_image(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
+def _make_pixels(config: PreTrainedConfig) -> Iterator[Inputs]:
     side = _get_size(config, 32, "image_size", "img_size", "input_size")
-    return {"pixel_values": torch.randn(_ROWS, _get_channels(config), side, side, generator=noise)}
-
-
-def _video_maker(name: str) -> Maker:
-    def make(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-        side, frames = _get_size(config, 32, "image_size"), _get_size(config, 2, "num_frames")
-        return {name: torch.randn(_ROWS, frames, _get_channels(config), side, side, generator=noise)}
-
-    return make
-
-
-def _make_patch_rows(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
+    yield {"pixel_values": _draw(_get_channels(config), side, side)}
+    yield from _make_patch_grids("pixel_values", config)
     side = int(_get_size(config, 16, "num_patches") ** 0.5)
-    return {
-        "pixel_values": torch.randn(_ROWS, side * side, _get_patch_size(config), generator=noise),
-        "pixel_attention_mask": torch.ones(_ROWS, side * side, dtype=torch.long),
-        "spatial_shapes": torch.tensor([[side, side]] * _ROWS),
-    }
+    mask = torch.ones(_ROWS, side * side, dtype=torch.long)
+    shapes = torch.tensor([[side, side]] * _ROWS)
+    pixels = _draw(side * side, _get_patch_size(config))
+    yield {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    yield from _make_video("pixel_values", config)
 
 
-def _patch_grid_maker(name: str, frames: bool) -> Maker:
-    def make(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-        depth = _get_size(config, 2, "temporal_patch_size") if frames else 1
-        patches = torch.randn(_ROWS * _GRID[1] * _GRID[2], depth * _get_patch_size(config), generator=noise)
-        grid = torch.tensor([_GRID] * _ROWS)
-        return {name: patches, "grid_thw": grid, "image_grid_thw": grid, "merge_sizes": torch.tensor([2] * _ROWS)}
-
-    return make
+def _make_video(name: str, config: PreTrainedConfig) -> Iterator[Inputs]:
+    side, frames = _get_size(config, 32, "image_size"), _get_size(config, 2, "num_frames")
+    yield {name: _draw(frames, _get_channels(config), side, side)}
 
 
-_BINS = ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", "feature_projection_input_dim")
+def _make_patch_grids(name: str, config: PreTrainedConfig) -> Iterator[Inputs]:
+    grid, sizes = torch.tensor([_GRID] * _ROWS), torch.tensor([2] * _ROWS)
+    for depth in (_get_size(config, 2, "temporal_patch_size"), 1):
+        patches = _draw(_GRID[1] * _GRID[2], depth * _get_patch_size(config)).flatten(0, 1)
+        yield {name: patches, "grid_thw": grid, "image_grid_thw": grid, "merge_sizes": sizes}
 
 
-def _spectrogram_maker(bins_first: bool, frames: int | None = None) -> Maker:
-    def make(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-        bins, length = _get_size(config, 80, *_BINS), frames or 2 * _get_size(config, 32, "max_source_positions")
-        shape = (bins, length) if bins_first else (length, bins)
+def _make_spectrogram(config: PreTrainedConfig) -> Iterator[Inputs]:
+    bins, longest = _get_size(config, 80, *_BINS), 2 * _get_size(config, 32, "max_source_positions")
+    for has_bins_first, length in ((True, longest), (False, longest), (True, 64), (False, 64), (True, 128)):
+        sound = _draw(bins, length) if has_bins_first else _draw(length, bins)
         mask = torch.ones(_ROWS, length, dtype=torch.long)
-        sound = torch.randn(_ROWS, *shape, generator=noise)
-        return {"input_features": sound, "input_features_mask": mask, "mask": mask}
-
-    return make
+        yield {"input_features": sound, "input_features_mask": mask, "mask": mask}
 
 
-def _waveform_maker(*shape: int) -> Maker:
-    return lambda config, noise: {"input_values": torch.randn(_ROWS, *shape, generator=noise)}
+def _make_waveform(config: PreTrainedConfig) -> Iterator[Inputs]:
+    spectrogram = _get_size(config, 64, "max_length"), _get_size(config, 80, "num_mel_bins")
+    for shape in ((2000,), (1, 2000), spectrogram):
+        yield {"input_values": _draw(*shape)}
 
 
-def _make_spectrogram_values(config: PreTrainedConfig, noise: torch.Generator) -> Inputs:
-    length, bins = _get_size(config, 64, "max_length"), _get_size(config, 80, "num_mel_bins")
-    return {"input_values": torch.randn(_ROWS, length, bins, generator=noise)}
-
-
-_MAKERS: dict[str, tuple[Maker, ...]] = {
-    "pixel_values": (
-        _make_image,
-        _patch_grid_maker("pixel_values", True),
-        _patch_grid_maker("pixel_values", False),
-        _make_patch_rows,
-        _video_maker("pixel_values"),
-    ),
-    "pixel_values_videos": (_video_maker("pixel_values_videos"),),
-    "hidden_states": (_patch_grid_maker("hidden_states", True), _patch_grid_maker("hidden_states", False)),
-    "input_features": (
-        _spectrogram_maker(True),
-        _spectrogram_maker(False),
-        _spectrogram_maker(True, 64),
-        _spectrogram_maker(False, 64),
-        _spectrogram_maker(True, 128),
-    ),
-    "input_values": (_waveform_maker(2000), _waveform_maker(1, 2000), _make_spectrogram_values),
+_MAKERS: dict[str, Callable[[PreTrainedConfig], Iterator[Inputs]]] = {
+    "pixel_values": _make_pixels,
+    "pixel_values_videos": partial(_make_video, "pixel_values_videos"),
+    "hidden_states": partial(_make_patch_grids, "hidden_states"),
+    "input_features": _make_spectrogram,
+    "input_values": _make_waveform,
 }

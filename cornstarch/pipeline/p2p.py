@@ -235,25 +235,20 @@ class P2PChannel:
         self.other_groups: list[dist.ProcessGroup] = []
         """Further groups in which this process may wait for others; they are aborted with the channel."""
         self.failure_signal = FailureSignal(self.abort)
-        self._groups: dict[bool, P2PGroup] = {True: group, False: self._build_second_group()}
+        second: Any = group
+        if dist.get_backend(group) == "gloo":
+            # A second group of the same processes, so that data between two ranks flow in one direction per group: a
+            # gloo thread spins as long as data arrive on a connection on which the process is writing. Not by
+            # `new_group`, which derives the name of a group from the number of groups that this process has created,
+            # which differs between processes.
+            ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+            prefix = f"{_PREFIX}/lines/{self.failure_signal.number}/{ranks}"
+            store = dist.PrefixStore(prefix, default_store())
+            second = dist.ProcessGroupGloo(store, group.rank(), group.size(), _TIMEOUT)
+        self._groups: dict[bool, P2PGroup] = {True: group, False: second}
         self._peers: dict[tuple[int, bool], tuple[P2PGroup, int]] = {}
         self._sent: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}  # by (tag, microbatch), oldest first
         self._abort_lock = threading.Lock()
-
-    def _build_second_group(self) -> P2PGroup:
-        """Return a second group of the same processes, so that data between two ranks flow in one direction per group.
-
-        A gloo thread spins as long as data arrive on a connection on which the process is writing.
-        """
-        if dist.get_backend(self.group) != "gloo":
-            return self.group
-        # Not by `new_group`: it derives the name of a group from the number of groups that this process has created,
-        # which differs between processes.
-        ranks = "-".join(map(str, dist.get_process_group_ranks(self.group)))
-        prefix = f"cornstarch/pipeline/lines/{self.failure_signal.number}/{ranks}"
-        store = dist.PrefixStore(prefix, default_store())
-        second: Any = dist.ProcessGroupGloo(store, self.group.rank(), self.group.size(), _TIMEOUT)
-        return second
 
     def get_group(self, rank: int, sends: bool) -> tuple[P2PGroup, int]:
         """Return the group for messages to (or from) a rank, and the group rank of that rank."""
