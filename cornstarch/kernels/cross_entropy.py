@@ -54,8 +54,7 @@ class VocabShard(Protocol):
     """The part of the vocabulary on this rank, under tensor parallelism."""
 
     @property
-    def first(self) -> int:
-        ...
+    def first(self) -> int: ...
 
     def largest(self, values: Tensor) -> None:
         """Replace values by their maximum over all ranks."""

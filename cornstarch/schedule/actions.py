@@ -33,7 +33,6 @@ SEND_OF_RECEIVE = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
 class Action(NamedTuple):
-
     kind: Kind
     stage: int  # the stage whose place runs the action
     microbatch: int
