@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cornstarch.plan.load_balancing import (
+from cornstarch.plan.balancing import (
     SampleAssignment,
     assign_in_order,
     balance,

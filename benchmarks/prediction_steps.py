@@ -39,7 +39,7 @@ from cornstarch.plan.communication import LINKS
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.predict import predict
 from cornstarch.planner import MicrobatchShape, model_cost
-from cornstarch.planner.profile import profile_model
+from cornstarch.planner.build_cost import profile_model
 
 GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Environment in which glibc returns freed CPU memory to the system. Memory is then counted correctly, and a tensor

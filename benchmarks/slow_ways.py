@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.parallel import apply_data_parallel
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
-from cornstarch.plan.compression import Asynchronous, Compression, Gossip, Local
+from cornstarch.plan.data_options import Asynchronous, Compression, Gossip, Local
 from cornstarch.plan.low_bandwidth_cost import SyncedParameters, count_sent_per_step
 from cornstarch.plan.plan import DataPlan
 

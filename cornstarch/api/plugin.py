@@ -23,7 +23,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import LossScale
 from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.plan.kinds import LANGUAGE_MODEL, ZERO_KINDS, CpDistribution, CpMode, Precision, RankPlacement
+from cornstarch.plan.data_options import LANGUAGE_MODEL, ZERO_KINDS, CpDistribution, CpMode, Precision, RankPlacement
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.plan import DataPlan, ModulePlan, Plan
 from cornstarch.schedule.policies import Policy

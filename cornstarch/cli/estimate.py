@@ -253,7 +253,7 @@ def profile(
     run = load_config(config, overrides or ())
     known = None if facts is None else read_data_statistics(facts)
     from cornstarch.planner import profile_run, write_costs
-    from cornstarch.planner.profile import check_output, get_device_name
+    from cornstarch.planner.build_cost import check_output, get_device_name
 
     quiet_libraries()
     check_output(output)

@@ -142,7 +142,7 @@ def _this_machine(run: RunConfig, nproc: int | None) -> Cluster:
         return Cluster.parse(run.parallel.cluster)
     import torch
 
-    from cornstarch.planner.auto_plan import build_cluster
+    from cornstarch.planner.search_run import build_cluster
 
     count = nproc or max(1, torch.cuda.device_count())
     return build_cluster(run, count, count)
@@ -157,8 +157,14 @@ def _search_plan(
     price: float | None,
 ) -> PlanReport:
     """Return the best plan and its rivals; ConfigError if nothing fits."""
-    from cornstarch.planner.auto_plan import explain_failure, use_all_devices
-    from cornstarch.planner.search_run import cost_of, format_plan_file, own_plan, plan_run
+    from cornstarch.planner.search_run import (
+        cost_of,
+        explain_failure,
+        format_plan_file,
+        own_plan,
+        plan_run,
+        use_all_devices,
+    )
     from cornstarch.report.plan_page import PlanReport
 
     quiet_libraries()

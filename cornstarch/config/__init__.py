@@ -5,7 +5,7 @@ The same names are used in YAML, on the command line (`optimizer.learning_rate=1
 
 from cornstarch.config.fields import Section, TrainMode, format_size, parse_size
 from cornstarch.config.run import ParallelConfig, RunConfig
-from cornstarch.plan.kinds import Precision
+from cornstarch.plan.data_options import Precision
 
 from cornstarch.config.sections import (  # isort: skip
     CheckpointConfig, DataConfig, DataFormat, EarlyStoppingConfig, EncoderConfig, FactoryConfig, FeaturesConfig,

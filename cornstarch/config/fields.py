@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cornstarch.plan.kinds import Precision
+from cornstarch.plan.data_options import Precision
 from cornstarch.plan.validation import NotNegative, Positive
 
 TrainMode = Literal["full", "projector", "frozen", "lora"]

@@ -12,7 +12,7 @@ from cornstarch import config as sections
 from cornstarch.config.aliases import FLAT_NAMES
 from cornstarch.config.fields import Section, aliases_of
 from cornstarch.config.run import RunConfig
-from cornstarch.plan import compression, plan, schema_words
+from cornstarch.plan import data_options, plan, schema_words
 from cornstarch.plan.schema_words import Path, Schema, alternatives, describe, leaves, resolve_references
 
 
@@ -71,7 +71,7 @@ def _one_or_many(field: Schema) -> Schema:
 def field_documents() -> dict[str, dict[str, str]]:
     """Return {class: {field: the text under it}}, from the sources: Python does not keep these texts."""
     files = [*sorted(FilePath(sections.__file__).parent.glob("*.py")), FilePath(plan.__file__)]
-    files += [FilePath(compression.__file__)]
+    files += [FilePath(data_options.__file__)]
     documents: dict[str, dict[str, str]] = {}
     for section in chain.from_iterable(ast.parse(file.read_text(encoding="utf-8")).body for file in files):
         if not isinstance(section, ast.ClassDef):

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cornstarch.config import sections
 from cornstarch.config.fields import Also, Section
-from cornstarch.plan.kinds import LANGUAGE_MODEL, SPLIT_BACKWARD, WHOLE_MODEL, Precision
+from cornstarch.plan.data_options import LANGUAGE_MODEL, SPLIT_BACKWARD, WHOLE_MODEL, Precision
 from cornstarch.plan.plan import ModulePlan, Plan, fill_empty
 from cornstarch.plan.validation import NotNegative, Positive, Switch, section
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cornstarch.config.fields import Also, Fraction, PositiveFloat, Rate, Section, Size, TrainMode, parse_size
-from cornstarch.plan.kinds import REGISTERED, Precision
+from cornstarch.plan.data_options import REGISTERED, Precision
 from cornstarch.plan.validation import NotNegative, Positive, as_tuple, or_registered
 
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]

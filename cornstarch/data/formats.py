@@ -27,7 +27,7 @@ from cornstarch.data.file_formats import (
 )
 from cornstarch.data.sample import Sample, SampleError, describe_formats, detect_format, parse_row
 from cornstarch.errors import ConfigError
-from cornstarch.plan.kinds import REGISTERED
+from cornstarch.plan.data_options import REGISTERED
 
 _INSPECTED_ROWS = 20  # for detecting the row format
 _FUNCTION = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")

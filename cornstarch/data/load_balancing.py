@@ -35,7 +35,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.parallel import distributed
-from cornstarch.plan import load_balancing
+from cornstarch.plan import balancing
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
@@ -54,11 +54,11 @@ CountFlops = Callable[[Mapping[str, Any]], StepFlops | None]
 class LoadBalancer:
     """Assigns the samples of a step by cost."""
 
-    costs: load_balancing.SampleCosts  # [phases, samples of the source]
+    costs: balancing.SampleCosts  # [phases, samples of the source]
     padded: bool  # whether rows are padded to the longest of their microbatch
 
-    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> load_balancing.SampleAssignment:
-        return load_balancing.balance(self.costs[:, numbers], ranks, microbatches, self.padded)
+    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> balancing.SampleAssignment:
+        return balancing.balance(self.costs[:, numbers], ranks, microbatches, self.padded)
 
     def gain(self, steps: Sequence[np.ndarray], ranks: int, microbatches: int) -> tuple[float, float]:
         """Return the slowest replica's work over the mean, for samples in order and balanced, over some steps."""
@@ -66,9 +66,9 @@ class LoadBalancer:
         for numbers in steps:
             costs = self.costs[:, numbers]
             mean += float(costs.sum()) / ranks
-            as_given = load_balancing.assign_in_order(len(numbers), ranks, microbatches)
+            as_given = balancing.assign_in_order(len(numbers), ranks, microbatches)
             in_order, balanced = (
-                work + load_balancing.compute_step_work(load_balancing.compute_loads(costs, assignment, self.padded))
+                work + balancing.compute_step_work(balancing.compute_loads(costs, assignment, self.padded))
                 for work, assignment in ((in_order, as_given), (balanced, self(numbers, ranks, microbatches)))
             )
         return (in_order / mean, balanced / mean) if mean else (1.0, 1.0)
@@ -111,7 +111,7 @@ def describe_gain(balancer: LoadBalancer, order: EpochOrder, config: RunConfig, 
     )
 
 
-def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]) -> load_balancing.SampleCosts:
+def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]) -> balancing.SampleCosts:
     """Return the costs of samples, [phases, samples]; 0 for samples that will be skipped."""
     data, costs = sizer.data, np.zeros((len(sizer.phases), len(numbers)))
     for place, number in enumerate(numbers):
@@ -124,7 +124,7 @@ def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]
 
 def _share_costs(
     sizer: SampleSizer, source: DataSource, config: RunConfig, folder: RunFolder
-) -> load_balancing.SampleCosts:
+) -> balancing.SampleCosts:
     """Return the costs of all samples: from the run's folder, or measured by all ranks together."""
     rank, size = distributed.rank(), distributed.world_size()
     shape = (len(sizer.phases), len(source))

@@ -28,7 +28,7 @@ from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement, pin_batch
 from cornstarch.parallel.mesh import Replica
-from cornstarch.plan.load_balancing import SampleAssignment, assign_in_order
+from cornstarch.plan.balancing import SampleAssignment, assign_in_order
 from cornstarch.trees import tensors_in
 
 Deal = Callable[[np.ndarray, int, int], SampleAssignment]

@@ -14,7 +14,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.mesh import DeviceMeshes, Replica
 from cornstarch.pipeline.stages import StageGroups
-from cornstarch.plan.kinds import UNSYNCHRONIZED
+from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.plan.layout import Layout, check_executable
 from cornstarch.plan.plan import Plan
 

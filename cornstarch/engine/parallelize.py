@@ -25,7 +25,7 @@ from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.stage_program import Call
 from cornstarch.pipeline.stages import StageAssignment, release_remote_parameters
 from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.plan.kinds import UNSYNCHRONIZED
+from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
 

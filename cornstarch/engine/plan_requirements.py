@@ -25,7 +25,7 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
-from cornstarch.plan.kinds import UNSYNCHRONIZED
+from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL
 

@@ -21,7 +21,7 @@ from cornstarch.engine.train_step import TrainStep
 from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import OwnedParameters, reshard
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
-from cornstarch.plan.kinds import UNSYNCHRONIZED
+from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.tasks.task import Task
 
 _KEY = "exchange"  # of what a checkpoint has of each rank's sync

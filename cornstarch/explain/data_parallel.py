@@ -14,8 +14,8 @@ from typing import Literal
 
 from cornstarch.explain import story
 from cornstarch.explain.story import NUMBER_BYTES, DiagramBox, DiagramRow, Formula, Story, StoryStep, Tone
+from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
-from cornstarch.plan.load_balancing import assign_largest_first
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
 from cornstarch.plan.plan import DataPlan
 

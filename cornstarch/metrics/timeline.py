@@ -20,7 +20,7 @@ from cornstarch.parallel import distributed
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.runtime import ActionEvent
 from cornstarch.plan.simulate import simulate
-from cornstarch.plan.stages import places_of
+from cornstarch.plan.stage_graph import places_of
 from cornstarch.report.timelines import TIMELINE, TRACE, chrome_trace
 from cornstarch.schedule.actions import Action, Kind, Schedule, get_requirements, get_results
 from cornstarch.schedule.graph import StageGraph

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.kinds import REGISTERED
+from cornstarch.plan.data_options import REGISTERED
 
 TrackerStatus = Literal["finished", "stopped", "failed"]
 IDS = "loggers.json"

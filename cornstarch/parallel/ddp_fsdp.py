@@ -24,9 +24,9 @@ from cornstarch.compat import buffer_options, reshard_flat_units
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.low_bandwidth.gradient_hooks import CompressedHSDPShards, attach_compression, get_gradient_sync
+from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.plan.cluster_file import format_quantity
 from cornstarch.plan.communication import Link, Timing, fit_link
-from cornstarch.plan.load_balancing import assign_largest_first
 from cornstarch.plan.low_bandwidth_cost import choose_bucket_bytes
 from cornstarch.plan.plan import DataPlan
 

@@ -39,7 +39,7 @@ from cornstarch.parallel.context.encoder_items import (
 )
 from cornstarch.parallel.context.modes import all_to_all
 from cornstarch.parallel.distributed import get_device_backend
-from cornstarch.plan.load_balancing import assign_surplus
+from cornstarch.plan.balancing import assign_surplus
 from cornstarch.trees import map_tensors, tensors_in
 
 _ATTACHED = "_cornstarch_encoder_balancer"

@@ -14,7 +14,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 from cornstarch.parallel.distributed import get_device_backend
 from cornstarch.plan.layout import Layout
-from cornstarch.plan.stages import place_of
+from cornstarch.plan.stage_graph import place_of
 
 
 @dataclass(frozen=True)

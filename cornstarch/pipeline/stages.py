@@ -27,7 +27,7 @@ from cornstarch.pipeline.stage import map_modules_to_stages, map_parameters_to_s
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
-from cornstarch.plan.stages import places_of, stage_graph
+from cornstarch.plan.stage_graph import places_of, stage_graph
 from cornstarch.schedule.graph import StageGraph
 
 _ORIGINAL_NAMES = "_cornstarch_whole_names"

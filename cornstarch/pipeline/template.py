@@ -15,7 +15,7 @@ from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.errors import ConfigError
 from cornstarch.pipeline.model_analysis import ModelAnalysis, WrappedModel, count_parameters, find_wrapped_model
 from cornstarch.pipeline.split import analyze_model, check_embedding_stage
-from cornstarch.plan.stages import best_cut
+from cornstarch.plan.stage_graph import best_cut
 
 BALANCE_METHODS = ("parameters", "flops", "time", "uniform")
 _TIMED_PASSES = 3  # the fastest counts

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornstarch.plan.cost import ModuleCost, RunCost
-from cornstarch.plan.placement import Span, copies_in_nodes
-from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan
+from cornstarch.plan.data_options import REPLICATED, SPLIT_BACKWARD
+from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan, group_by_ranks
 from cornstarch.plan.plan import RankPlacement as RankMode
+from cornstarch.plan.rank_order import Span, copies_in_nodes
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -58,7 +59,6 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
-        """The plan, as `cornstarch train` takes it."""
         return _build_plan(self.modules, self.kind, self.ranks, self.schedule, self.replicate)
 
     def copies(self, per_node: int) -> int:
@@ -69,13 +69,8 @@ class Candidate:
 
     @cached_property
     def sharing(self) -> tuple[tuple[str, ...], ...]:
-        """The modules, grouped by the ranks that they are on; as in `Plan`."""
-        *encoders, last = (name for name, _ in self.modules)
-        if self.ranks in ("shared", "first_stage"):
-            return ((*encoders, last),)
-        if self.ranks == "colocated" and encoders:
-            return tuple(encoders), (last,)
-        return tuple((name,) for name, _ in self.modules)
+        """The modules, grouped by the ranks that they are on."""
+        return group_by_ranks([name for name, _ in self.modules], self.ranks)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -90,12 +85,10 @@ class Candidate:
 
     @property
     def replica(self) -> int:
-        """The ranks of one replica."""
         return sum(span.ranks for span in self.spans)
 
     @property
     def world(self) -> int:
-        """All ranks in use."""
         return self.replica * self.dp
 
     @property
@@ -136,9 +129,6 @@ def _build_plan(
     return Plan(dict(modules), DataPlan(kind, replicate), ranks, schedule)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------ the space
-
-
 @dataclass(frozen=True)
 class SearchSpace:
     """What a search may choose from."""
@@ -176,10 +166,7 @@ class ParallelSizes:
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The modules, by number, grouped by the ranks that they are on."""
-        every = tuple(range(len(self.names)))
-        if self.ranks in ("shared", "first_stage"):
-            return (every,)
-        return (every[:-1], every[-1:]) if self.ranks == "colocated" else tuple((number,) for number in every)
+        return group_by_ranks(range(len(self.names)), self.ranks)
 
 
 def enumerate_sizes(
@@ -187,13 +174,8 @@ def enumerate_sizes(
 ) -> Iterator[ParallelSizes]:
     """Yield every combination of sizes whose replica fits into the cluster; the largest replicas first.
 
-    Args:
-        cost: The costs of the run.
-        cluster: The machines.
-        space: What may be chosen.
-        work: By module, tp and cp, the seconds of all samples of a step on one stage. With it, the fastest combinations
-            come first, and those whose ranks, always busy, would need `limit` or more are left out.
-        limit: Seconds of a step.
+    `work` has, by module, tp and cp, the seconds of all samples of a step on one stage. With it, the fastest
+    combinations come first, and those whose ranks, always busy, would need `limit` seconds or more are left out.
     """
     names = tuple(module.name for module in cost.modules)
     for ranks in list_rank_modes(cost, space):
@@ -287,9 +269,6 @@ def _largest_divisor(number: int, most: int) -> int:
     return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 0)
 
 
-# ------------------------------------------------------------------------------------------------ candidates of sizes
-
-
 def list_microbatches(sizes: ParallelSizes, cost: RunCost, space: SearchSpace) -> list[int]:
     """Return the numbers of microbatches that a replica's part of the batch can be split into."""
     each = cost.batch // sizes.dp
@@ -312,27 +291,6 @@ def list_kinds(sizes: ParallelSizes, space: SearchSpace) -> list[DataKind]:
     return found[:1] if max(sizes.dp * cp for _, cp, _ in sizes.sizes) == 1 else found
 
 
-def _list_schedules(
-    sizes: ParallelSizes, microbatches: int, cost: RunCost, space: SearchSpace
-) -> list[tuple[str, int]]:
-    """Return schedules, each with the parts of the last module on each of its places."""
-    stages = sizes.sizes[-1][2]
-    if len(sizes.groups) == 1 and stages == 1:
-        return [("1f1b", 1)]
-    found = [(schedule, 1) for schedule in space.schedules if schedule != "interleaved"]
-    if "interleaved" in space.schedules and stages > 1 and microbatches % stages == 0:
-        most = len(cost.modules[-1].layers) // stages
-        found += [("interleaved", virtual) for virtual in space.virtual if virtual <= most]
-    return found
-
-
-def _is_executable(schedule: str, kind: DataKind, checkpointing: tuple[bool, ...], sizes: ParallelSizes) -> bool:
-    """Return whether a combination can be run; `cornstarch.plan.layout.unexecutable` has the reasons."""
-    if kind in ("zero1", "fsdp1") and any(tp > 1 for tp, _, _ in sizes.sizes):
-        return False
-    return schedule not in ("zero_bubble", "auto") or (kind in ("ddp", "zero1") and not any(checkpointing))
-
-
 @lru_cache(maxsize=65536)
 def _build_module_plan(sizes: Sizes, virtual: int, checkpointing: bool, sequence: bool, vocabulary: bool) -> ModulePlan:
     tp, cp, stages = sizes
@@ -345,20 +303,29 @@ def _build_module_plan(sizes: Sizes, virtual: int, checkpointing: bool, sequence
 def complete_sizes(
     sizes: ParallelSizes, checkpointing: tuple[bool, ...], microbatches: int, cost: RunCost, space: SearchSpace
 ) -> Iterator[Candidate]:
-    """Yield the candidates that differ only in schedule and data parallelism."""
-    for schedule, virtual in _list_schedules(sizes, microbatches, cost, space):
+    """Yield the candidates that differ only in schedule and data parallelism, and can be run."""
+    stages = sizes.sizes[-1][2]
+    schedules = [(schedule, 1) for schedule in space.schedules if schedule != "interleaved"]
+    if "interleaved" in space.schedules and stages > 1 and microbatches % stages == 0:
+        most = len(cost.modules[-1].layers) // stages
+        schedules += [("interleaved", virtual) for virtual in space.virtual if virtual <= most]
+    if len(sizes.groups) == 1 and stages == 1:
+        schedules = [("1f1b", 1)]
+    has_tp = any(tp > 1 for tp, _, _ in sizes.sizes)
+    kinds = [kind for kind in list_kinds(sizes, space) if not (has_tp and kind in ("zero1", "fsdp1"))]
+    for schedule, virtual in schedules:
         parts = [1] * (len(sizes.names) - 1) + [virtual]
         modules = tuple(
             (name, _build_module_plan(own, many, one, space.tp_sequence, space.tp_vocabulary))
             for name, own, many, one in zip(sizes.names, sizes.sizes, parts, checkpointing, strict=True)
         )
-        for kind in list_kinds(sizes, space):
-            if _is_executable(schedule, kind, checkpointing, sizes):
+        for kind in kinds:
+            splits_backward = schedule in SPLIT_BACKWARD
+            if not splits_backward or (kind in REPLICATED and not any(checkpointing)):
                 yield Candidate(modules, sizes.ranks, kind, schedule, sizes.dp, microbatches)
 
 
 def enumerate_candidates(cost: RunCost, cluster: Cluster, space: SearchSpace | None = None) -> Iterator[Candidate]:
-    """Yield every candidate of a space."""
     space = space or SearchSpace()
     for sizes in enumerate_sizes(cost, cluster, space):
         for microbatches in list_microbatches(sizes, cost, space):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.communication import BETWEEN_NODES, LINKS, Link
+from cornstarch.plan.data_statistics import write_text
 
 KEPT_FREE = 0.05
 """The fraction of a device's memory that plans leave free: driver, libraries, fragmentation."""
@@ -24,9 +25,6 @@ MOST_IN_A_NODE = 16
 """More GPUs than this in a node are treated as a typo in a name; a file may describe larger nodes."""
 
 _NAME = re.compile(r"(?:(\d{1,6})\s*[x×*]\s*)?(?:(\d{1,6})\s*[x×*]\s*)?(\S.*)", re.IGNORECASE)
-
-
-# ------------------------------------------------------------------------------------------------ devices
 
 
 @dataclass(frozen=True)
@@ -164,11 +162,9 @@ def replace_rates(one: Device, rates: Mapping[str, float]) -> Device:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device; None if unknown.
+    """Return the peak FLOP/s of a device by its driver's name; None if unknown.
 
-    Args:
-        name: The device, as its driver calls it.
-        precision: bf16 or fp16; None is returned for float32, whose speed depends on whether TF32 is enabled.
+    It is None for float32, too, whose speed depends on whether TF32 is enabled.
     """
     try:
         found = device(name)
@@ -196,9 +192,6 @@ def this_cpu(processes: int = 1) -> Device:
 def find_node_link(one: Device) -> Link:
     """Return the link between several of a device in a node, by the catalogue; PCIe 4 where that is not known."""
     return LINKS[one.link or "PCIe 4"]
-
-
-# ------------------------------------------------------------------------------------------------ clusters
 
 
 @dataclass(frozen=True)
@@ -258,7 +251,6 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """The number of devices, and so of ranks."""
         return self.nodes * self.per_node
 
     def link(self, ranks: Sequence[int]) -> Link:
@@ -314,7 +306,4 @@ def write_cluster(path: str | Path, cluster: Cluster) -> None:
     """Write a YAML file that `read_cluster` reads as the same cluster."""
     from cornstarch.plan.cluster_file import as_yaml
 
-    try:
-        Path(path).write_text(as_yaml(cluster), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
+    write_text(path, as_yaml(cluster))

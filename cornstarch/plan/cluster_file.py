@@ -16,21 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan import cluster as catalogue
 from cornstarch.plan import validation as mistakes
-from cornstarch.plan.cluster import (
-    DTYPES,
-    Cluster,
-    Device,
-    device,
-    find_device_or_unknown,
-    find_node_link,
-    replace_rates,
-    this_cpu,
-)
+from cornstarch.plan.cluster import DTYPES, Cluster, Device, find_node_link
 from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Link
 from cornstarch.plan.validation import Mistake, format_value, suggestion
-
-# ------------------------------------------------------------------------------------------------ quantities
 
 Unit = Literal["B", "B/s", "s", "FLOP/s"]
 
@@ -55,15 +45,14 @@ _QUANTITY = re.compile(r"\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)
 def parse_quantity(value: Any, unit: Unit, least: float | None = None) -> float:
     """Return a number in `unit`, from a number or a text with its unit; ValueError says what was expected.
 
-    Args:
-        value: The value in a file.
-        unit: The unit of the result.
-        least: The smallest allowed number. Default: it must be above 0.
+    `least` is the smallest allowed number. Default: it must be above 0.
     """
     expected = f"Expected {_EXAMPLES[unit]}"
     number = value if isinstance(value, float) or (type(value) is int and abs(value) < _MAX_INTEGER) else None
     if isinstance(value, str) and (found := _QUANTITY.fullmatch(value)):
-        factor = _find_factor(found[2] or "", unit)
+        text = found[2] or ""  # in any capitalization that is not ambiguous
+        lowered = {name.lower(): factor for name, factor in _UNITS[unit].items()}
+        factor = _UNITS[unit].get(text) or lowered.get(re.sub(r"flops$", "flop/s", text.lower())) if text else 1.0
         if factor is None:
             raise ValueError(f"{expected}. The unit {found[2]!r} is none of {', '.join(_UNITS[unit])}.")
         number = float(Decimal(found[1]) * Decimal(str(factor)))  # 3.4 × 10⁻⁶ is no product of two floats
@@ -74,15 +63,6 @@ def parse_quantity(value: Any, unit: Unit, least: float | None = None) -> float:
     return float(number)
 
 
-def _find_factor(text: str, unit: Unit) -> float | None:
-    """Return the factor of a unit in any capitalization that is not ambiguous; None if there is none."""
-    if not text:
-        return 1.0
-    known = _UNITS[unit]
-    lowered = re.sub(r"flops$", "flop/s", text.lower())
-    return known.get(text) or {name.lower(): factor for name, factor in known.items()}.get(lowered)
-
-
 def format_quantity(value: float, unit: Unit) -> str:
     """Return a number with a unit that makes it short, or without one where that would lose digits."""
     decimal = [(factor, name) for name, factor in _UNITS[unit].items() if "i" not in name and name != "µs"]
@@ -91,8 +71,6 @@ def format_quantity(value: float, unit: Unit) -> str:
     exact = parse_quantity(text, unit, least=0) == value
     return text if exact else repr(value)
 
-
-# ------------------------------------------------------------------------------------------------ reading
 
 _CLUSTER = ["name", "nodes", "per_node", "device", "inside", "between", "disk", "disk_read", "measured"]
 _DEVICE = ["name", "memory", "bandwidth", "flops", "bf16"]
@@ -213,7 +191,7 @@ class _Reader:
         if not all(key in given for key in needed):  # the catalogue has the rest
             base = self._find_device(name, path, [key for key in needed if key not in given])
         else:
-            base = find_device_or_unknown(name)
+            base = catalogue.find_device_or_unknown(name)
         if base is None:
             return None
         if "memory" in given:
@@ -231,8 +209,8 @@ class _Reader:
 
     def _find_device(self, name: str, path: mistakes.Path, missing: list[str] | None = None) -> Device | None:
         try:
-            found = device(name)
-            return this_cpu(self._processes) if found.is_cpu else found
+            found = catalogue.device(name)
+            return catalogue.this_cpu(self._processes) if found.is_cpu else found
         except ConfigError as error:
             are = "is" if len(missing or ()) == 1 else "are"
             more = f"\nOr describe it: {', '.join(missing)} {are} missing." if missing else ""
@@ -248,7 +226,7 @@ class _Reader:
             dtype: self._read_quantity(given[dtype], "FLOP/s", (*path, dtype)) for dtype in DTYPES if dtype in given
         }
         known = {dtype: rate for dtype, rate in rates.items() if rate is not None}
-        return replace(replace_rates(base, known), has_bf16="bf16" in rates)
+        return replace(catalogue.replace_rates(base, known), has_bf16="bf16" in rates)
 
     def _read_link(self, data: Any, path: mistakes.Path) -> Link | None:
         if isinstance(data, str):
@@ -297,9 +275,6 @@ class _Reader:
         missing = value is _MISSING
         text = f"It is missing. {text}" if missing else text
         self.found.append(Mistake(path, None if missing else format_value(value), text))
-
-
-# ------------------------------------------------------------------------------------------------ writing
 
 
 def as_yaml(cluster: Cluster) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Literal, NamedTuple, get_args
 
@@ -67,12 +68,10 @@ BETWEEN_NODES = "InfiniBand 400"
 """The default between nodes: 400 Gbit/s for each device, as in a DGX H100."""
 
 
-# ------------------------------------------------------------------------------------------------ bytes per rank
-
-
 def all_gather_bytes(size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in an all-gather: all parts but its own, (N - 1) / N × size."""
-    return _count_others(ranks) * size / ranks
+    assert ranks >= 1, ranks
+    return (ranks - 1) * size / ranks
 
 
 reduce_scatter_bytes = all_to_all_bytes = all_gather_bytes
@@ -88,57 +87,28 @@ def send_bytes(size: float) -> float:
     return size
 
 
-# ------------------------------------------------------------------------------------------------ seconds
+def collective_seconds(kind: Collective, size: float, ranks: int, link: Link) -> float:
+    """Return the seconds of a collective over a link.
+
+    All-gather and reduce-scatter are N - 1 rounds of a ring, an all-reduce is 2 (N - 1), an all-to-all is N - 1
+    messages of each rank, and `send` is one message.
+    """
+    own = link.of(kind)
+    if kind == "send":
+        return own.latency + send_bytes(size) / own.bandwidth
+    passes = 2 if kind == "all_reduce" else 1
+    return passes * (ranks - 1) * own.latency + passes * all_gather_bytes(size, ranks) / own.bandwidth
 
 
-def all_gather(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a ring all-gather: N - 1 rounds."""
-    return _message_seconds(_count_others(ranks), all_gather_bytes(size, ranks), link.of("all_gather"))
-
-
-def reduce_scatter(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a ring reduce-scatter: N - 1 rounds."""
-    return _message_seconds(_count_others(ranks), reduce_scatter_bytes(size, ranks), link.of("reduce_scatter"))
-
-
-def all_reduce(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a ring all-reduce: 2 (N - 1) rounds."""
-    return _message_seconds(2 * _count_others(ranks), all_reduce_bytes(size, ranks), link.of("all_reduce"))
-
-
-def all_to_all(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of an all-to-all: N - 1 messages of each rank, one to every other."""
-    return _message_seconds(_count_others(ranks), all_to_all_bytes(size, ranks), link.of("all_to_all"))
+all_reduce = partial(collective_seconds, "all_reduce")
+all_gather = partial(collective_seconds, "all_gather")
+reduce_scatter = partial(collective_seconds, "reduce_scatter")
+all_to_all = partial(collective_seconds, "all_to_all")
 
 
 def send(size: float, link: Link) -> float:
     """Return the seconds of a message from one rank to another."""
-    return _message_seconds(1, send_bytes(size), link.of("send"))
-
-
-def collective_seconds(kind: Collective, size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a collective, or a message, over a link."""
-    if kind == "send":
-        return send(size, link)
-    times = {
-        "all_reduce": all_reduce,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_to_all": all_to_all,
-    }
-    return times[kind](size, ranks, link)
-
-
-def _message_seconds(rounds: int, size: float, link: Link) -> float:
-    return rounds * link.latency + size / link.bandwidth
-
-
-def _count_others(ranks: int) -> int:
-    assert ranks >= 1, ranks
-    return ranks - 1
-
-
-# ------------------------------------------------------------------------------------------------ fitting
+    return collective_seconds("send", size, 2, link)
 
 
 class Timing(NamedTuple):

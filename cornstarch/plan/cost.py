@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from cornstarch.errors import ConfigError
 from cornstarch.plan.communication import all_gather, all_reduce
 from cornstarch.plan.data_statistics import interpolate
-from cornstarch.plan.placement import GroupLinks
 from cornstarch.plan.plan import LANGUAGE_MODEL
-from cornstarch.plan.stages import best_parts
+from cornstarch.plan.rank_order import GroupLinks
+from cornstarch.plan.stage_graph import best_parts
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Device
@@ -88,14 +88,12 @@ class LayerCost:
 
     @property
     def num_trainable(self) -> int:
-        """The number of trained parameters."""
         if not self.trained:
             return 0
         return self.parameters if self.trained_parameters is None else self.trained_parameters
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes of the gradients of its weights."""
         return self.parameter_bytes * self.num_trainable / self.parameters if self.num_trainable else 0
 
 
@@ -119,7 +117,6 @@ class ModuleCost:
 
     @property
     def trained(self) -> bool:
-        """Whether any of its layers is trained."""
         return any(layer.trained for layer in self.layers)
 
 
@@ -158,12 +155,10 @@ class RunCost:
                 raise ConfigError(f"{module.name} feeds {', '.join(module.feeds)}; expected {last}, where all meet.")
 
     def module(self, name: str) -> ModuleCost:
-        """Return a module by name."""
         return next(module for module in self.modules if module.name == name)
 
     @property
     def encoders(self) -> tuple[ModuleCost, ...]:
-        """All modules but the last."""
         return self.modules[:-1]
 
     def straggler_factor(self, replicas: int) -> float:
@@ -189,14 +184,8 @@ def scale_layer(
     Times are divided by tp × cp, parameters by tp, tokens by cp. No pass is faster than the device reads the layer's
     weights from its memory, so very small microbatches gain nothing.
 
-    Args:
-        layer: With tp = cp = 1.
-        tp: Ranks that its matrices are sharded over.
-        cp: Ranks that its tokens are split over.
-        samples: Of a microbatch, in multiples of the microbatch that the costs are of.
-        device: Whose memory is read. Default: reading costs nothing.
-        sequence: Whether tp shards activations along tokens, too.
-        vocabulary: Whether tp shards embeddings and heads by words, too.
+    `samples` counts in multiples of the microbatch that the costs are of; without a device, reading costs nothing.
+    `sequence`: tp shards activations along tokens, too; `vocabulary`: embeddings and heads by words.
     """
     is_sharded = layer.tp_cuts == "always" or (layer.tp_cuts == "vocabulary" and vocabulary)
     over = tp if is_sharded else 1
@@ -284,7 +273,6 @@ class RankCost:
 
     @cached_property
     def total(self) -> Numbers:
-        """The seconds of a microbatch."""
         return self.forward + self.inputs + self.weights
 
     @cached_property
@@ -297,7 +285,6 @@ class RankCost:
         return {}
 
     def cut(self, stages: int, virtual: int = 1, before: float = 0.0) -> tuple[int, ...]:
-        """Return the first layer of each part of each stage; cached."""
         key = (stages, virtual, before)
         if key not in self._cuts:
             self._cuts[key] = best_parts(self.total, *key)

@@ -49,10 +49,6 @@ class DataStatistics:
         """Return `straggler` for a number of replicas, interpolated between known numbers; 1 if nothing is known."""
         return interpolate(sorted(self.straggler.items()), replicas)
 
-    def to_data(self) -> dict[str, Any]:
-        """Return plain data for YAML."""
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: Any) -> DataStatistics:
         """Build from plain data."""
@@ -84,25 +80,37 @@ def interpolate(known: Sequence[tuple[int, float]], replicas: int) -> float:
 
 def read_data_statistics(path: Path) -> DataStatistics:
     """Read a file that `cornstarch inspect-data` has written."""
-    import yaml
-
+    data = load_yaml(path, "inspect-data")
     try:
-        return DataStatistics.from_data(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return DataStatistics.from_data(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. To write it: cornstarch inspect-data CONFIG --output {path}"
-        ) from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: this is not YAML: {str(error).splitlines()[0]}.") from error
 
 
 def write_data_statistics(path: Path, statistics: DataStatistics) -> None:
     """Write a file that `read_data_statistics` reads."""
     import yaml
 
+    write_text(path, yaml.safe_dump(asdict(statistics), sort_keys=False))
+
+
+def load_yaml(path: str | Path, command: str) -> Any:
+    """Return the content of a YAML file that a command of the CLI has written."""
+    import yaml
+
     try:
-        path.write_text(yaml.safe_dump(statistics.to_data(), sort_keys=False), encoding="utf-8")
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. To write it: cornstarch {command} CONFIG --output {path}"
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: this is not YAML: {str(error).splitlines()[0]}.") from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file; ConfigError if that is impossible."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error

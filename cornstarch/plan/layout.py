@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.conflicts import sync_conflicts
-from cornstarch.plan.kinds import REPLICATED, SHARDED, SPLIT_BACKWARD, UNSYNCHRONIZED
-from cornstarch.plan.placement import (
+from cornstarch.plan.data_options import REPLICATED, SHARDED, SPLIT_BACKWARD, UNSYNCHRONIZED
+from cornstarch.plan.plan import Plan
+from cornstarch.plan.rank_order import (
     Placement,
     Ranks,
     Span,
@@ -28,7 +28,6 @@ from cornstarch.plan.placement import (
     nodes_of,
     place_spans,
 )
-from cornstarch.plan.plan import Plan
 from cornstarch.plan.validation import format_value, nearest
 
 MOST_RANKS = 10_000_000
@@ -78,11 +77,8 @@ class Layout:
         layout._check_resharding()
         return layout
 
-    # ---------------------------------------------------------------------------------------- sizes
-
     @property
     def dp(self) -> int:
-        """Data-parallel replicas of the model."""
         return self.placement.dp
 
     @property
@@ -119,8 +115,6 @@ class Layout:
         modules = self.plan.modules
         return any(self.plan.kind(name) in SHARDED and prod(self.data_shape(name)) > 1 for name in modules)
 
-    # ---------------------------------------------------------------------------------------- places
-
     def place(self, rank: int) -> Place:
         """Return the place of a rank."""
         self._check_index("rank", rank, self.world)
@@ -145,8 +139,6 @@ class Layout:
     def _check_index(name: str, index: int, size: int) -> None:
         if not 0 <= index < size:
             raise ConfigError(f"{name} = {index}: expected 0" + (f" to {size - 1:,}." if size > 1 else "."))
-
-    # ---------------------------------------------------------------------------------------- groups
 
     def mesh(self, module: str) -> Ranks:
         """Return the ranks of a module as an array with the axes (pp, dp, cp, tp)."""
@@ -210,8 +202,6 @@ class Layout:
                     found[module, axis] = shapes[stages, *shape]
         return found
 
-    # ---------------------------------------------------------------------------------------- diagnostics
-
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Groups that cross nodes, which slows the run down: one line for the innermost axis of each module."""
@@ -257,12 +247,10 @@ class Layout:
             span = self.span(name)
             stages = span.stages_of(name)
             sizes = (self.dp * stages * span.stage_ranks, stages, self.dp, span.cp, span.tp)
-            rows.append((name, *(f"{size:,}" for size in sizes), self._data_words(name)))
+            kind, (copies, shards) = self.plan.kind(name), self.data_shape(name)
+            data = f"{kind}, {copies:,} × {shards:,}" if kind == "hsdp" else f"{kind} over {copies * shards:,}"
+            rows.append((name, *(f"{size:,}" for size in sizes), data))
         return "\n".join([head, "", *columns(rows, right=range(1, 6))])
-
-    def _data_words(self, module: str) -> str:
-        kind, (copies, shards) = self.plan.kind(module), self.data_shape(module)
-        return f"{kind}, {copies:,} × {shards:,}" if kind == "hsdp" else f"{kind} over {copies * shards:,}"
 
     def _check_resharding(self) -> None:
         """Refuse a number of ranks to reshard over after forward that does not divide the shards."""
@@ -286,7 +274,7 @@ class Layout:
 def unexecutable(plan: Plan) -> list[str]:
     """Return why a plan can be laid out but not run yet; empty if it can be run."""
     reasons = _unexecutable_pipeline(plan) if plan.is_pipeline else []
-    reasons += sync_conflicts(plan.data, plan.modules, plan.is_pipeline)
+    reasons += _sync_conflicts(plan)
     largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
         if module.precision:
@@ -311,12 +299,44 @@ def unexecutable(plan: Plan) -> list[str]:
     return reasons
 
 
+def _sync_conflicts(plan: Plan) -> list[str]:
+    """Return why the replicas of a plan cannot be synchronized as its data parallelism says; empty if they can."""
+    data, modules, reasons = plan.data, plan.modules, []
+    has_tp = any(module.tp > 1 for module in modules.values())
+    if data.kind in UNSYNCHRONIZED:
+        largest = {axis: max(getattr(module, axis) for module in modules.values()) for axis in ("tp", "cp")}
+        sizes = [f"{axis} {size}" for axis, size in largest.items() if size > 1]
+        sizes += ["a pipeline"] if plan.is_pipeline else []
+        if sizes:
+            reasons.append(
+                f"data.kind = {data.kind}: each rank trains a whole model by itself, and the plan has "
+                f"{' and '.join(sizes)}. Use ranks of one model each, or the kind ddp with a compression."
+            )
+    elif data.compression.kind != "none":
+        what = f"data.compression.kind = {data.compression.kind}: "
+        if plan.is_pipeline:
+            reasons.append(f"{what}the stages of a pipeline exchange gradients whole. Leave it out, or use one stage.")
+        elif has_tp and data.kind in REPLICATED:
+            reasons.append(f"{what}with tp the ranks exchange shards of gradients. Leave it out, or use the kind hsdp.")
+    return reasons
+
+
 def _unexecutable_pipeline(plan: Plan) -> list[str]:
     kind, reasons = plan.data.kind, []
     if kind == "fsdp1":
         reasons.append("data.kind = fsdp1: it cannot shard the stages of a pipeline. Use fsdp2.")
-    if plan.schedule in SPLIT_BACKWARD:
-        reasons += [f"schedule = {plan.schedule}: {reason}" for reason in _split_backward_conflicts(plan)]
+    if plan.schedule in SPLIT_BACKWARD:  # zero_bubble takes backward passes apart, and auto may choose it
+        what = f"schedule = {plan.schedule}: "
+        if kind not in (*REPLICATED, "fsdp1"):
+            reasons.append(
+                f"{what}{kind} gathers parameters for a whole backward pass, which zero_bubble takes apart. Use the "
+                "kind ddp or zero1, or the schedule 1f1b or interleaved."
+            )
+        if again := [name for name, module in plan.modules.items() if module.activation_checkpointing]:
+            reasons.append(
+                f"{what}{' and '.join(again)} would compute activations again for the gradients of inputs, and once "
+                "more for those of each matrix, which zero_bubble takes apart. Use the schedule 1f1b or interleaved."
+            )
     for modules in plan.sharing:
         for name in modules:
             module, (_, cp, tp) = plan.modules[name], plan.sizes(modules)
@@ -325,22 +345,6 @@ def _unexecutable_pipeline(plan: Plan) -> list[str]:
                     f"modules.{name}: tp {module.tp} and cp {module.cp} beside a module with tp {tp} and cp {cp} on "
                     "the same ranks of a pipeline cannot be run yet. Use the same, or ranks: own."
                 )
-    return reasons
-
-
-def _split_backward_conflicts(plan: Plan) -> list[str]:
-    """Return why backward passes cannot be split, as zero_bubble does, which auto may choose."""
-    kind, reasons = plan.data.kind, []
-    if kind not in (*REPLICATED, "fsdp1"):
-        reasons.append(
-            f"{kind} gathers parameters for a whole backward pass, which zero_bubble takes apart. Use the kind ddp or "
-            "zero1, or the schedule 1f1b or interleaved."
-        )
-    if again := [name for name, module in plan.modules.items() if module.activation_checkpointing]:
-        reasons.append(
-            f"{' and '.join(again)} would compute activations again for the gradients of inputs, and once more for "
-            "those of each matrix, which zero_bubble takes apart. Use the schedule 1f1b or interleaved."
-        )
     return reasons
 
 

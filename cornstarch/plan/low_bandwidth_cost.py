@@ -5,7 +5,7 @@
     options = compare_sync_options(SyncedParameters(shapes), step, ranks=4, link=link, bandwidth=2e12)
     recommend(options).label
 
-The bytes that a rank sends are exact (`cornstarch.plan.low_bandwidth`); their time follows the alpha-beta model
+The bytes that a rank sends are exact (`Compression.count_sent_bytes`); their time follows the alpha-beta model
 (`cornstarch.plan.communication`); compression costs memory traffic.
 """
 
@@ -19,8 +19,7 @@ from typing import Any
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster_file import parse_quantity
 from cornstarch.plan.communication import Link
-from cornstarch.plan.compression import Compression, Gossip, Local
-from cornstarch.plan.kinds import CompressionKind
+from cornstarch.plan.data_options import UNSYNCHRONIZED, Compression, CompressionKind, Gossip, Local
 from cornstarch.plan.plan import DataPlan
 
 TCP_LATENCY = 100e-6
@@ -59,9 +58,6 @@ def choose_bucket_bytes(link: Link, ranks: int, size: int) -> int:
     return max(SMALLEST_BUCKET, int(min(fitting, size / _MIN_BUCKETS)))
 
 
-# ------------------------------------------------------------------------------------------------ bytes
-
-
 @dataclass(frozen=True)
 class SyncedParameters:
     """The trained parameters, which replicas keep in sync."""
@@ -72,12 +68,10 @@ class SyncedParameters:
 
     @property
     def numbers(self) -> int:
-        """The number of trained numbers."""
         return sum(map(prod, self.shapes))
 
     @property
     def size(self) -> int:
-        """Their bytes."""
         return self.numbers * self.itemsize
 
 
@@ -116,9 +110,6 @@ def _count_ring_neighbours(ranks: int) -> int:
     return min(2, ranks - 1)
 
 
-# ------------------------------------------------------------------------------------------------ seconds
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step of one rank, without communication."""
@@ -129,7 +120,6 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step."""
         return self.forward + self.backward + self.optimizer
 
 
@@ -156,18 +146,16 @@ def compare_sync_options(
 ) -> list[SyncOption]:
     """Return every way to synchronize replicas, those that change training least first.
 
-    Args:
-        what: The trained parameters.
-        step: The time of computation.
-        ranks: Replicas, each with its own link.
-        link: The link of each replica.
-        bandwidth: Bytes per second of a rank's memory.
+    Each of the `ranks` replicas has its own link; `bandwidth`: bytes per second of a rank's memory.
     """
-    found = []
+    found, rounds = [], 2 * (ranks - 1)
     for label, plan, effect in SYNC_OPTIONS:
         sent = count_sent_per_step(plan, what, ranks)
-        exchange = (sent / link.bandwidth + _count_messages(plan, what, ranks) * link.latency) if ranks > 1 else 0.0
         often = 1 / plan.local.every if plan.kind in ("local_sgd", "diloco") else 1.0
+        messages: float = rounds * ceil(what.size / _DDP_BUCKET)  # that follow one another in a step
+        if plan.kind in UNSYNCHRONIZED:
+            messages = 1.0 if plan.kind in ("gossip", "async") else rounds / plan.local.every
+        exchange = sent / link.bandwidth + messages * link.latency if ranks > 1 else 0.0
         compress = often * _TRAFFIC[plan.compression.kind] * what.size / bandwidth if ranks > 1 else 0.0
         seconds = _overlap(plan, step, exchange, compress)
         found.append(SyncOption(label, plan, effect, sent, exchange, compress, seconds))
@@ -180,18 +168,6 @@ def recommend(found: Sequence[SyncOption]) -> SyncOption:
     return next(one for one in found if one.seconds <= NEAR * fastest)
 
 
-def _count_messages(plan: DataPlan, what: SyncedParameters, ranks: int) -> float:
-    """Return the mean number of consecutive messages in a step."""
-    rounds = 2 * (ranks - 1)
-    match plan.kind:
-        case "local_sgd" | "diloco":
-            return rounds / plan.local.every
-        case "gossip" | "async":
-            return 1.0
-        case _:
-            return rounds * ceil(what.size / _DDP_BUCKET)
-
-
 def _overlap(plan: DataPlan, step: StepTime, exchange: float, compress: float) -> float:
     """Return the seconds of a step, given which communication overlaps with computation."""
     if plan.kind == "local_sgd" or (plan.kind == "diloco" and not plan.local.overlap):
@@ -202,9 +178,6 @@ def _overlap(plan: DataPlan, step: StepTime, exchange: float, compress: float) -
         return step.seconds + exchange
     # DDP sends buckets during the backward pass.
     return step.forward + max(step.backward + compress, exchange + compress) + step.optimizer
-
-
-# ------------------------------------------------------------------------------------------------ options
 
 
 def _build_ddp(kind: CompressionKind, **options: Any) -> DataPlan:

@@ -9,15 +9,15 @@ included. `textbook` has the well-known formulas, which are the same where every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.kinds import UNSYNCHRONIZED
-from cornstarch.plan.load_balancing import assign_largest_first
+from cornstarch.plan.balancing import assign_largest_first
+from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.plan.plan import DataKind, DataPlan
 
 if TYPE_CHECKING:
@@ -67,12 +67,10 @@ class ParameterSize:
 
     @property
     def numel(self) -> int:
-        """The number of its elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Its bytes, unsharded."""
         return self.numel * self.itemsize
 
 
@@ -109,7 +107,6 @@ class ModelSize:
 
     @property
     def trained(self) -> tuple[ParameterSize, ...]:
-        """The trained parameters."""
         return tuple(parameter for parameter in self.parameters if parameter.trained)
 
     def state(self, parameter: ParameterSize, shape: Sequence[int]) -> int:
@@ -183,8 +180,17 @@ def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = No
         return replace(_build_whole(size), exchanged=_low_bandwidth_bytes(size, data))
     if data.kind == "ddp":
         return _build_replicated(size, data)
-    if data.kind == "zero1":
-        return _build_zero1(size, data, ranks, rank)
+    if data.kind == "zero1":  # DDP, but a rank has optimizer states only for the parameters that it owns
+        trained, states = size.trained, [0] * ranks
+        if len(trained) < ranks:
+            raise ConfigError(
+                f"zero1 assigns whole parameters, and there are {len(trained)} for {ranks} processes. "
+                "Use fewer processes, or ddp."
+            )
+        owners = assign_largest_first([parameter.numel for parameter in trained], ranks)
+        for parameter, owner in zip(trained, owners, strict=True):
+            states[owner] += size.state(parameter, parameter.shape)
+        return replace(_build_replicated(size, data), optimizer=max(states) if rank is None else states[rank])
     shards = ranks // copies if data.kind == "hsdp" else ranks
     index = 0 if rank is None else rank % shards  # the first shard is the largest
     build = _build_fsdp1 if data.kind == "fsdp1" else _build_fsdp2
@@ -214,21 +220,6 @@ def _low_bandwidth_bytes(size: ModelSize, data: DataPlan) -> int:
     remembers = data.compression.kind != "none" and data.compression.error_feedback
     copies = {"local_sgd": 1, "diloco": 2 + data.local.overlap, "async": 1}.get(data.kind, 0) + remembers
     return 4 * copies * sum(parameter.numel for parameter in size.trained)
-
-
-def _build_zero1(size: ModelSize, data: DataPlan, ranks: int, rank: int | None) -> Memory:
-    """ZeRO-1: DDP, but a rank has optimizer states only for the parameters that it owns."""
-    trained = size.trained
-    if len(trained) < ranks:
-        raise ConfigError(
-            f"zero1 assigns whole parameters, and there are {len(trained)} for {ranks} processes. "
-            "Use fewer processes, or ddp."
-        )
-    states = [0] * ranks
-    owners = assign_largest_first([parameter.numel for parameter in trained], ranks)
-    for parameter, owner in zip(trained, owners, strict=True):
-        states[owner] += size.state(parameter, parameter.shape)
-    return replace(_build_replicated(size, data), optimizer=max(states) if rank is None else states[rank])
 
 
 def _build_fsdp2(size: ModelSize, shards: int, index: int) -> Memory:
@@ -264,13 +255,17 @@ def _build_fsdp1(size: ModelSize, shards: int, index: int) -> Memory:
     """
     parameters = gradients = optimizer = numbers = 0
     for unit in _group_by_unit(size.parameters).values():
-        spans = list(_list_flat_spans(unit))
-        shard = -(-spans[-1][2] // shards)
+        spans, end = [], 0  # each parameter with its start in the flat parameter
+        for parameter in unit:
+            spans.append((parameter, end))
+            aligned = _ALIGNMENT // parameter.itemsize
+            end += -(-parameter.numel // aligned) * aligned
+        shard = -(-end // shards)
         parameters += shard * unit[0].itemsize
         if not any(parameter.trained for parameter in unit):
             continue
         gradients += shard * unit[0].itemsize
-        for parameter, start, _ in spans:
+        for parameter, start in spans:
             own = min(start + parameter.numel, (index + 1) * shard) - max(start, index * shard)
             if parameter.trained and own > 0:
                 optimizer += size.states[parameter.itemsize, False].of((own,))
@@ -284,16 +279,6 @@ def _group_by_unit(parameters: Iterable[ParameterSize]) -> dict[int | None, list
     for parameter in parameters:
         units.setdefault(parameter.unit, []).append(parameter)
     return units
-
-
-def _list_flat_spans(unit: Sequence[ParameterSize]) -> Iterator[tuple[ParameterSize, int, int]]:
-    """Yield each parameter of a flat parameter with its start and its end, padding included."""
-    start = 0
-    for parameter in unit:
-        aligned = _ALIGNMENT // parameter.itemsize
-        end = start + -(-parameter.numel // aligned) * aligned
-        yield parameter, start, end
-        start = end
 
 
 def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
@@ -336,13 +321,8 @@ def stage_memory(
 
     zero1 assigns whole parameters; a stage has many, so each rank is assumed to get an equal part.
 
-    Args:
-        layers: Scaled to the rank; each is one unit.
-        kind: The kind of data parallelism.
-        ranks: dp × cp.
-        states: Bytes of the optimizer per trained parameter.
-        whole: Whether gradients are kept whole until the last microbatch, as in the stages of a pipeline.
-        copies: hsdp: copies of the model, each sharded over ranks / copies.
+    Layers are scaled to the rank, and each is one unit. `states`: bytes of the optimizer per trained parameter.
+    `whole`: whether gradients are kept whole until the last microbatch, as in the stages of a pipeline.
     """
     if kind not in PREDICTED:
         raise ConfigError(f"data.kind = {kind}: its steps cannot be predicted. Use one of {', '.join(PREDICTED)}.")

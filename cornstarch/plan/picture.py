@@ -12,7 +12,7 @@ from itertools import chain
 from textwrap import wrap
 
 from cornstarch.plan.layout import Layout, columns
-from cornstarch.plan.placement import Span
+from cornstarch.plan.rank_order import Span
 
 MOST_ROWS = 64
 MOST_NODES = 48
@@ -33,9 +33,6 @@ class RankRow:
     dp: Range
     cp: Range
     tp: Range
-
-
-# ------------------------------------------------------------------------------------------------ text
 
 
 def as_text(layout: Layout) -> str:
@@ -92,16 +89,12 @@ def _format_range(span: Range) -> str:
     return str(span[0]) if span[0] == span[1] else f"{span[0]}–{span[1]}"
 
 
-# ------------------------------------------------------------------------------------------------ rows
-
-
 def rows(layout: Layout, replicas: int) -> list[RankRow]:
     """Return the ranks of the first replicas: by tp group and node, or coarser where that is too long."""
     found: list[RankRow] = []
     for fine in (_rows_by_group, _rows_by_stage, _rows_by_module):
-        found = sorted(
-            (row for span in layout.placement.spans for row in fine(layout, span, replicas)), key=lambda row: row.ranks
-        )
+        every = chain.from_iterable(fine(layout, span, replicas) for span in layout.placement.spans)
+        found = sorted(every, key=lambda row: row.ranks)
         if len(found) <= MOST_ROWS:
             break
     return found
@@ -109,34 +102,26 @@ def rows(layout: Layout, replicas: int) -> list[RankRow]:
 
 def _rows_by_group(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
     """Yield a row for each tp group, cut at the end of a node; replicas of one rank are merged within a node."""
+    every = layout.ranks_per_node
     if span.ranks == 1:
-        yield from _merge_single_ranks(layout, span, replicas)
+        starts, low = layout.placement.starts(span)[:replicas].tolist(), 0
+        for dp in range(1, replicas + 1):
+            follows = dp < replicas and starts[dp] == starts[dp - 1] + 1
+            if not (follows and starts[dp] % every):
+                yield RankRow((starts[low], starts[dp - 1]), span.modules, (0, 0), (low, dp - 1), (0, 0), (0, 0))
+                low = dp
         return
     for dp in range(replicas):
         start = layout.placement.start(span, dp)
         for group in range(span.stages * span.cp):
             stage, cp = divmod(group, span.cp)
             first = start + group * span.tp
-            for low, high in _cut_at_nodes(first, first + span.tp - 1, layout.ranks_per_node):
+            low, last = first, first + span.tp - 1
+            while low <= last:
+                high = min(last, (low // every + 1) * every - 1)  # the end of the node
                 tp = (low - first, high - first)
                 yield RankRow((low, high), span.modules_at(stage), (stage, stage), (dp, dp), (cp, cp), tp)
-
-
-def _merge_single_ranks(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
-    starts = layout.placement.starts(span)[:replicas].tolist()
-    low = 0
-    for dp in range(1, replicas + 1):
-        follows = dp < replicas and starts[dp] == starts[dp - 1] + 1
-        if not (follows and starts[dp] % layout.ranks_per_node):
-            yield RankRow((starts[low], starts[dp - 1]), span.modules, (0, 0), (low, dp - 1), (0, 0), (0, 0))
-            low = dp
-
-
-def _cut_at_nodes(low: int, high: int, every: int) -> Iterator[Range]:
-    while low <= high:
-        end = min(high, (low // every + 1) * every - 1)
-        yield low, end
-        low = end + 1
+                low = high + 1
 
 
 def _rows_by_stage(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
@@ -156,8 +141,6 @@ def _rows_of_stages(layout: Layout, span: Span, replicas: int, runs: list[Range]
             ranks = (start + low * span.stage_ranks, start + (high + 1) * span.stage_ranks - 1)
             yield RankRow(ranks, span.modules_at(low), (low, high), (dp, dp), (0, span.cp - 1), (0, span.tp - 1))
 
-
-# ------------------------------------------------------------------------------------------------ SVG
 
 _CELL, _GAP, _MARGIN, _TITLE = 46, 14, 24, 22
 _COLOURS = ["#0f857c", "#cc5a14", "#5b57d1", "#b83280", "#68750f", "#1f74b8", "#8a5300", "#15703d"]
@@ -194,7 +177,7 @@ def as_svg(layout: Layout) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" role="img">',
-            f"<title>{_escape(_title(layout))}</title>",
+            f"<title>{_escape(layout.describe().splitlines()[0])}</title>",
             f"<style>{_STYLE}</style>",
             *parts,
             "</svg>\n",
@@ -202,14 +185,10 @@ def as_svg(layout: Layout) -> str:
     )
 
 
-def _title(layout: Layout) -> str:
-    return layout.describe().splitlines()[0]
-
-
 def _draw_heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str], int]:
     """Return title, legend and notes, and the y position of the panels."""
     y = _MARGIN + 12
-    parts = [f'<text class="head" x="{_MARGIN}" y="{y}">{_escape(_title(layout))}</text>']
+    parts = [f'<text class="head" x="{_MARGIN}" y="{y}">{_escape(layout.describe().splitlines()[0])}</text>']
     for index, span in enumerate(layout.placement.spans):
         y += 22
         sizes = " × ".join([f"{span.stages} stages", f"dp {layout.dp:,}", f"cp {span.cp}", f"tp {span.tp}"])
@@ -255,17 +234,12 @@ def _draw_cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:
     yield f'<text class="{large}" x="{middle}" y="{y + 16}">{rank}</text>'
     yield f'<text class="where" x="{middle}" y="{y + 27}">{upper}</text>'
     yield f'<text class="where" x="{middle}" y="{y + 37}">{lower}</text></g>'
-    if span.tp > 1:
-        yield _draw_frame(x, y, opens=place.tp == 0, closes=place.tp == span.tp - 1)
-
-
-def _draw_frame(x: int, y: int, opens: bool, closes: bool) -> str:
-    """Return the part of a tp group's frame along one cell: above and below, and at the ends."""
-    left, right = x - 2, x + _CELL - 2
-    top, bottom = y - 2, y + _CELL - 2
-    ends = [edge for edge, there in ((left, opens), (right, closes)) if there]
-    path = f"M{left} {top}H{right}M{left} {bottom}H{right}" + "".join(f"M{edge} {top}V{bottom}" for edge in ends)
-    return f'<path class="group" d="{path}"/>'
+    if span.tp > 1:  # the frame of the tp group along this cell: above and below, and at the ends
+        left, right, top, bottom = x - 2, x + _CELL - 2, y - 2, y + _CELL - 2
+        path = f"M{left} {top}H{right}M{left} {bottom}H{right}"
+        path += f"M{left} {top}V{bottom}" if place.tp == 0 else ""
+        path += f"M{right} {top}V{bottom}" if place.tp == span.tp - 1 else ""
+        yield f'<path class="group" d="{path}"/>'
 
 
 def _escape(text: str) -> str:

@@ -18,8 +18,8 @@ from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter, send
 from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
 from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
-from cornstarch.plan.placement import GroupLinks, PipelineLinks, find_links
 from cornstarch.plan.plan import DataKind, ModulePlan
+from cornstarch.plan.rank_order import GroupLinks, PipelineLinks, find_links
 from cornstarch.plan.simulate import StepEnd
 
 if TYPE_CHECKING:
@@ -53,12 +53,10 @@ class StageCost:
 
     @property
     def backward(self) -> float:
-        """The time of its whole backward pass."""
         return self.inputs + self.weights
 
     @property
     def total(self) -> float:
-        """The time of a microbatch."""
         return self.forward + self.inputs + self.weights
 
 
@@ -67,12 +65,10 @@ class CostModel:
 
     def __init__(self, cost: RunCost, cluster: Cluster) -> None:
         self.cost, self.cluster = cost, cluster
-        self.rank_cost = lru_cache(maxsize=None)(self._compute_rank_cost)
+        device = cluster.device
+        self.rank_cost = lru_cache(maxsize=None)(lambda sharding: compute_rank_cost(cost, sharding, device))
         self._memory: dict[tuple[object, ...], Memory] = {}
         self._ends: dict[tuple[object, ...], StepEnd] = {}
-
-    def _compute_rank_cost(self, sharding: ModuleSharding) -> RankCost:
-        return compute_rank_cost(self.cost, sharding, self.cluster.device)
 
     def build_sharding(self, candidate: Candidate, name: str, plan: ModulePlan, links: PipelineLinks) -> ModuleSharding:
         """Return how the layers of a module are computed."""
@@ -197,18 +193,14 @@ class PipelineCost:
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         self.replicas = {name: _count_replicas(candidate, name, plan) for name, plan in self.plans.items()}
         *self.encoders, self.last = self.plans
-        self.starts = self._find_starts()
-        self.stages = {name: self._build_stages(name) for name in self.plans}
-
-    def _find_starts(self) -> dict[str, tuple[int, ...]]:
-        """Return the first layer of each stage of each module."""
-        given, starts = dict(self.candidate.starts), {}
-        inside = self.encoders if self.candidate.has_encoders_inside else []
+        given, inside = dict(candidate.starts), self.encoders if candidate.has_encoders_inside else []
         before = sum(float(self.rank_costs[name].total.sum()) for name in inside)
+        self.starts: dict[str, tuple[int, ...]] = {}
+        """By module, the first layer of each stage."""
         for name, plan in self.plans.items():
             cut = (plan.stages, plan.virtual_stages, before if name == self.last else 0.0)
-            starts[name] = given[name] if name in given else self.rank_costs[name].cut(*cut)
-        return starts
+            self.starts[name] = given[name] if name in given else self.rank_costs[name].cut(*cut)
+        self.stages = {name: self._build_stages(name) for name in self.plans}
 
     def _build_stages(self, name: str) -> list[StageCost]:
         rank_cost, plan, starts = self.rank_costs[name], self.plans[name], self.starts[name]
@@ -235,8 +227,6 @@ class PipelineCost:
             costs = (forward, inputs, weights, kept, working)
             stages.append(StageCost(name, index, place, first, last, trains, upstream, after, *costs))
         return stages
-
-    # ---------------------------------------------------------------------------------------- places
 
     @cached_property
     def places(self) -> tuple[tuple[StageCost, ...], ...]:
@@ -283,8 +273,6 @@ class PipelineCost:
         """By place, the seconds after its last backward pass."""
         pairs = zip(self.ends, self.places, strict=True)
         return tuple(end.tail(sum(stage.backward for stage in stages)) for end, stages in pairs)
-
-    # ---------------------------------------------------------------------------------------- memory
 
     def memory(self, place: int) -> Memory:
         """Return the memory of parameters, gradients and optimizer on the ranks of a place."""
@@ -341,8 +329,6 @@ class PipelineCost:
     def least_peak(self) -> int:
         """A lower bound of the fullest rank's peak; exact for naive, gpipe and 1f1b."""
         return max(map(self.peak, range(len(self.places))))
-
-    # ---------------------------------------------------------------------------------------- bound
 
     @cached_property
     def least(self) -> float:

@@ -13,46 +13,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from math import prod
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
-from cornstarch.plan.compression import Asynchronous, Compression, Gossip, Local, describe_options
-from cornstarch.plan.conflicts import data_conflicts, rank_conflicts
-from cornstarch.plan.kinds import (
-    FULLY_SHARD,
+from cornstarch.plan import data_options, validation
+from cornstarch.plan.data_options import (
     LANGUAGE_MODEL,
-    REGISTERED,
-    REPLICATED,
-    SHARDED,
-    UNSYNCHRONIZED,
     WHOLE_MODEL,
-    ZERO_KINDS,
+    Asynchronous,
+    Compression,
     CpDistribution,
     CpMode,
     DataKind,
+    Gossip,
+    Local,
     Precision,
     RankPlacement,
 )
 from cornstarch.plan.schema_words import schema_of
-from cornstarch.plan.validation import (
-    Mistake,
-    NotNegative,
-    Path,
-    Positive,
-    Switch,
-    as_data,
-    as_tuple,
-    check_conflicts,
-    format_value,
-    nearest,
-    not_bool,
-    or_registered,
-    raise_mistakes,
-    section,
-    validate_data,
-)
+from cornstarch.plan.validation import Mistake, NotNegative, Path, Positive, Switch, format_value, nearest, section
 from cornstarch.schedule.policies import SCHEDULES, Policy
+
+T = TypeVar("T")
 
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -65,7 +48,7 @@ class ModulePlan:
     """Ranks that each matrix is sharded over (tensor parallelism)."""
     cp: Positive = 1
     """Ranks that each sequence is sharded over (context parallelism)."""
-    cp_mode: Annotated[CpMode, or_registered(REGISTERED["cp_mode"])] = "ring_attn"
+    cp_mode: Annotated[CpMode, validation.or_registered(data_options.REGISTERED["cp_mode"])] = "ring_attn"
     """How attention sees the tokens of the other ranks: keys and values sent round in a ring, heads exchanged for
     tokens, or all keys and values gathered."""
     cp_distribution: CpDistribution = "auto"
@@ -76,10 +59,10 @@ class ModulePlan:
     virtual_stages: Positive = 1
     """Parts of the layers in each of these sets: the layers are split into stages × virtual_stages parts, which are
     assigned in turn (interleaving)."""
-    layers: Annotated[tuple[Positive, ...], Field(min_length=1), as_tuple] | None = None
+    layers: Annotated[tuple[Positive, ...], Field(min_length=1), validation.as_tuple] | None = None
     """How many layers each of these parts has, in order; the head of a language model counts as one. Default: parts
     of equal weight."""
-    zero: Annotated[Literal[0, 1, 2, 3] | None, not_bool] = None
+    zero: Annotated[Literal[0, 1, 2, 3] | None, validation.not_bool] = None
     """The ZeRO stage of this module alone; 0: nothing is sharded. Default: that of the plan's `data.kind`."""
     activation_checkpointing: Switch = False
     """Recompute activations in the backward pass instead of keeping them."""
@@ -90,7 +73,7 @@ class ModulePlan:
     tp_vocabulary: Switch = False
     """Shard the embeddings and the head of a language model, too, along the vocabulary."""
 
-    _check = model_validator(mode="after")(check_conflicts)
+    _check = model_validator(mode="after")(validation.check_conflicts)
 
     def conflicts(self, broken: Set[Path] = frozenset()) -> Iterator[tuple[Path, str]]:
         """Yield (path, message) for every option that makes no sense beside the others."""
@@ -120,7 +103,6 @@ class ModulePlan:
 
     @property
     def ranks(self) -> int:
-        """The ranks of one replica of the module."""
         return self.stages * self.cp * self.tp
 
     def describe(self) -> str:
@@ -146,7 +128,7 @@ def _check_different(names: tuple[str, ...]) -> tuple[str, ...]:
 
 ClassNames = Annotated[
     tuple[str, ...], Field(min_length=1, json_schema_extra={"uniqueItems": True}), AfterValidator(_check_different),
-    as_tuple,
+    validation.as_tuple,
 ]  # fmt: skip
 
 
@@ -199,34 +181,34 @@ class DataPlan:
     gossip: Gossip = Gossip()
     """gossip: who the neighbours are."""
 
-    _check = model_validator(mode="after")(check_conflicts)
+    _check = model_validator(mode="after")(validation.check_conflicts)
 
     def conflicts(self, broken: Set[Path] = frozenset()) -> Iterator[tuple[Path, str]]:
         """Yield (path, message) for every option that makes no sense beside the others."""
         names = {path[0] for path in broken}
         values = {name: value for name, value in vars(self).items() if name not in names}
-        for option, text in data_conflicts(values, _DATA_DEFAULTS):
+        for option, text in data_options.data_conflicts(values, _DATA_DEFAULTS):
             yield (option,), text
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank has full parameters that each step keeps equal: torch's DistributedDataParallel."""
-        return self.kind in REPLICATED
+        return self.kind in data_options.REPLICATED
 
     @property
     def is_sharded(self) -> bool:
         """Whether parameters are sharded over the replicas."""
-        return self.kind in SHARDED
+        return self.kind in data_options.SHARDED
 
     @property
     def uses_fully_shard(self) -> bool:
         """Whether torch's `fully_shard` shards the parameters."""
-        return self.kind in FULLY_SHARD
+        return self.kind in data_options.FULLY_SHARD
 
     @property
     def is_unsynchronized(self) -> bool:
         """Whether every rank has parameters of its own between exchanges."""
-        return self.kind in UNSYNCHRONIZED
+        return self.kind in data_options.UNSYNCHRONIZED
 
     @property
     def shards_optimizer(self) -> bool:
@@ -239,7 +221,7 @@ class DataPlan:
         for name, value in vars(self).items():
             if name != "kind" and value != _DATA_DEFAULTS[name]:
                 is_section = dataclasses.is_dataclass(value)
-                words.append(f"{name} {describe_options(value) if is_section else format_value(value)}")
+                words.append(f"{name} {data_options.describe_options(value) if is_section else format_value(value)}")
         return ", ".join(words)
 
 
@@ -265,14 +247,14 @@ class Plan:
     parallelism). colocated: the encoders share ranks, and the language model has its own. first_stage: the encoders
     are placed on the ranks of the language model's first stage, and run inside it. auto: shared where all have one
     stage and the same tp and cp, else own."""
-    schedule: Annotated[Policy, or_registered(SCHEDULES)] = "1f1b"
+    schedule: Annotated[Policy, validation.or_registered(SCHEDULES)] = "1f1b"
     """In which order the stages of a pipeline work (docs/schedules.md)."""
 
     def __post_init__(self) -> None:
         ordered = sorted(self.modules.items(), key=lambda item: item[0] == LANGUAGE_MODEL)  # stable
         object.__setattr__(self, "modules", MappingProxyType(dict(ordered)))
 
-    _check = model_validator(mode="after")(check_conflicts)
+    _check = model_validator(mode="after")(validation.check_conflicts)
 
     def conflicts(self, broken: Set[Path] = frozenset()) -> Iterator[tuple[Path, str]]:
         """Yield (path, message) for every mistake in the modules, data parallelism, ranks and schedule together."""
@@ -280,7 +262,7 @@ class Plan:
             yield from _name_conflicts(list(self.modules))
         sizes = {name: vars(module) for name, module in self.modules.items()}
         if not any(path[0] == "modules" and path[-1] in ("modules", *sizes, *_SIZES) for path in broken):
-            text = rank_conflicts(self.ranks, sizes, LANGUAGE_MODEL) if ("ranks",) not in broken else None
+            text = _rank_conflicts(self.ranks, sizes) if ("ranks",) not in broken else None
             if text is not None:
                 yield ("ranks",), text
             is_interleaved = ("schedule",) not in broken and self.schedule == "interleaved"
@@ -298,11 +280,8 @@ class Plan:
                 text = f"data.param_dtype = {computed} holds for every module.\nGive one of them."
                 yield ("modules", name, "precision"), text
 
-    # ---------------------------------------------------------------------------------------- derived
-
     @property
     def shared(self) -> bool:
-        """Whether every rank has all modules."""
         everywhere = self.ranks != "first_stage" or len(self.modules) == 1 or not self.is_pipeline
         return len(self.sharing) == 1 and everywhere
 
@@ -313,23 +292,14 @@ class Plan:
 
     @property
     def replica(self) -> int:
-        """The ranks of one data-parallel replica of the whole model."""
         return sum(prod(self.sizes(modules)) for modules in self.sharing)
 
     @property
     def sharing(self) -> tuple[tuple[str, ...], ...]:
         """The modules, grouped by the ranks that they are placed on."""
-        *encoders, last = self.modules
-        if self.ranks in ("shared", "first_stage") or (self.ranks == "auto" and self._have_equal_sizes):
-            return (tuple(self.modules),)
-        if self.ranks == "colocated" and encoders:
-            return tuple(encoders), (last,)
-        return tuple((name,) for name in self.modules)
-
-    @property
-    def _have_equal_sizes(self) -> bool:
         sizes = {(module.stages, module.cp, module.tp) for module in self.modules.values()}
-        return len(self.modules) == 1 or (len(sizes) == 1 and all(stages == 1 for stages, _, _ in sizes))
+        are_alike = len(self.modules) == 1 or (len(sizes) == 1 and all(stages == 1 for stages, _, _ in sizes))
+        return group_by_ranks(list(self.modules), "shared" if self.ranks == "auto" and are_alike else self.ranks)
 
     def sizes(self, modules: Sequence[str]) -> tuple[int, int, int]:
         """Return the stages, cp and tp of the ranks that modules share: the largest of each."""
@@ -339,7 +309,7 @@ class Plan:
     def kind(self, module: str) -> DataKind:
         """Return the data parallelism of one module."""
         zero = self.modules[module].zero
-        return self.data.kind if zero is None else ZERO_KINDS[zero]
+        return self.data.kind if zero is None else data_options.ZERO_KINDS[zero]
 
     def describe(self) -> str:
         """Return the plan as a few lines of text."""
@@ -353,8 +323,6 @@ class Plan:
         lines += [f"data parallelism: {self.data.describe()}"]
         return "\n".join([*lines, *([f"schedule: {self.schedule}"] if self.is_pipeline else [])])
 
-    # ---------------------------------------------------------------------------------------- plain data
-
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Plan:
         """Return the plan that mappings, lists and scalars describe, as they are read from YAML.
@@ -362,13 +330,13 @@ class Plan:
         Raises ConfigError that names every mistake at once.
         """
         plan, mistakes = read_plan(data)
-        raise_mistakes(mistakes)
+        validation.raise_mistakes(mistakes)
         assert plan is not None
         return plan
 
     def as_data(self) -> dict[str, Any]:
         """Return the plan as mappings, lists and scalars, with all defaults; `from_data` returns its equal."""
-        data: dict[str, Any] = as_data(self)
+        data: dict[str, Any] = validation.as_data(self)
         return data
 
     def _values(self) -> tuple[Any, ...]:
@@ -391,6 +359,15 @@ class Plan:
         return f"{type(self).__name__}({', '.join(f'{field.name}={value!r}' for field, value in pairs)})"
 
 
+def group_by_ranks(modules: Sequence[T], ranks: RankPlacement) -> tuple[tuple[T, ...], ...]:
+    """Return modules, encoders first, grouped by the ranks that they are placed on; `auto` counts as `own`."""
+    if ranks in ("shared", "first_stage"):
+        return (tuple(modules),)
+    if ranks == "colocated" and len(modules) > 1:
+        return tuple(modules[:-1]), tuple(modules[-1:])
+    return tuple((module,) for module in modules)
+
+
 _SIZES = ("stages", "virtual_stages", "cp", "tp")
 
 
@@ -411,6 +388,35 @@ def _name_conflicts(names: list[str]) -> Iterator[tuple[Path, str]]:
         yield path, f"Encoders meet at `{LANGUAGE_MODEL}`, which is not there.\n{advice}"
 
 
+def _rank_conflicts(ranks: Any, modules: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return why modules of these sizes cannot be placed as `ranks` says; None if they can."""
+    encoders = {name: module for name, module in modules.items() if name != LANGUAGE_MODEL}
+    if len(modules) == 1 or ranks not in ("shared", "colocated", "first_stage"):
+        return None
+    if ranks == "shared":
+        rule = "Modules on the same ranks have one stage each, and a cp and a tp that divide the largest."
+        fits = _sizes_divide(modules, modules) and all(module["stages"] == 1 for module in modules.values())
+    elif ranks == "colocated":
+        rule = "Encoders on the same ranks have the same number of stages, and a cp and a tp that divide the largest."
+        fits = _sizes_divide(encoders, encoders) and len({module["stages"] for module in encoders.values()}) == 1
+    else:
+        rule = (
+            "Encoders in the language model's first stage have one stage each, and a cp and a tp that divide its own."
+        )
+        whole = {LANGUAGE_MODEL: modules[LANGUAGE_MODEL]} if LANGUAGE_MODEL in modules else modules
+        fits = _sizes_divide(encoders, whole) and all(module["stages"] == 1 for module in encoders.values())
+    if fits:
+        return None
+    sizes = "; ".join(f"{name}: {m['stages']} × cp {m['cp']} × tp {m['tp']}" for name, m in modules.items())
+    return f"{rule}\nFound {sizes}.\nUse ranks: own."
+
+
+def _sizes_divide(modules: Mapping[str, Mapping[str, Any]], around: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether the cp and tp of modules divide the largest of the modules around them."""
+    largest = {axis: max(module[axis] for module in around.values()) for axis in ("cp", "tp")}
+    return all(size % module[axis] == 0 for axis, size in largest.items() for module in modules.values())
+
+
 _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)
 
 
@@ -420,8 +426,8 @@ def read_plan(data: Any) -> tuple[Plan | None, list[Mistake]]:
     if not isinstance(data, Mapping):
         text = f"Expected a mapping with some of these keys: {', '.join(schema['properties'])}."
         return None, [Mistake(("plan",), format_value(data), text)]
-    plain = _with_text_keys(data)
-    plan, mistakes, renames = validate_data(lambda given: _PLAN.validate_python(fill_empty(given)), plain, schema)
+    found = validation.validate_data(lambda one: _PLAN.validate_python(fill_empty(one)), _with_text_keys(data), schema)
+    plan, mistakes, renames = found
     written = {(*path[:-1], meant): path[-1] for path, meant in renames if meant is not None}
     steps = [tuple(written.get(one.path[: depth + 1], step) for depth, step in enumerate(one.path)) for one in mistakes]
     return plan, [dataclasses.replace(one, path=path) for one, path in zip(mistakes, steps, strict=True)]

@@ -24,9 +24,9 @@ from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.memory import Memory
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
-from cornstarch.plan.placement import find_links
+from cornstarch.plan.rank_order import find_links
 from cornstarch.plan.simulate import MemoryLevel, Timeline, simulate
-from cornstarch.plan.stages import stage_graph
+from cornstarch.plan.stage_graph import stage_graph
 from cornstarch.schedule.actions import Kind
 from cornstarch.schedule.policies import make_schedule
 
@@ -98,12 +98,10 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """The bytes of the fullest rank."""
         return max(place.peak for place in self.memory)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has enough memory."""
         return self.peak <= self.limit
 
     @cached_property
@@ -148,16 +146,18 @@ class Prediction:
 def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -> Prediction:
     """Return the time and memory of a step of a candidate, whether it fits or not.
 
-    Raises ConfigError if it cannot be run at all: batches that do not divide, more ranks than devices.
-
-    Args:
-        candidate: The plan, its replicas and its microbatches.
-        cost: The costs of the run; a `CostModel` avoids recomputation where many candidates are predicted.
-        cluster: The machines.
+    Raises ConfigError if it cannot be run at all: batches that do not divide, more ranks than devices. A `CostModel`
+    avoids recomputation where many candidates are predicted.
     """
     costs = cost if isinstance(cost, CostModel) else CostModel(cost, cluster)
     pipeline = PipelineCost(candidate, costs)
-    timeline = _simulate_pipeline(pipeline)
+    trains = {name: [stage.trains for stage in stages] for name, stages in pipeline.stages.items()}
+    times = {name: [(s.forward, s.inputs, s.weights) for s in stages] for name, stages in pipeline.stages.items()}
+    graph = stage_graph(candidate.plan, trains, times)
+    first_of = {edge: graph.nodes[edge[0]] for edge in graph.edges}
+    transfers = {edge: pipeline.transfers[node.module, node.index] for edge, node in first_of.items()}
+    schedule = make_schedule(graph, candidate.microbatches, candidate.schedule)
+    timeline = simulate(schedule, transfers, pipeline.ends)
     breakdown = _break_down(pipeline, timeline.step)
     late = (costs.cost.straggler_factor(candidate.dp) - 1) * (timeline.step - breakdown.data - breakdown.optimizer)
     breakdown, step = replace(breakdown, uneven=late), timeline.step + late
@@ -178,16 +178,6 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
         kept=kept,
         working=working,
     )
-
-
-def _simulate_pipeline(pipeline: PipelineCost) -> Timeline:
-    trains = {name: [stage.trains for stage in stages] for name, stages in pipeline.stages.items()}
-    times = {name: [(s.forward, s.inputs, s.weights) for s in stages] for name, stages in pipeline.stages.items()}
-    graph = stage_graph(pipeline.candidate.plan, trains, times)
-    nodes = graph.nodes
-    transfers = {edge: pipeline.transfers[nodes[edge[0]].module, nodes[edge[0]].index] for edge in graph.edges}
-    schedule = make_schedule(graph, pipeline.candidate.microbatches, pipeline.candidate.schedule)
-    return simulate(schedule, transfers, pipeline.ends)
 
 
 def _list_stage_bytes(pipeline: PipelineCost, timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -246,9 +236,6 @@ def _compute_mfu(costs: CostModel, samples_per_second: float) -> float | None:
     except ConfigError:  # unknown
         return None
     return samples_per_second * costs.cost.flops / (peak * costs.cluster.devices)
-
-
-# ------------------------------------------------------------------------------------------------ why a plan lost
 
 
 def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:

@@ -105,22 +105,18 @@ def _describe_one(schema: Schema) -> str:
             if "examples" in schema:
                 return f"a text such as `{schema['examples'][0]}`"
             return f"a text that matches {schema['pattern']}" if "pattern" in schema else "a text"
+        case "array" if "prefixItems" in schema:
+            each = list(dict.fromkeys(describe(item) for item in schema["prefixItems"]))
+            return f"a list of {len(schema['prefixItems'])} values, each {', '.join(each)}"
         case "array":
-            return _describe_list(schema)
+            least = f" with at least {schema['minItems']} item" if "minItems" in schema else ""
+            different = ", all different" if schema.get("uniqueItems") else ""
+            return f"a list{least}{different}, each item {describe(schema.get('items', {}))}"
         case "object":
             names = list(schema.get("properties", {}))
             return f"a mapping with some of these keys: {', '.join(names)}" if names else "a mapping of names to values"
         case _:
             return "any value"
-
-
-def _describe_list(schema: Schema) -> str:
-    if "prefixItems" in schema:
-        each = list(dict.fromkeys(describe(item) for item in schema["prefixItems"]))
-        return f"a list of {len(schema['prefixItems'])} values, each {', '.join(each)}"
-    least = f" with at least {schema['minItems']} item" if "minItems" in schema else ""
-    different = ", all different" if schema.get("uniqueItems") else ""
-    return f"a list{least}{different}, each item {describe(schema.get('items', {}))}"
 
 
 def _bounds(schema: Schema) -> str:

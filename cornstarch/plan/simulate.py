@@ -136,11 +136,8 @@ class Timeline:
     ) -> tuple[tuple[MemoryLevel, ...], ...]:
         """Return, by place, the bytes of activations from each moment at which they change.
 
-        Saved activations live from the start of a forward pass to the end of its backward pass.
-
-        Args:
-            kept: By stage, the bytes of a microbatch saved for its backward pass.
-            working: By stage, the bytes in use while it computes, beside the saved ones.
+        Saved activations live from the start of a forward pass to the end of its backward pass. `kept`: by stage, the
+        bytes of a microbatch saved for its backward pass; `working`: those in use while it computes, beside the saved.
         """
         return tuple(self._list_levels(own, kept, working or [0.0] * len(kept)) for own in self.events)
 

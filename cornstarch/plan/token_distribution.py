@@ -12,7 +12,6 @@ Shapes: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan.balancing import assign_largest_first
 
 DistributionMethod = Literal["uniform", "zigzag", "makespan_min", "auto"]
 Integers = NDArray[np.int64]
@@ -65,7 +65,6 @@ class TokenDistribution:
 
     @property
     def loads(self) -> NDArray[np.float64]:
-        """The work of each rank."""
         return np.array([self.work.blocks[own].sum() for own in self.blocks])
 
     @property
@@ -82,9 +81,6 @@ class TokenDistribution:
 
 
 Distribute = Callable[[BlockWork, int], TokenDistribution]
-
-
-# ------------------------------------------------------------------------------------------------ work
 
 
 def choose_block_size(tokens: int, ranks: int) -> int:
@@ -148,7 +144,9 @@ def _count_visible(documents: NDArray[np.integer], spans: NDArray[np.integer] | 
     if spans is None:
         return before, np.zeros_like(before)
     inside = (spans[starts] >= 0) & ~padding
-    later = _count_later(documents[starts], spans[starts], lengths)
+    # Tokens in later runs of the same span and document.
+    keys = documents[starts].astype(np.int64) * (int(spans[starts].max(initial=0)) + 2) + spans[starts] + 1
+    later = _count_earlier(keys[::-1], lengths[::-1])[::-1]
     after = np.repeat(np.where(inside, later + lengths - 1, 0), lengths)
     return before, np.where(np.repeat(inside, lengths), after - offsets, 0)
 
@@ -163,16 +161,6 @@ def _count_earlier(keys: NDArray[np.integer], lengths: Integers) -> Integers:
     counts = np.empty_like(total)
     counts[order] = total - base
     return counts
-
-
-def _count_later(documents: NDArray[np.integer], spans: NDArray[np.integer], lengths: Integers) -> Integers:
-    """Return, for each run, the tokens in later runs of the same span and document."""
-    width = int(spans.max(initial=0)) + 2
-    keys = documents.astype(np.int64) * width + spans + 1
-    return _count_earlier(keys[::-1], lengths[::-1])[::-1]
-
-
-# ------------------------------------------------------------------------------------------------ distributions
 
 
 def distribute(work: BlockWork, ranks: int, how: str = "auto") -> TokenDistribution:
@@ -218,7 +206,9 @@ def _distribute_makespan_min(work: BlockWork, ranks: int) -> TokenDistribution:
     """Give each rank equally many blocks, which keeps memory even; by work alone only if that is more even."""
     best = _from_owners(work, ranks, _swap_blocks(work, ranks, _assign_in_rounds(work, ranks)), "as many blocks each")
     if best.imbalance > 1 + (_BALANCED - 1) / 2:
-        free = _swap_blocks(work, ranks, _assign_blocks_largest_first(work, ranks))
+        # Blocks without work must be distributed, too: every rank needs at least one.
+        heaviest_first = assign_largest_first(np.maximum(work.blocks, 1e-9).tolist(), ranks)
+        free = _swap_blocks(work, ranks, np.array(heaviest_first, dtype=np.int64))
         other = _from_owners(work, ranks, free, "the heaviest blocks first, to the least loaded rank")
         best = min(best, other, key=lambda one: one.imbalance)
     return best
@@ -240,18 +230,6 @@ def _assign_in_rounds(work: BlockWork, ranks: int) -> Integers:
         takers = np.argsort(loads, kind="stable")[: len(blocks)]
         owners[blocks] = takers
         loads[takers] += work.blocks[blocks]
-    return owners
-
-
-def _assign_blocks_largest_first(work: BlockWork, ranks: int) -> Integers:
-    """Assign the heaviest block first, always to the least loaded rank (longest processing time first)."""
-    owners = np.empty(len(work.blocks), dtype=np.int64)
-    loads = [(0.0, rank) for rank in range(ranks)]
-    for number in np.argsort(-work.blocks, kind="stable").tolist():
-        load, rank = loads[0]
-        owners[number] = rank
-        # Blocks without work must be distributed, too: every rank needs at least one.
-        heapq.heapreplace(loads, (load + max(float(work.blocks[number]), 1e-9), rank))
     return owners
 
 

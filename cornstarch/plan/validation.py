@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import PurePath
@@ -293,8 +293,10 @@ def validate_data(
         validate(data)
     except ValidationError as error:
         reported = {mistake.path for mistake in found}
-        for path, conflicts in _find_conflicts(error, data):
-            found += [one for one in _explain_conflicts(path, conflicts, wrong) if one.path not in reported]
+        for detail in error.errors(include_url=False):
+            if isinstance(conflicts := detail.get("ctx", {}).get("error"), Conflicts):
+                explained = _explain_conflicts(_real_path(detail["loc"], data), conflicts, wrong)
+                found += [one for one in explained if one.path not in reported]
     return Validated(None, found, renames)
 
 
@@ -372,12 +374,6 @@ def explain_errors(
         if value is not _MISSING and (not isinstance(value, Mapping) or group[0]["type"] != "value_error"):
             wrong.add(path)
     return mistakes, unknown, wrong
-
-
-def _find_conflicts(error: ValidationError, data: Any) -> Iterator[tuple[Path, Conflicts]]:
-    for detail in error.errors(include_url=False):
-        if isinstance(conflicts := detail.get("ctx", {}).get("error"), Conflicts):
-            yield _real_path(detail["loc"], data), conflicts
 
 
 def _explain_conflicts(path: Path, conflicts: Conflicts, broken: Set[Path]) -> list[Mistake]:

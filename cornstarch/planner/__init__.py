@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from cornstarch.planner.build_cost import MicrobatchShape, build_microbatch_shape, model_cost, run_cost
-from cornstarch.planner.profile import profile_model, profile_run, read_costs, write_costs
+from cornstarch.planner.build_cost import (
+    MicrobatchShape,
+    build_microbatch_shape,
+    model_cost,
+    profile_model,
+    profile_run,
+    read_costs,
+    run_cost,
+    write_costs,
+)  # fmt: skip
 
 __all__ = [
     "MicrobatchShape", "build_microbatch_shape", "model_cost", "profile_model", "profile_run", "read_costs", "run_cost",

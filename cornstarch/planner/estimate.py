@@ -26,15 +26,15 @@ from cornstarch.parallel.device import DTYPES
 from cornstarch.plan import DataKind, DataPlan, Layout, Plan
 from cornstarch.plan.cluster import Cluster, Device, Link, find_node_link, format_cluster_name, this_cpu
 from cornstarch.plan.communication import BETWEEN_NODES, LINKS
-from cornstarch.plan.conflicts import data_conflicts
 from cornstarch.plan.cost import ModuleSharding, RunCost, compute_rank_cost
+from cornstarch.plan.data_options import data_conflicts
 from cornstarch.plan.data_statistics import DataStatistics
 from cornstarch.plan.layout import check_executable
 from cornstarch.plan.low_bandwidth_cost import StepTime, SyncedParameters, SyncOption, compare_sync_options, recommend
 from cornstarch.plan.memory import Memory, memory_of
 from cornstarch.plan.pipeline_cost import compute_step_end
-from cornstarch.plan.placement import GroupLinks
 from cornstarch.plan.predict import Prediction
+from cornstarch.plan.rank_order import GroupLinks
 from cornstarch.planner.build_cost import build_run_model, run_cost
 from cornstarch.planner.search_run import cost_of, own_plan
 from cornstarch.report.number_format import format_bytes as show_size

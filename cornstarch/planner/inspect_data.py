@@ -28,8 +28,7 @@ from cornstarch.engine.recompute import recompute_activations
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing
-from cornstarch.plan.data_statistics import DataStatistics
-from cornstarch.plan.load_balancing import (
+from cornstarch.plan.balancing import (
     SampleAssignment,
     SampleCosts,
     assign_in_order,
@@ -38,6 +37,7 @@ from cornstarch.plan.load_balancing import (
     compute_step_work,
     find_dominated_phases,
 )
+from cornstarch.plan.data_statistics import DataStatistics
 from cornstarch.tasks.build import build_task
 from cornstarch.tasks.build_model import build_model
 from cornstarch.tasks.processors import build_processor
@@ -195,9 +195,6 @@ def build_sizer(config: RunConfig, train: DataSource) -> SampleSizer:
     if config.loop.activation_checkpointing:
         recompute_activations(model)
     return SampleSizer(collator, FlopCounter(model).step)
-
-
-# ------------------------------------------------------------------------------------------------ load imbalance
 
 
 def _draw_steps(found: Inspection) -> list[np.ndarray]:

@@ -29,7 +29,7 @@ from cornstarch.data.sample import MediaKind, Sample
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
 from cornstarch.models.multimodal_language_model.unwrap import disable_cache, is_peft, unwrap
-from cornstarch.plan.kinds import REGISTERED
+from cornstarch.plan.data_options import REGISTERED
 from cornstarch.tasks.build_model import GetPartShard
 
 

@@ -37,7 +37,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import drop_idle_gradients
 from cornstarch.parallel.device import choose_placement, is_out_of_memory
 from cornstarch.parallel.mesh import Replica
-from cornstarch.planner.auto_plan import choose_plan
+from cornstarch.planner.search_run import choose_plan
 from cornstarch.tasks import build_task
 from cornstarch.tasks.module import CollateFunction, LossFunction, build_module_task
 from cornstarch.tasks.task import Task

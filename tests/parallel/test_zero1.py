@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornstarch.plan.load_balancing import assign_largest_first
+from cornstarch.plan.balancing import assign_largest_first
 from tests.parallel.work import dealt_out, refused_owners
 from tests.parity.pool import Pool
 

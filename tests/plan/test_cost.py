@@ -11,8 +11,8 @@ import pytest
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Device, Link
 from cornstarch.plan.cost import LayerCost, ModuleCost, ModuleSharding, RunCost, compute_rank_cost, scale_layer
-from cornstarch.plan.placement import GroupLinks
-from cornstarch.plan.stages import best_cut, best_parts
+from cornstarch.plan.rank_order import GroupLinks
+from cornstarch.plan.stage_graph import best_cut, best_parts
 from tests.plan.runs import layer
 
 DEVICE = Device("toy", 2**30)

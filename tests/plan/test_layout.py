@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cornstarch.errors import ConfigError
 from cornstarch.plan import AXES, DataPlan, Layout, ModulePlan, Place, Plan
 from cornstarch.plan.layout import check_executable
-from cornstarch.plan.placement import Placement, Span, crossings, place_spans
+from cornstarch.plan.rank_order import Placement, Span, crossings, place_spans
 from tests.plan import brute_force
 
 EXAMPLE = Plan(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import DataKind, DataPlan
+from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.plan.cluster import DEVICES, device
-from cornstarch.plan.load_balancing import assign_largest_first
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of, textbook
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from cornstarch.plan.candidates import Candidate, SearchSpace, enumerate_candida
 from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.memory import textbook
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
-from cornstarch.plan.placement import find_links
 from cornstarch.plan.predict import predict
+from cornstarch.plan.rank_order import find_links
 from cornstarch.plan.simulate import StepEnd
 from tests.plan.runs import cluster, layer, module, random_run
 

@@ -9,7 +9,7 @@ import pytest
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster import Cluster
 from cornstarch.plan.validation import as_data
-from cornstarch.planner.auto_plan import build_cluster, choose_plan
+from cornstarch.planner.search_run import build_cluster, choose_plan
 from cornstarch.train import Trainer, load_config
 from tests import warm
 from tests.cli.small_runs import write_config

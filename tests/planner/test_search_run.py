@@ -20,8 +20,15 @@ from cornstarch.plan.plan import Plan
 from cornstarch.plan.predict import Prediction, predict
 from cornstarch.plan.search import search
 from cornstarch.plan.validation import as_data
-from cornstarch.planner.auto_plan import explain_failure, use_all_devices
-from cornstarch.planner.search_run import cost_of, format_plan_file, own_plan, plan_run, what_if
+from cornstarch.planner.search_run import (
+    cost_of,
+    explain_failure,
+    format_plan_file,
+    own_plan,
+    plan_run,
+    use_all_devices,
+    what_if,
+)
 from cornstarch.tasks.build import build_meta_model
 from tests.plan.runs import cluster, module, random_run
 from tests.trainer.tiny import tiny_config

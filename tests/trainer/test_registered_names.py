@@ -18,7 +18,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.metrics.trackers import TRACKERS, TrackedRun, register_tracker
 from cornstarch.parallel.context.modes import _MODES, GatherAttention, register_context_parallel_mode
 from cornstarch.parallel.low_bandwidth.compressed_mean import _SCHEMES, CastCodec, register_compression
-from cornstarch.plan.kinds import REGISTERED
+from cornstarch.plan.data_options import REGISTERED
 from cornstarch.schedule import Schedule, make_schedule, register_schedule
 from cornstarch.schedule.policies import SCHEDULES
 from cornstarch.tasks.conversation import build_causal_lm_task

@@ -32,7 +32,7 @@ from cornstarch.models.multimodal_language_model.facts import count_patches, fin
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.modes import gather_varying
 from cornstarch.parallel.context.patches import PatchSharder
-from cornstarch.plan.load_balancing import assign_largest_first
+from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.trees import map_tensors, tensors_in
 
 STACKED, FLAT, ONE_ROW = 1, 2, 3  # [N, …]; [tokens of all items, …]; [1, tokens of all items, …]

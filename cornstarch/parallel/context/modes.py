@@ -27,7 +27,7 @@ from cornstarch.attention.interface import ScoreOptions, ShardedMask, attend_loc
 from cornstarch.attention.mask import RangeMask
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.distributed import TensorTransport
-from cornstarch.plan.kinds import REGISTERED
+from cornstarch.plan.data_options import REGISTERED
 
 Group = dist.ProcessGroup
 _MAX_SCORES = 1 << 26  # scores that are in memory together

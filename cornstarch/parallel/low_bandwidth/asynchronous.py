@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from cornstarch.parallel.low_bandwidth import replicas
 from cornstarch.parallel.low_bandwidth.compressed_mean import CompressedMean
 from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, Peer, ReceiveQueue, ReplicaSync
-from cornstarch.plan.compression import Compression
+from cornstarch.plan.data_options import Compression
 from cornstarch.plan.plan import DataPlan
 
 _HEADER = 4  # numbers in front of each message: steps, applied, whether changes follow, whether it is the last

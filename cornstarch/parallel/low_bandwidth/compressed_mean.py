@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cornstarch.parallel.low_bandwidth.replicas import ByteAllToAll
-from cornstarch.plan.compression import Compression
-from cornstarch.plan.kinds import REGISTERED
+from cornstarch.plan.data_options import REGISTERED, Compression
 
 PIECE = 2**19
 """Numbers that are encoded at once while other pieces travel."""

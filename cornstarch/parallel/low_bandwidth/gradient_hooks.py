@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cornstarch.compat import without_futures
 from cornstarch.parallel.low_bandwidth.compressed_mean import SCHEMES, CastCodec, CompressedMean, register_compression
 from cornstarch.parallel.low_bandwidth.replicas import ReplicaSync
-from cornstarch.plan.compression import FACTOR_RATE, Compression
+from cornstarch.plan.data_options import FACTOR_RATE, Compression
 
 
 class GradientSync(ReplicaSync):

@@ -40,8 +40,7 @@ from torch import Tensor, nn
 from cornstarch.parallel.low_bandwidth import replicas
 from cornstarch.parallel.low_bandwidth.compressed_mean import CompressedMean
 from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, ReplicaSync, distance
-from cornstarch.plan.compression import Compression
-from cornstarch.plan.kinds import GossipGraph
+from cornstarch.plan.data_options import Compression, GossipGraph
 from cornstarch.plan.plan import DataPlan
 
 

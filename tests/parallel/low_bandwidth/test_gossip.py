@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cornstarch.plan.kinds import GossipGraph
+from cornstarch.plan.data_options import GossipGraph
 from tests.parallel.low_bandwidth.test_graphs import GRAPHS, averaging
 from tests.parallel.low_bandwidth.updates import Replicas, delayed, resumed, slow_one, trained
 from tests.parity.pool import Pool

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cornstarch.parallel.low_bandwidth.weight_averaging import find_neighbours
-from cornstarch.plan.kinds import GossipGraph
+from cornstarch.plan.data_options import GossipGraph
 
 GRAPHS: list[GossipGraph] = ["ring", "torus", "exponential", "random_pairs"]
 

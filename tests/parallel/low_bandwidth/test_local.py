@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cornstarch.plan.compression import Compression
+from cornstarch.plan.data_options import Compression
 from tests.parallel.low_bandwidth.updates import Replicas, resumed, trained
 from tests.parity.pool import Pool
 

@@ -39,12 +39,9 @@ _EVEN = 1.005  # slowest over mean work at which nothing is left to gain
 _MIN_REDUCTION = 0.05  # moving items must reduce the largest load by this fraction
 
 
-# ------------------------------------------------------------------------------------------------ items
-
-
-def assign_largest_first(sizes: Sequence[int], owners: int) -> list[int]:
+def assign_largest_first(sizes: Sequence[float], owners: int) -> list[int]:
     """Return an owner for each size: largest first, to the owner with the smallest load; ties go to the lower index."""
-    load = [(0, owner) for owner in range(owners)]  # a heap already
+    load: list[tuple[float, int]] = [(0, owner) for owner in range(owners)]  # a heap already
     assigned = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         least, owner = load[0]
@@ -85,9 +82,6 @@ def assign_surplus(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
     return takers if max(loads, default=0) <= (1 - _MIN_REDUCTION) * max(before, default=0) else unmoved
 
 
-# ------------------------------------------------------------------------------------------------ samples
-
-
 def assign_in_order(count: int, ranks: int, microbatches: int, size: int | None = None) -> SampleAssignment:
     """Return samples in their order: each microbatch is the next `size` samples, split evenly over the replicas.
 
@@ -121,9 +115,12 @@ def balance(costs: SampleCosts, ranks: int, microbatches: int = 1, padded: bool 
         )
     if not np.isfinite(costs).all() or (costs < 0).any():
         raise ConfigError("Costs of samples must be finite numbers of at least 0.")
-    work = _to_integers(costs, padded)
-    split = _balance_padded if padded else _balance_packed
-    balanced = split(work, ranks, microbatches)
+    # As integers [N, D] of a fixed sum, so that no square overflows.
+    total = math.fsum(costs.flat)  # exact in any order: NumPy's order of addition differs between machines
+    if padded and costs.size:
+        total = max(total, costs.shape[1] * float(costs[-1].max()))
+    work = np.rint(costs.T * (_TOTAL / total)).astype(np.int64) if total else np.zeros(costs.T.shape, np.int64)
+    balanced = (_balance_padded if padded else _balance_packed)(work, ranks, microbatches)
     plain = assign_in_order(len(work), ranks, microbatches)  # can be better where samples are nearly equal
     return plain if _step_time(work, plain, padded) < _step_time(work, balanced, padded) else balanced
 
@@ -198,14 +195,6 @@ def _step_time(work: Integers, assignment: SampleAssignment, padded: bool) -> in
     """Return `compute_step_work` in integers."""
     each = [[_pad_work(work[m]) if padded else work[m].sum(0) for m in own] for own in assignment]
     return int(np.array(each).sum(1).max(0).sum())
-
-
-def _to_integers(costs: SampleCosts, padded: bool) -> Integers:
-    """Return costs as integers [N, D] of a fixed sum, so that no square overflows."""
-    total = math.fsum(costs.flat)  # exact in any order: NumPy's order of addition differs between machines
-    if padded and costs.size:
-        total = max(total, costs.shape[1] * float(costs[-1].max()))
-    return np.rint(costs.T * (_TOTAL / total)).astype(np.int64) if total else np.zeros(costs.T.shape, np.int64)
 
 
 def _assign_bins(work: Integers, bins: int, least: int) -> Integers:
@@ -287,9 +276,6 @@ def _cut_runs(work: Integers, limit: int, most: int) -> list[tuple[int, int]]:
     return runs
 
 
-# ------------------------------------------------------------------------------------------------ local search
-
-
 def _refine(work: Integers, owners: Integers, bins: int, least: int) -> Integers:
     """Move or swap samples of the slowest bin while the sum of the slowest phases shrinks."""
     owners = owners.copy()
@@ -321,7 +307,14 @@ def _exchange_best(work: Integers, owners: Integers, load: Integers, slowest: in
         return False
     targets = np.concatenate([owners[others], bins[bins != slowest]]) if can_move else owners[others]
     given = np.concatenate([work[others], np.zeros((len(partners) - len(others), work.shape[1]), np.int64)])
-    rest = _max_of_others(load, slowest)[targets]  # [partners, D]
+    # The largest load of each phase over all bins but the slowest and the partner's, [partners, D].
+    rest = np.zeros_like(load)
+    if len(load) > 2:
+        without = load.copy()
+        without[slowest] = -1
+        top = np.sort(without, axis=0)
+        rest = np.where(bins[:, None] == without.argmax(0)[None, :], top[-2], top[-1])
+    rest = rest[targets]
     gain = given[None, :, :] - work[mine][:, None, :]  # [mine, partners, D]: added to the slowest bin
     here, there = load[slowest] + gain, load[targets] - gain
     time = np.maximum(np.maximum(here, there), rest).sum(2)
@@ -336,14 +329,3 @@ def _exchange_best(work: Integers, owners: Integers, load: Integers, slowest: in
     load[slowest] += given[partner] - work[own]
     load[targets[partner]] -= given[partner] - work[own]
     return True
-
-
-def _max_of_others(load: Integers, slowest: int) -> Integers:
-    """Return, for each bin, the largest load of each phase over all other bins except the slowest, [bins, D]."""
-    if len(load) < 3:
-        return np.zeros_like(load)
-    others = load.copy()
-    others[slowest] = -1
-    top = np.sort(others, axis=0)
-    is_top = np.arange(len(load))[:, None] == others.argmax(0)[None, :]
-    return np.where(is_top, top[-2], top[-1])

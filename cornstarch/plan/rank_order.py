@@ -9,7 +9,7 @@ each; 8 together fill 27 nodes exactly, and no group is split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -49,12 +49,10 @@ class Span:
 
     @property
     def stage_ranks(self) -> int:
-        """The ranks of one stage of one replica."""
         return self.cp * self.tp
 
     @property
     def ranks(self) -> int:
-        """The ranks of one replica."""
         return self.stages * self.cp * self.tp
 
 
@@ -71,7 +69,6 @@ class Placement:
 
     @property
     def replica(self) -> int:
-        """The ranks of one replica."""
         return sum(span.ranks for span in self.spans)
 
     def starts(self, span: Span) -> Ranks:
@@ -102,22 +99,17 @@ def place_spans(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Placemen
 
     Among equals the simplest wins: modules in the plan's order, one replica after the other.
     """
-    return min(_list_placements(spans, dp, ranks_per_node), key=lambda placement: crossings(placement, ranks_per_node))
-
-
-def _list_placements(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Iterator[Placement]:
-    """Yield a few orders, the simplest first.
-
-    In the second order, spans with the largest stages come first: sizes that divide one another are then all aligned.
-    """
+    found = []
     replica = sum(span.ranks for span in spans)
     fill_nodes = ranks_per_node // gcd(replica, ranks_per_node)  # this many replicas end where a node ends
+    # With the largest stages first, sizes that divide one another are all aligned.
     largest_first = sorted(spans, key=lambda span: -span.stage_ranks)
     for together in dict.fromkeys([1, min(fill_nodes, dp), dp]):
         for order in (spans, largest_first):
             before = np.cumsum([0, *(span.ranks for span in order)]).tolist()
             placed = tuple(replace(span, before=before[index]) for index, span in enumerate(order))
-            yield Placement(placed, dp, together)
+            found.append(Placement(placed, dp, together))
+    return min(found, key=lambda placement: crossings(placement, ranks_per_node))
 
 
 def crossings(placement: Placement, ranks_per_node: int) -> tuple[int, int, int, int]:
@@ -158,9 +150,6 @@ def count_extra_nodes(starts: Ranks, size: int, ranks_per_node: int) -> int:
     return int((nodes_of(starts, size, ranks_per_node) + -size // ranks_per_node).sum())
 
 
-# ------------------------------------------------------------------------------------------------ links
-
-
 @dataclass(frozen=True)
 class GroupLinks:
     """The slowest links of a module's groups."""
@@ -186,9 +175,7 @@ class PipelineLinks:
     """From an encoder's last stage to the first stage of the language model."""
 
 
-@lru_cache(maxsize=8192)
-def _place_spans_once(spans: tuple[Span, ...], dp: int, per_node: int) -> Placement:
-    return place_spans(spans, dp, per_node)
+_place_spans_once = lru_cache(maxsize=8192)(place_spans)
 
 
 @lru_cache(maxsize=8192)
@@ -219,20 +206,19 @@ def find_links(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int =
             # The cores of one machine move messages themselves, so they cannot compute meanwhile.
             overlaps=not cluster.device.is_cpu or data_link is not cluster.inside,
         )
-        ends = (starts + span.ranks - span.stage_ranks, placement.starts(last))
-        onward = _slowest_of_pairs(cluster, *ends) if span is not last else one.cp
-        between = _links_between_stages(cluster, span, starts)
+        onward = one.cp
+        if span is not last:
+            sources, targets = starts + span.ranks - span.stage_ranks, placement.starts(last)
+            farthest = int(np.abs(sources // cluster.per_node - targets // cluster.per_node).argmax())
+            onward = cluster.link((int(sources[farthest]), int(targets[farthest])))
+        # The slowest link from each stage to the next in any replica, and from the last to the first.
+        nodes = (starts[:, None] + np.arange(span.ranks)) // cluster.per_node
+        nodes = nodes.reshape(len(starts), span.stages, span.stage_ranks)
+        leaves = (nodes != np.roll(nodes, -1, axis=1)).any(axis=(0, 2))
+        between = tuple(cluster.between if out else cluster.inside for out in leaves)
         for name in span.modules:
             groups[name], stages[name], to_language_model[name] = one, between, onward
     return PipelineLinks(groups, stages, to_language_model)
-
-
-def _links_between_stages(cluster: Cluster, span: Span, starts: Ranks) -> tuple[Link, ...]:
-    """Return the slowest link from each stage to the next in any replica, and from the last to the first."""
-    nodes = (starts[:, None] + np.arange(span.ranks)) // cluster.per_node
-    nodes = nodes.reshape(len(starts), span.stages, span.stage_ranks)
-    leaves = (nodes != np.roll(nodes, -1, axis=1)).any(axis=(0, 2))
-    return tuple(cluster.between if out else cluster.inside for out in leaves)
 
 
 def _slowest_of_groups(cluster: Cluster, groups: Ranks) -> Link:
@@ -245,8 +231,3 @@ def _slowest_of_groups(cluster: Cluster, groups: Ranks) -> Link:
 def _slowest_of_runs(cluster: Cluster, starts: Ranks, size: int) -> Link:
     worst = int(starts[int(nodes_of(starts, size, cluster.per_node).argmax())])
     return cluster.link(range(worst, worst + size))
-
-
-def _slowest_of_pairs(cluster: Cluster, sources: Ranks, targets: Ranks) -> Link:
-    worst = int(np.abs(sources // cluster.per_node - targets // cluster.per_node).argmax())
-    return cluster.link((int(sources[worst]), int(targets[worst])))

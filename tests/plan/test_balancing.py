@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.load_balancing import (
+from cornstarch.plan.balancing import (
     SampleAssignment,
     assign_in_order,
     assign_surplus,

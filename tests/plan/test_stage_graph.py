@@ -9,7 +9,7 @@ from hypothesis import given
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import Layout, ModulePlan, Plan
-from cornstarch.plan.stages import place_of, places_of, stage_graph
+from cornstarch.plan.stage_graph import place_of, places_of, stage_graph
 from cornstarch.schedule import StageGraph, make_schedule
 from tests.plan import brute_force
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.layout import Layout
-from cornstarch.plan.placement import Ranks
 from cornstarch.plan.plan import Plan
+from cornstarch.plan.rank_order import Ranks
 from cornstarch.schedule.graph import StageGraph, StageNode
 
 T = TypeVar("T")
@@ -117,16 +117,11 @@ def _list_parts(plan: Plan, name: str, given: Mapping[str, Sequence[T]] | None, 
     return values
 
 
-# ------------------------------------------------------------------------------------------------ where to cut layers
-
-
 def best_cut(times: Times, stages: int, before: float = 0.0) -> tuple[int, ...]:
     """Return the first layer of each stage that makes the slowest stage fastest, and the others most alike.
 
-    Args:
-        times: The time of each layer. A frozen layer with nothing trained before it has only its forward pass.
-        stages: The number of stages, each of at least one layer.
-        before: The time of encoders inside the first stage.
+    `times` are those of the layers: a frozen layer with nothing trained before it has only its forward pass. Each stage
+    has at least one layer. `before` is the time of encoders inside the first stage.
     """
     count = len(times)
     assert 1 <= stages <= count, (stages, count)
@@ -146,13 +141,7 @@ def best_parts(times: Times, stages: int, virtual: int, before: float = 0.0) -> 
     """Return the first layer of each of stages × virtual parts, which are assigned to the stages in turn.
 
     The better of two cuts is taken: the one with the fastest slowest part, and the one in which each stage has the
-    layers that it would have with one part.
-
-    Args:
-        times: The time of each layer.
-        stages: Places; part i is on place i modulo this.
-        virtual: Parts of each place.
-        before: The time of encoders inside the first part.
+    layers that it would have with one part. Part i is on stage i modulo `stages`.
     """
     plain = best_cut(times, stages * virtual, before)
     if virtual == 1:
