@@ -20,26 +20,8 @@ for _name, _module in {"data": ddp_fsdp, "units": ddp_fsdp, "exchange": low_band
     globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _module
 
 __all__ = [
-    "ColumnParallelLinear",
-    "OwnedParameters",
-    "RowParallelLinear",
-    "apply_cp",
-    "apply_data_parallel",
-    "apply_tp",
-    "attach_encoder_balancing",
-    "balance_encoders",
-    "clip_gradients",
-    "data_mesh",
-    "full_read_reason",
-    "lend_items",
-    "lending",
-    "load_partial",
-    "load_sharded",
-    "loaded_whole",
-    "register_compression",
-    "register_context_parallel_mode",
-    "shard_items",
-    "shard_tensors",
-    "shard_tokens",
-    "wrapping_units",
-]
+    "ColumnParallelLinear", "OwnedParameters", "RowParallelLinear", "apply_cp", "apply_data_parallel", "apply_tp",
+    "attach_encoder_balancing", "balance_encoders", "clip_gradients", "data_mesh", "full_read_reason", "lend_items",
+    "lending", "load_partial", "load_sharded", "loaded_whole", "register_compression",
+    "register_context_parallel_mode", "shard_items", "shard_tensors", "shard_tokens", "wrapping_units",
+]  # fmt: skip

@@ -112,8 +112,7 @@ def _apply_ddp(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
 class _DDP(DistributedDataParallel):
     """DistributedDataParallel with a readable error for `find_unused: false` where a step left parameters unused."""
 
-    measured_bucket: MeasuredBucket | None = None
-    """The measurement, with `bucket_mb: auto`."""
+    measured_bucket: MeasuredBucket | None = None  # the measurement, with `bucket_mb: auto`
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
@@ -137,10 +136,8 @@ class _DDP(DistributedDataParallel):
 class MeasuredBucket:
     """A size of DDP's buckets, and the measured link that it was chosen for."""
 
-    size: int
-    """Bytes."""
-    link: Link
-    """As an all-reduce sees it."""
+    size: int  # bytes
+    link: Link  # as an all-reduce sees it
 
     @property
     def megabytes(self) -> float:
@@ -173,7 +170,6 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
 
 def get_measured_bucket(wrapped: nn.Module) -> MeasuredBucket | None:
-    """Return the bucket size that was measured for the link; None if it was not measured."""
     return wrapped.measured_bucket if isinstance(wrapped, _DDP) else None
 
 
@@ -360,7 +356,6 @@ def wrapping_units(model: nn.Module, classes: Sequence[str] | None = None, least
 
 
 def find_fsdp_units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:
-    """Return the FSDP units that a plan asks for."""
     if plan.wrap == "none":
         return []
     return wrapping_units(model, None if plan.wrap == "auto" else list(plan.wrap), plan.wrap_min_parameters or 0)

@@ -31,7 +31,6 @@ def world_size() -> int:
 
 
 def is_single_process() -> bool:
-    """Return whether this process is the only one."""
     return world_size() == 1
 
 
@@ -91,8 +90,7 @@ class TensorTransport:
     they abort the process. With `through_cpu`, tensors are copied to CPU memory here and back at the other end.
     """
 
-    device: torch.device
-    """The device of the tensors before and after."""
+    device: torch.device  # the device of the tensors before and after
     through_cpu: bool = False
 
     @classmethod
@@ -244,7 +242,6 @@ def compute_clip_divisor(parameters: Sequence[nn.Parameter], most: float) -> tup
 
 
 def _count_copies(gradient: Tensor, holders: int) -> int:
-    """Return how many of the ranks that hold a gradient hold the same shard."""
     if not isinstance(gradient, DTensor):
         return holders
     assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not reduced yet"

@@ -30,13 +30,8 @@ from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.facts import get_token_states
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context.encoder_items import (
-    FLAT,
-    EncoderItems,
-    bind_inputs,
-    check_items_independent,
-    row_dim,
-)
+from cornstarch.parallel.context import encoder_items
+from cornstarch.parallel.context.encoder_items import EncoderItems, row_dim
 from cornstarch.parallel.context.modes import all_to_all
 from cornstarch.parallel.distributed import get_device_backend
 from cornstarch.plan.balancing import assign_surplus
@@ -62,7 +57,7 @@ def attach_encoder_balancing(encoder: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
         raise ConfigError("attach_encoder_balancing needs the mesh of one axis, such as mesh['dp'].")
     target = encoder.module if isinstance(encoder, ModalEncoderModule) else encoder
-    check_items_independent(target, _ADVICE[0].lower() + _ADVICE[1:])
+    encoder_items.check_items_independent(target, _ADVICE[0].lower() + _ADVICE[1:])
     if mesh.size() > 1:
         balancer = _EncoderBalancer(encoder, target, mesh)
         encoder.__dict__[_ATTACHED] = balancer
@@ -98,10 +93,8 @@ class _RankItems:
     """What a rank tells the others before a call of the encoder."""
 
     is_refused: bool
-    form: int
-    """A hash of everything that items must have in common to be encoded together."""
-    patches: list[int]
-    """Of each item; empty for a placeholder."""
+    form: int  # a hash of everything that items must have in common to be encoded together
+    patches: list[int]  # of each item; empty for a placeholder
 
 
 @dataclass(frozen=True)
@@ -109,14 +102,10 @@ class _Assignment:
     """Which rank encodes which items in one call."""
 
     rank: int
-    items: EncoderItems
-    """The items of this rank's batch."""
-    encoded: EncoderItems
-    """The items that this rank encodes, ordered by owner."""
-    takers: list[list[int]]
-    """Of each rank's items, the rank that encodes them; a placeholder is not an item."""
-    forms: list[int]
-    """Of each rank's items."""
+    items: EncoderItems  # the items of this rank's batch
+    encoded: EncoderItems  # the items that this rank encodes, ordered by owner
+    takers: list[list[int]]  # of each rank's items, the rank that encodes them; a placeholder is not an item
+    forms: list[int]  # of each rank's items
 
     def of(self, owner: int, taker: int) -> list[int]:
         """Return the items of one rank that another one encodes."""
@@ -124,7 +113,6 @@ class _Assignment:
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether this rank has no items of its own."""
         return not self.takers[self.rank]
 
     @property
@@ -147,10 +135,7 @@ class _EncoderBalancer:
         self._assignment: _Assignment | None = None
         self._has_warned = False
 
-    # -------------------------------------------------------------------------------------------- inputs
-
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Agree on an assignment, and exchange items."""
         if not self.is_on:
             return None
         items: EncoderItems | None = None
@@ -158,15 +143,22 @@ class _EncoderBalancer:
         refusal: ConfigError | None = None
         form = 0
         try:
-            check_items_independent(module, _ADVICE[0].lower() + _ADVICE[1:])
-            named = bind_inputs(self.encoder, args, kwargs)
+            encoder_items.check_items_independent(module, _ADVICE[0].lower() + _ADVICE[1:])
+            named = encoder_items.bind_inputs(self.encoder, args, kwargs)
             items = EncoderItems.of(self.encoder, named, _ADVICE)
             form = self._hash_form(named, items)
         except ConfigError as error:  # raised below: other ranks would wait for this one
             refusal = error
         is_placeholder = self.modal is not None and self.modal.is_running_stand_in
         patches = [] if items is None or is_placeholder else items.patches
-        every = self._exchange_sizes(_RankItems(refusal is not None, form, patches))
+        room = _SUMMARY - 3
+        first = self._all_gather([refusal is not None, form, len(patches), *patches[:room]], _SUMMARY)
+        more = max(one[2] for one in first) - room
+        rest = self._all_gather(patches[room:], more) if more > 0 else [[] for _ in first]
+        every = [
+            _RankItems(bool(one[0]), one[1], [*one[3:], *others][: one[2]])
+            for one, others in zip(first, rest, strict=True)
+        ]
         if refusal is not None:
             raise refusal
         if any(one.is_refused for one in every):
@@ -199,18 +191,7 @@ class _EncoderBalancer:
                 )
         return _hash(facts)
 
-    def _exchange_sizes(self, own: _RankItems) -> list[_RankItems]:
-        room = _SUMMARY - 3
-        first = self._all_gather([own.is_refused, own.form, len(own.patches), *own.patches[:room]], _SUMMARY)
-        more = max(one[2] for one in first) - room
-        rest = self._all_gather(own.patches[room:], more) if more > 0 else [[] for _ in first]
-        return [
-            _RankItems(bool(one[0]), one[1], [*one[3:], *others][: one[2]])
-            for one, others in zip(first, rest, strict=True)
-        ]
-
     def _all_gather(self, numbers: Sequence[int], size: int) -> list[list[int]]:
-        """Return the numbers of all ranks, padded to a size."""
         own = torch.zeros(size, dtype=torch.long)
         own[: len(numbers)] = torch.tensor(numbers, dtype=torch.long)
         own = own.to(self.control_device)
@@ -252,10 +233,7 @@ class _EncoderBalancer:
         together = torch.cat(received)
         return together if len(together) else value  # this rank encodes its placeholder
 
-    # -------------------------------------------------------------------------------------------- outputs
-
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """Send the outputs of other ranks' items back to them."""
         assignment, self._assignment = self._assignment, None
         if assignment is None:
             return output
@@ -274,11 +252,14 @@ class _EncoderBalancer:
         self._check_agreement(assignment, tensors, layouts, refusal, has_failed=output is None)
         if output is None:  # the encoder has raised, and the exception goes on from here
             return None
-        routes = [
-            _OutputRoute(assignment, tensor, layout, self.group)
-            for tensor, layout in zip(tensors, layouts, strict=True)
-        ]
-        returned = iter(_ReturnOutputs.apply(routes, self._find_used, *tensors))
+        pairs = zip(tensors, layouts, strict=True)
+        routes = [_OutputRoute(assignment, tensor, layout, self.group) for tensor, layout in pairs]
+
+        def find_used(gradients: Sequence[Tensor | None]) -> list[bool]:  # on any rank
+            found = self._all_gather([gradient is not None for gradient in gradients], len(gradients))
+            return [any(one) for one in zip(*found, strict=True)]
+
+        returned = iter(_ReturnOutputs.apply(routes, find_used, *tensors))
         return map_tensors(lambda _: next(returned), output)
 
     def _check_agreement(
@@ -290,16 +271,11 @@ class _EncoderBalancer:
         has_failed: bool,
     ) -> None:
         """Let all ranks raise where one cannot continue."""
-        patches = sum(assignment.encoded.patches)
-
-        def reduce_ratio(rows: int) -> tuple[int, int]:
-            shared = math.gcd(rows, patches)
-            return rows // shared, patches // shared
-
-        rows = [
-            (layout, tuple(tensor.shape[row_dim(layout) + 1 :]), reduce_ratio(len(tensor)) if layout == FLAT else "")
-            for layout, tensor in zip(layouts, tensors, strict=refusal is None)
-        ]
+        patches, rows = sum(assignment.encoded.patches), []
+        for layout, tensor in zip(layouts, tensors, strict=refusal is None):
+            shared = math.gcd(len(tensor), patches) if layout == encoder_items.FLAT else 0
+            ratio = (len(tensor) // shared, patches // shared) if shared else ""
+            rows.append((layout, tuple(tensor.shape[row_dim(layout) + 1 :]), ratio))
         types = [str(tensor.dtype) for tensor in tensors]
         found = self._all_gather([refusal is not None, has_failed, _hash([rows, types]), _hash(types)], 4)
         if refusal is not None:
@@ -321,11 +297,6 @@ class _EncoderBalancer:
                 f"together, and cannot be sent back. {_ADVICE}"
             )
 
-    def _find_used(self, gradients: Sequence[Tensor | None]) -> list[bool]:
-        """Return which outputs have a gradient on any rank."""
-        found = self._all_gather([gradient is not None for gradient in gradients], len(gradients))
-        return [any(one) for one in zip(*found, strict=True)]
-
 
 class _OutputRoute:
     """Sends one output tensor to the ranks whose items it belongs to, and its gradient back."""
@@ -333,8 +304,7 @@ class _OutputRoute:
     def __init__(self, assignment: _Assignment, tensor: Tensor, layout: int, group: dist.ProcessGroup) -> None:
         self.assignment, self.group, self.dim = assignment, group, row_dim(layout)
         self.shape = tensor.shape
-        self.rows = assignment.items.rows(layout, tensor, assignment.encoded)
-        """Of each item of this rank."""
+        self.rows = assignment.items.rows(layout, tensor, assignment.encoded)  # of each item of this rank
         ranks = range(len(assignment.takers))
         self.own = [assignment.of(assignment.rank, taker) for taker in ranks]
         encoded = iter(assignment.encoded.rows(layout, tensor, assignment.encoded))
@@ -406,5 +376,4 @@ class _ReturnOutputs(torch.autograd.Function):
 
 
 def _hash(facts: Any) -> int:
-    """Return a hash that is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7])

@@ -11,11 +11,9 @@ instead of full tensors, and parameters of the shards' shapes to put them in. Th
 treats a shard as it would treat that part of the full tensor; if a step is not known to do so, the model is read in
 full.
 
-
-Randomly initialized models of which a rank keeps its part: the same numbers as one process draws for the whole.
-
-The model is built as usual, but parameters of other ranks lose their memory as soon as they are registered. Random
-numbers for them are drawn all the same and thrown away, so that everything after them is drawn as in one process.
+`build_partial_model` makes new models of which a rank keeps its part, with the numbers that one process draws for the
+whole. Parameters of other ranks lose their memory as soon as they are registered. Random numbers for them are drawn all
+the same and thrown away, so that everything after them is drawn as in one process.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def load_partial(
                 reader = _ShardReader(shard, held, str(folder), files)
                 with weights_through(reader):
                     loaded = model_class.from_pretrained(folder, **options)
-                reader.finish(_get_model(loaded))
+                reader.finish(loaded[0] if isinstance(loaded, tuple) else loaded)
                 return loaded
         except FullReadRequired as error:
             reason = str(error)
@@ -116,13 +114,10 @@ def load_partial(
             loaded = model_class.from_pretrained(folder, **options)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder}: {find_damaged_weights(Path(folder)) or error}") from error
-    shard(_get_model(loaded))
-    record_full_read(_get_model(loaded), reason)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    shard(model)
+    record_full_read(model, reason)
     return loaded
-
-
-def _get_model(loaded: Any) -> Any:
-    return loaded[0] if isinstance(loaded, tuple) else loaded
 
 
 @contextmanager
@@ -145,7 +140,6 @@ def is_partial(model: nn.Module) -> bool:
 
 
 def mark_partial(model: nn.Module) -> None:
-    """Record that other ranks have some of a model's parameters."""
     unwrap(model).__dict__[_PARTIAL] = True
 
 
@@ -155,7 +149,6 @@ def full_read_reason(model: nn.Module) -> str | None:
 
 
 def record_full_read(model: nn.Module, reason: str | None) -> None:
-    """Record why a model was read in full before it was sharded."""
     unwrap(model).__dict__[_REASON] = reason
 
 
@@ -165,9 +158,6 @@ def drop_parameters(module: nn.Module) -> None:
         inner._parameters.clear()
         inner._buffers.clear()
         inner._is_hf_initialized = True  # type: ignore[assignment]  # tells transformers not to initialize it
-
-
-# ------------------------------------------------------------------------------------------------ one model
 
 
 class _ShardReader:
@@ -190,8 +180,10 @@ class _ShardReader:
         stored = {to.names[0]: tuple(sources[key].get_shape()) for key, to in going.items() if not to.steps}
         mismatched = {name: (shape, shapes[name]) for name, shape in stored.items() if shape != shapes[name]}
         if mismatched and not settings.ignore_mismatched_sizes:
+            lines = [f"{n} is {list(there)} there, {list(here)} here" for n, (there, here) in mismatched.items()]
+            listed = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
             raise ConfigError(
-                f"{self._folder}: its weights do not fit {type(model).__name__}: {_list_mismatches(mismatched)}. "
+                f"{self._folder}: its weights do not fit {type(model).__name__}: {listed}. "
                 "Its config.json, or the config that was given, is that of another model."
             )
         names = None if self._held is None else self._held(model)
@@ -220,7 +212,6 @@ class _ShardReader:
         return plan.build_shards(itself)
 
     def _open(self, files: Sequence[str] | None) -> dict[str, Any]:
-        """Return the stored tensors by name; nothing is read yet."""
         found: dict[str, Any] = {}
         for file in files or ():
             if not Path(file).is_file():
@@ -293,12 +284,7 @@ class _ShardReader:
 
 
 class _HiddenParameters:
-    """Parameters of other ranks, hidden from the loader while it works.
-
-    Args:
-        model: The model on the meta device.
-        held: The names of the parameters that stay.
-    """
+    """Parameters of other ranks, hidden from the loader while it works; those named in `held` stay."""
 
     def __init__(self, model: Any, held: Collection[str]) -> None:
         self._ties = dict(model.all_tied_weights_keys or {})
@@ -316,7 +302,6 @@ class _HiddenParameters:
             module._parameters[key] = None
 
     def restore(self, model: Any) -> None:
-        """Put them back on the meta device, and let transformers fill the buffers around them."""
         for module, key, parameter in self._parameters:
             parameter._is_hf_initialized = True
             module._parameters[key] = parameter
@@ -336,11 +321,6 @@ class _HiddenParameters:
         mark_partial(model)
 
 
-def _list_mismatches(shapes: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> str:
-    lines = [f"{name} is {list(there)} there, {list(here)} here" for name, (there, here) in shapes.items()]
-    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
-
-
 _Registered = tuple[nn.Module, str, torch.Size]  # the module, the name in it, and the shape of a parameter
 
 
@@ -356,7 +336,27 @@ def build_partial_model(make: Callable[[], nn.Module], held: LocalNames) -> nn.M
     """
     before = torch.get_rng_state()
     try:
-        return _build(make, held)
+        # Built twice: only the finished model tells the names of its parameters, but memory has to go while it is
+        # built. The first pass draws nothing and records the order in which parameters come.
+        with torch.random.fork_rng(devices=[]), _Construction(None) as rehearsal:
+            bare = make()
+        names = held(bare)
+        paths: dict[int, list[str]] = {}
+        for path, module in bare.named_modules(remove_duplicate=False):
+            paths.setdefault(id(module), []).append(f"{path}." if path else "")
+        keeps = [  # those of this rank, and those that are not in the finished model
+            id(module) not in paths or any(f"{path}{name}" in names for path in paths[id(module)])
+            for module, name, _ in rehearsal.registered
+        ]
+        with _Construction(keeps, rehearsal.registered) as construction:
+            model = make()
+        if len(construction.registered) != len(rehearsal.registered):
+            raise FullReadRequired("it is not made in the same way every time")
+        lost = [n for n, p in model.named_parameters(remove_duplicate=False) if n in names and p.is_meta]
+        if lost:
+            raise FullReadRequired(f"{lost[0]} is copied from what is not here")
+        mark_partial(model)
+        return model
     except (FullReadRequired, NotImplementedError, RuntimeError) as error:
         is_known = isinstance(error, FullReadRequired)
         reason = str(error) if is_known else f"it looks at numbers while it is made ({error})"
@@ -366,29 +366,10 @@ def build_partial_model(make: Callable[[], nn.Module], held: LocalNames) -> nn.M
     return model
 
 
-def _build(make: Callable[[], nn.Module], held: LocalNames) -> nn.Module:
-    # Built twice: only the finished model tells the names of its parameters, but memory has to go while it is built.
-    # The first pass draws nothing and records the order in which parameters come.
-    with torch.random.fork_rng(devices=[]), _Construction(None) as rehearsal:
-        bare = make()
-    names = held(bare)
-    with _Construction(rehearsal.find_kept(bare, names), rehearsal.registered) as construction:
-        model = make()
-    if len(construction.registered) != len(rehearsal.registered):
-        raise FullReadRequired("it is not made in the same way every time")
-    lost = [n for n, p in model.named_parameters(remove_duplicate=False) if n in names and p.is_meta]
-    if lost:
-        raise FullReadRequired(f"{lost[0]} is copied from what is not here")
-    mark_partial(model)
-    return model
-
-
 class _Construction(TorchDispatchMode):
     """Records parameters while a model is built, and takes the memory of some.
 
-    Args:
-        keeps: For each parameter in order, whether it keeps its memory. None: none does, and nothing is drawn.
-        expected: The parameters that are to come.
+    `keeps` says for each parameter in order whether it keeps its memory. None: none does, and nothing is drawn.
     """
 
     def __init__(self, keeps: Sequence[bool] | None, expected: Sequence[_Registered] = ()) -> None:
@@ -417,16 +398,6 @@ class _Construction(TorchDispatchMode):
         if parameter.is_meta or (self._keeps is not None and self._keeps[number]):
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-    def find_kept(self, model: nn.Module, names: Collection[str]) -> list[bool]:
-        """Return which of the registered parameters have one of these names in the model, or are not in it."""
-        paths: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            paths.setdefault(id(module), []).append(f"{path}." if path else "")
-        return [
-            id(module) not in paths or any(f"{path}{name}" in names for path in paths[id(module)])
-            for module, name, _ in self.registered
-        ]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

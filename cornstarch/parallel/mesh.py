@@ -21,25 +21,19 @@ from cornstarch.plan.stage_graph import place_of
 class Replica:
     """The processes that work on the same samples, as one of them sees them."""
 
-    index: int = 0
-    """The data-parallel index of this replica."""
-    count: int = 1
-    """The number of replicas; each has samples of its own."""
-    size: int = 1
-    """The number of processes in a replica."""
+    index: int = 0  # the data-parallel index of this replica
+    count: int = 1  # the number of replicas; each has samples of its own
+    size: int = 1  # the number of processes in a replica
     loss_copies: int = 1
     """How many processes of a replica compute the same loss, as with tensor parallelism. A sum of losses over all ranks
     counts it that many times."""
-    token_shard: int = 0
-    """The index of this process's shard of the tokens of a step."""
+    token_shard: int = 0  # the index of this process's shard of the tokens of a step
     is_leader: bool = True
     """Whether this process is the first one of its replica that has a loss. It reports for the replica."""
-    token_shards: int = 1
-    """The number of shards that the tokens of a step are divided into."""
+    token_shards: int = 1  # the number of shards that the tokens of a step are divided into
 
     @classmethod
     def of(cls, layout: Layout, rank: int) -> Replica:
-        """Return the replica of a rank."""
         place, size = layout.place(rank), layout.plan.replica
         # The last module has the loss: it is the language model.
         last, plan = list(layout.plan.modules.items())[-1]
@@ -69,8 +63,7 @@ class DeviceMeshes:
     data: DeviceMesh
     """The ranks that hold the same tensor-parallel shards: one axis, or two for HSDP. Context-parallel ranks are among
     them, because they hold the same parameters, too."""
-    tensor: DeviceMesh | None
-    """The tensor-parallel ranks."""
+    tensor: DeviceMesh | None  # the tensor-parallel ranks
 
     def __init__(self, layout: Layout, device_type: str) -> None:
         (self._span,) = layout.placement.spans
@@ -118,17 +111,14 @@ class StageMeshes:
         mesh = _mesh_of(ranks.reshape(tuple(whole.values())), tuple(whole), rank, device_type)
         self.data: DeviceMesh = mesh[tuple(axes)] if tp > 1 else mesh
         """The ranks that hold the same tensor-parallel shards: one axis, or two for HSDP."""
-        self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None
-        """The tensor-parallel ranks."""
+        self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None  # the tensor-parallel ranks
         self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), rank, device_type) if cp > 1 else None
 
     def context(self, cp: int) -> DeviceMesh:
-        """Return the ranks that share the tokens of a row, or the items of an encoder."""
         assert self._context is not None and self._context.size() == cp
         return self._context
 
     def all_meshes(self) -> list[DeviceMesh]:
-        """Return all meshes that exist."""
         return [mesh for mesh in (self.data, self.tensor, self._context) if mesh is not None]
 
 

@@ -113,5 +113,4 @@ def iter_planned_modules(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.
 
 
 def get_module_plan(layout: Layout, name: str) -> ModulePlan:
-    """Return the plan of a module of a multimodal model."""
     return layout.plan.modules.get(name) or layout.plan.modules[WHOLE_MODEL]

@@ -25,22 +25,19 @@ class Verdict:
     """passed: loss and every gradient are those of one process. refused: it was said why not. wrong: neither. not
     built: there is no small working model to try."""
     reason: str = ""
-    whole: tuple[str, ...] = ()
-    """What was left whole by a plan that passed, and why."""
+    whole: tuple[str, ...] = ()  # what was left whole by a plan that passed, and why
 
 
 @dataclass(frozen=True)
 class Sweep:
     """What one way to cut came to."""
 
-    versions: Mapping[str, str]
-    """Of torch and transformers, in the sweep."""
+    versions: Mapping[str, str]  # of torch and transformers, in the sweep
     groups: Mapping[str, Mapping[str, Verdict]] = field(default_factory=dict)
     """By kind of model (language models, encoders), by the name of its class."""
 
     @property
     def verdicts(self) -> dict[str, Verdict]:
-        """All of them by the name of the class."""
         return {name: verdict for group in self.groups.values() for name, verdict in group.items()}
 
 

@@ -16,8 +16,8 @@ from cornstarch.config.config_file import load_config
 from cornstarch.data.formats import _SOURCE_FORMATS, open_rows, register_data_source
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.trackers import TRACKERS, TrackedRun, register_tracker
-from cornstarch.parallel.context.modes import _MODES, GatherAttention, register_context_parallel_mode
-from cornstarch.parallel.low_bandwidth.compressed_mean import _SCHEMES, CastCodec, register_compression
+from cornstarch.parallel.context.modes import MODES, GatherAttention, register_context_parallel_mode
+from cornstarch.parallel.low_bandwidth.compressed_mean import SCHEMES, CastCodec, register_compression
 from cornstarch.plan.data_options import REGISTERED
 from cornstarch.schedule import Schedule, make_schedule, register_schedule
 from cornstarch.schedule.policies import SCHEDULES
@@ -40,7 +40,7 @@ def forgotten() -> Iterator[None]:
 
 
 def forget() -> None:
-    for registry in (_SOURCE_FORMATS, TRACKERS, _MODES, _SCHEMES, SCHEDULES, TASKS):
+    for registry in (_SOURCE_FORMATS, TRACKERS, MODES, SCHEMES, SCHEDULES, TASKS):
         registry.pop(NAME, None)  # type: ignore[attr-defined]
     for names in REGISTERED.values():
         names.discard(NAME)

@@ -15,17 +15,7 @@ from cornstarch.parallel.context.tokens import (
 )
 
 __all__ = [
-    "ContextParallelMode",
-    "Mode",
-    "check_tokens",
-    "explain_whole_items",
-    "get_last_distribution",
-    "has_sharded_tokens",
-    "register_context_parallel_mode",
-    "set_expected_layers",
-    "shard_items",
-    "shard_tokens",
-    "unshard_tokens",
-    "use_whole_rows",
-    "verify_tokens",
-]
+    "ContextParallelMode", "Mode", "check_tokens", "explain_whole_items", "get_last_distribution",
+    "has_sharded_tokens", "register_context_parallel_mode", "set_expected_layers", "shard_items", "shard_tokens",
+    "unshard_tokens", "use_whole_rows", "verify_tokens",
+]  # fmt: skip

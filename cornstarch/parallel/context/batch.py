@@ -45,16 +45,11 @@ _MARKED = {"visual_pos_masks": "deepstack_visual_embeds"}
 class TokenBatch:
     """The arguments of a forward pass, sorted."""
 
-    tensors: dict[str, Tensor]
-    """The unsharded tensors with a dim of tokens, by name."""
-    attention_mask: Tensor | None
-    """[B, S]"""
-    labels: Tensor | None
-    """[B, S]: the token that each one is to predict, that is, shifted."""
-    count: Any
-    """The divisor of the sum of losses, if it was given."""
-    others: dict[str, Any]
-    """Arguments that are passed on as they are."""
+    tensors: dict[str, Tensor]  # the unsharded tensors with a dim of tokens, by name
+    attention_mask: Tensor | None  # [B, S]
+    labels: Tensor | None  # [B, S]: the token that each one is to predict, that is, shifted
+    count: Any  # the divisor of the sum of losses, if it was given
+    others: dict[str, Any]  # arguments that are passed on as they are
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -162,7 +157,6 @@ def _check_padding(inputs: TokenBatch, inner: nn.Module) -> None:
 
 
 def select_inputs(inputs: TokenBatch, spec: MaskSpec, mine: Tensor, signature: inspect.Signature) -> dict[str, Any]:
-    """Return the arguments of this rank's forward pass."""
     cut = {name: value.index_select(_TOKENS_AT[name] % value.dim(), mine) for name, value in inputs.tensors.items()}
     if "position_ids" not in cut:
         cut["position_ids"] = mine[None].expand(inputs.shape[0], -1)

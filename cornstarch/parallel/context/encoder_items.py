@@ -48,18 +48,12 @@ _ADVICE = "Use cp = 1 for this encoder."
 class EncoderItems:
     """The items of one call of an encoder."""
 
-    encoder: str
-    """The encoder's class, for messages."""
-    advice: str
-    """What to do about an encoder whose items cannot be told apart, for messages."""
-    patches: list[int]
-    """Of each item."""
-    lengths: list[int] | None
-    """Tokens of each item, where the encoder puts those of all items in one row."""
-    flat: bool
-    """Whether the patches of all items are given in one row."""
-    known: bool = True
-    """Whether the patches are counted; otherwise each item counts as one."""
+    encoder: str  # the encoder's class, for messages
+    advice: str  # what to do about an encoder whose items cannot be told apart, for messages
+    patches: list[int]  # of each item
+    lengths: list[int] | None  # tokens of each item, where the encoder puts those of all items in one row
+    flat: bool  # whether the patches of all items are given in one row
+    known: bool = True  # whether the patches are counted; otherwise each item counts as one
 
     @classmethod
     def of(cls, encoder: nn.Module, named: Mapping[str, Any], advice: str) -> EncoderItems:
@@ -107,7 +101,6 @@ class EncoderItems:
         return torch.cat([pieces[item] for item in indices]) if indices else value[:0]
 
     def select(self, indices: Sequence[int]) -> EncoderItems:
-        """Return some of the items, in their order."""
         lengths = None if self.lengths is None else [self.lengths[item] for item in indices]
         return replace(self, patches=[self.patches[item] for item in indices], lengths=lengths)
 

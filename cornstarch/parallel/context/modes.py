@@ -126,13 +126,11 @@ def _repeat_heads(states: Tensor, queries: slice, groups: int) -> Tensor:
 
 
 def split_evenly(count: int, parts: int) -> list[slice]:
-    """Split `count` heads into parts that are as even as possible."""
     bounds = [count * part // parts for part in range(parts + 1)]
     return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
 
 
 def describe_too_few_heads(heads: int, ranks: int) -> str:
-    """Return the error text for fewer heads than ranks."""
     return (
         f"all_to_all gives each rank whole heads, and a layer has {heads} for {ranks} ranks. "
         f"Use cp = {heads} or less, or the mode ring_attn or gather, which leave heads whole."

@@ -43,15 +43,12 @@ _WHOLE = ("attention_mask",)
 class PatchShards:
     """How the tokens of one forward pass are sharded."""
 
-    lengths: list[int]
-    """Of each item in a row of many; or of a row, if each item has one of its own."""
-    dim: int
-    """The dim of the tokens in an activation."""
+    lengths: list[int]  # of each item in a row of many; or of a row, if each item has one of its own
+    dim: int  # the dim of the tokens in an activation
     rank: int
     ranks: int
     group: dist.ProcessGroup
-    bounds: Tensor | None = None
-    """Where items begin and end in a row of many, as layers get it."""
+    bounds: Tensor | None = None  # where items begin and end in a row of many, as layers get it
 
     def part(self, length: int, rank: int) -> slice:
         """Return the tokens of an item that a rank has."""
@@ -124,7 +121,6 @@ class PatchSharder:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """Run a block in which forward passes are sharded."""
         self._is_on = True
         try:
             yield
@@ -218,7 +214,6 @@ def _bind(signature: inspect.Signature, inputs: tuple[Any, ...], options: dict[s
 
 
 def _shard_argument(cut: PatchShards, name: str, value: Any, layer: str) -> Any:
-    """Return an argument of a layer for this rank's tokens."""
     if isinstance(value, tuple | list):
         return type(value)(_shard_argument(cut, name, one, layer) for one in value)
     if name == _BOUNDS:

@@ -34,8 +34,7 @@ from cornstarch.parallel.context.modes import MODES
 from cornstarch.plan import token_distribution
 from cornstarch.plan.token_distribution import Distribute, DistributionMethod, TokenDistribution
 
-Mode = Literal["ring_attn", "gather", "all_to_all"]
-"""The built-in modes; `register_context_parallel_mode` adds others."""
+Mode = Literal["ring_attn", "gather", "all_to_all"]  # the built-in modes; `register_context_parallel_mode` adds others
 
 
 def shard_tokens(

@@ -71,26 +71,17 @@ class PeerState:
     """What this rank knows of another one since all were synchronized last; guarded by the lock."""
 
     peer: Peer
-    incoming: ReceiveQueue
-    """Its changes."""
-    out: ChangeBuffer
-    """Changes for it that are not sent yet."""
-    sent: int = 0
-    """Own steps that are there, or in flight."""
-    arrived: int = 0
-    """Steps of it that are here."""
-    applied: int = 0
-    """Steps of it that are applied."""
-    acknowledged: int = 0
-    """Steps of it that it knows to be applied here."""
+    incoming: ReceiveQueue  # its changes
+    out: ChangeBuffer  # changes for it that are not sent yet
+    sent: int = 0  # own steps that are there, or in flight
+    arrived: int = 0  # steps of it that are here
+    applied: int = 0  # steps of it that are applied
+    acknowledged: int = 0  # steps of it that it knows to be applied here
     base: int = 0
     """Own steps that it had applied when it sent its last message: its next changes are computed from there."""
-    oldest: int | None = None
-    """The base of the oldest change that has arrived and is not applied."""
-    transfer_seconds: float = 0.0
-    """How long the last changes took to reach it."""
-    has_ended: bool = False
-    """Whether it makes no more steps."""
+    oldest: int | None = None  # the base of the oldest change that has arrived and is not applied
+    transfer_seconds: float = 0.0  # how long the last changes took to reach it
+    has_ended: bool = False  # whether it makes no more steps
 
 
 class AsynchronousUpdates(ReplicaSync):

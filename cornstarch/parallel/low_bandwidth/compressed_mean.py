@@ -30,8 +30,7 @@ from torch import Tensor
 from cornstarch.parallel.low_bandwidth.replicas import ByteAllToAll
 from cornstarch.plan.data_options import REGISTERED, Compression
 
-PIECE = 2**19
-"""Numbers that are encoded at once while other pieces travel."""
+PIECE = 2**19  # numbers that are encoded at once while other pieces travel
 
 
 class Codec(Protocol):
@@ -50,8 +49,7 @@ class Codec(Protocol):
 class CompressionScheme:
     """How one kind of compression works."""
 
-    build_codec: Callable[[Compression, torch.dtype], Codec]
-    """Called with the settings and the dtype of the tensor."""
+    build_codec: Callable[[Compression, torch.dtype], Codec]  # called with the settings and the dtype of the tensor
     select_indices: Callable[[Compression, int, torch.Generator], Tensor] | None = None
     """Returns the indices to send of so many numbers. The generator is seeded alike on all ranks."""
     build_ddp_sync: Callable[..., Any] | None = None
@@ -191,31 +189,24 @@ def select_random_indices(how: Compression, numbers: int, generator: torch.Gener
     return picked
 
 
-def _cast(how: Compression, dtype: torch.dtype) -> Codec:
-    return CastCodec(dtype)
-
-
-register_compression("none", _cast)
+register_compression("none", lambda how, dtype: CastCodec(dtype))
 register_compression("bf16", lambda how, dtype: CastCodec(torch.bfloat16))
 register_compression("fp16", lambda how, dtype: CastCodec(torch.float16))
 register_compression("topk", lambda how, dtype: TopKCodec(how))
-register_compression("randomk", _cast, select_indices=select_random_indices)
+register_compression("randomk", lambda how, dtype: CastCodec(dtype), select_indices=select_random_indices)
 register_compression("quantize", lambda how, dtype: SignCodec(how) if how.bits == 1 else IntegerCodec(how))
 
 
 class CompressedMean:
     """Computes compressed means of flat tensors over a group; all ranks must call it in the same order.
 
-    Args:
-        how: The settings of the compression.
-        group: The ranks. If this runs in a thread of its own, nothing else may be sent in the group.
+    If it runs in a thread of its own, nothing else may be sent in the group.
     """
 
     def __init__(self, how: Compression, group: dist.ProcessGroup) -> None:
         self.how, self.group = how, group
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.bytes_sent = 0
-        """By this rank since the beginning."""
+        self.bytes_sent = 0  # by this rank since the beginning
 
     @torch.no_grad()
     def __call__(self, flat: Tensor, memory: Tensor | None, step: int, place: int = 0, scale: float = 1.0) -> int:

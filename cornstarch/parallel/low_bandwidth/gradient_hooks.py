@@ -30,8 +30,7 @@ class GradientSync(ReplicaSync):
 
     def __init__(self) -> None:
         self.bytes_sent = 0
-        self.scale: Callable[[], float] = lambda: 1.0
-        """Returns the loss scale; set it where there is a gradient scaler."""
+        self.scale: Callable[[], float] = lambda: 1.0  # returns the loss scale; set it where there is a gradient scaler
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes_sent": self.bytes_sent}
@@ -118,7 +117,14 @@ class CompressedDDPBuckets(DDPBucketSync):
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         flat, number, step, scale = bucket.buffer(), bucket.index(), self._rounds, self.scale()
         if number not in self._buckets:
-            self._buckets[number] = self._create_memory(bucket)
+            names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+            sizes = [parameter.numel() for parameter in bucket.parameters()]
+            has_memory = self.mean.how.error_feedback and self.mean.ranks > 1
+            errors = torch.zeros(flat.numel(), device=flat.device) if has_memory else None
+            for name, part in zip(names, errors.split(sizes), strict=True) if errors is not None else ():
+                if (before := self._restored.pop(name, None)) is not None:
+                    part.copy_(before)
+            self._buckets[number] = names, sizes, errors
         memory = self._buckets[number][2]
         if bucket.is_last():
             self._rounds += 1
@@ -129,20 +135,7 @@ class CompressedDDPBuckets(DDPBucketSync):
 
         return self._submit(flat.device, work)
 
-    def _create_memory(self, bucket: dist.GradBucket) -> tuple[list[str], list[int], Tensor | None]:
-        flat, parameters = bucket.buffer(), bucket.parameters()
-        names = [self._names[id(parameter)] for parameter in parameters]
-        sizes = [parameter.numel() for parameter in parameters]
-        if not self.mean.how.error_feedback or self.mean.ranks == 1:
-            return names, sizes, None
-        memory = torch.zeros(flat.numel(), device=flat.device)
-        for name, part in zip(names, memory.split(sizes), strict=True):
-            if (before := self._restored.pop(name, None)) is not None:
-                part.copy_(before)
-        return names, sizes, memory
-
     def state_dict(self) -> dict[str, Any]:
-        """Return errors that were not sent yet, by parameter, and the number of rounds."""
         memory = dict(self._restored)
         for names, sizes, errors in self._buckets.values():
             if errors is not None:
@@ -165,8 +158,17 @@ class OrderedWorker:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Tensor], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if self._stream is None:
-            # The thread must not refer to this object, or it would live forever.
-            self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name="exchange", daemon=True)
+            submitted = self._queue  # the thread must not refer to this object, or it would live forever
+
+            def run() -> None:
+                while (one := submitted.get()) is not None:
+                    work, future = one
+                    try:
+                        future.set_result(work())
+                    except Exception as error:
+                        future.set_exception(error)
+
+            self._thread = threading.Thread(target=run, name="exchange", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)  # a run that fails must not leave the thread behind
 
@@ -187,15 +189,6 @@ class OrderedWorker:
             self._queue.put(None)
             self._thread.join()
             self._thread = None
-
-
-def _run_queue(submitted: "queue.SimpleQueue[tuple[Callable[[], Tensor], Any] | None]") -> None:
-    while (one := submitted.get()) is not None:
-        work, future = one
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
 
 
 class CompressedHSDPShards(GradientSync):
@@ -245,7 +238,6 @@ class CompressedHSDPShards(GradientSync):
             self._is_deferred = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return errors that were not sent yet, by unit, and the numbers of rounds."""
         units = {name or "model": {"rounds": u.rounds, "memory": u.memory} for name, u in self._units.items()}
         return {"bytes_sent": self.bytes_sent, "units": units}
 
@@ -319,7 +311,6 @@ class PowerSGDBuckets(DDPBucketSync):
         return hook(self._state, bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return errors that were not sent yet, and the factors, by bucket."""
         name, keys, position, *_ = self._state.rng.get_state()
         memories = {key: {str(n): t for n, t in getattr(self._state, key).items()} for key in _MEMORIES}
         rng = {"kind": name, "keys": np.asarray(keys).tolist(), "position": int(position)}

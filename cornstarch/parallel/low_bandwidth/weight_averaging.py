@@ -144,7 +144,6 @@ class LocalUpdates(ReplicaSync):
         self._sent_before = int(state["bytes_sent"]) - self._mean.bytes_sent - self._exact_mean.bytes_sent
 
     def figures(self) -> dict[str, float]:
-        """Return the bytes sent, and the distance of the weights to the mean when it was last known."""
         known = {} if self._distance is None else {"consensus_distance": self._distance}
         return {"bytes_sent": float(self._bytes_sent), **known}
 
@@ -153,7 +152,6 @@ class LocalUpdates(ReplicaSync):
         return self._sent_before + self._mean.bytes_sent + self._exact_mean.bytes_sent
 
     def _step_outer(self, mean: Tensor) -> Tensor:
-        """Return the common weights after a step of the outer optimizer."""
         assert self._common is not None
         if self._velocity is not None:
             self._velocity.mul_(self._momentum).add_(mean)
@@ -192,20 +190,12 @@ def find_neighbours(graph: GossipGraph, rank: int, ranks: int, step: int, seed: 
 class WeightSwap:
     """The weights of two neighbours in flight to each other, in CPU memory."""
 
-    own: Tensor
-    """The weights that this rank sent."""
-    others: Tensor
-    """The weights that it receives."""
-    weight: float
-    """The weight of the neighbour in the average."""
+    own: Tensor  # the weights that this rank sent
+    others: Tensor  # the weights that it receives
+    weight: float  # the weight of the neighbour in the average
     works: list[dist.Work]
     """The transfers that nobody has waited for; gloo would wait for another message if it was asked again."""
-    watcher: Future[None] | None
-    """A thread that waits for them, where ranks do not wait for one another."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.watcher is not None and self.watcher.done()
+    watcher: Future[None] | None  # a thread that waits for them, where ranks do not wait for one another
 
     def wait(self) -> None:
         if self.watcher is not None:
@@ -224,8 +214,7 @@ class GossipUpdates(ReplicaSync):
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group = replicas.new_gloo_group(group) if self._ranks > 1 else group
         self._swaps: dict[int, WeightSwap] = {}
-        self._swap_counts = [0] * self._ranks
-        """How many swaps have begun with each rank."""
+        self._swap_counts = [0] * self._ranks  # how many swaps have begun with each rank
         self._spare: list[Tensor] = []
         self._step = 0
         self._is_in_step = False
@@ -245,10 +234,9 @@ class GossipUpdates(ReplicaSync):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        """Average with the neighbours whose weights have arrived."""
         assert self._is_in_step, "before_step comes first"
         self._step, self._is_in_step = step, False
-        self._apply([other for other, swap in self._swaps.items() if self._plan.wait or swap.is_over])
+        self._apply([other for other, swap in self._swaps.items() if swap.watcher is None or swap.watcher.done()])
 
     @contextmanager
     def use_averaged_weights(self) -> Iterator[None]:

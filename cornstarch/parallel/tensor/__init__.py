@@ -15,19 +15,7 @@ from cornstarch.parallel.tensor.styles import Style
 from cornstarch.parallel.tensor.vocabulary import vocabulary_cross_entropy
 
 __all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "ShardBox",
-    "Style",
-    "check_tensor_plan",
-    "find_unsharded_modules",
-    "gather_full_tensors",
-    "is_sharded",
-    "load_full_tensors",
-    "original_boxes",
-    "shard_added_adapters",
-    "shard_tensors",
-    "tensor_plan",
-    "use_full_shapes",
-    "vocabulary_cross_entropy",
-]
+    "ColumnParallelLinear", "RowParallelLinear", "ShardBox", "Style", "check_tensor_plan", "find_unsharded_modules",
+    "gather_full_tensors", "is_sharded", "load_full_tensors", "original_boxes", "shard_added_adapters",
+    "shard_tensors", "tensor_plan", "use_full_shapes", "vocabulary_cross_entropy",
+]  # fmt: skip

@@ -103,10 +103,8 @@ class SequenceShards:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.total = 0
-        """Tokens of the current forward pass."""
-        self.length = 0
-        """Tokens of the current layer; another number while layers are recomputed in the backward pass."""
+        self.total = 0  # tokens of the current forward pass
+        self.length = 0  # tokens of the current layer; another number while layers are recomputed in the backward pass
 
     def scatter(self, full: Tensor) -> Tensor:
         """Return this rank's tokens of an activation that all ranks have."""
@@ -216,8 +214,7 @@ def _check_mesh(mesh: Any, layer: str) -> None:
 class _ColumnInput(ShardedLayer):
     """A layer that reads full activations and computes this rank's outputs."""
 
-    copies = True
-    """False where tokens were gathered for the layer: the gather reduces gradients already."""
+    copies = True  # false where tokens were gathered for the layer: the gather reduces gradients already
     shared: SharedInput | None = None
 
     def _copy_input(self, x: Tensor) -> Tensor:
@@ -294,8 +291,7 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
     """A linear layer of which each rank has some of the inputs; the bias is replicated."""
 
     split = False
-    tokens: SequenceShards | None = None
-    """With sequence parallelism: reduces outputs and scatters them along tokens."""
+    tokens: SequenceShards | None = None  # with sequence parallelism: reduces outputs and scatters them along tokens
     _input_dim = 1
 
     def __init__(

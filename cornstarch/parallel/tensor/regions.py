@@ -31,16 +31,12 @@ class NotShardable(Exception):
 class Region:
     """A part of a model that is sharded as a unit."""
 
-    owner: str
-    """The name of the module that it is in."""
-    styles: dict[str, Style] = field(default_factory=dict)
-    """By name inside the owner."""
-    attention: str | None = None
-    """Of attention: the module inside the owner that has the numbers of heads."""
+    owner: str  # the name of the module that it is in
+    styles: dict[str, Style] = field(default_factory=dict)  # by name inside the owner
+    attention: str | None = None  # of attention: the module inside the owner that has the numbers of heads
     heads: int = 0
     key_value_heads: int = 0
-    width: int = 0
-    """Of attention: the channels of all heads together."""
+    width: int = 0  # of attention: the channels of all heads together
     shared: tuple[str, ...] = ()
     """Layers of keys and values; if there are more ranks than such heads, they are replicated."""
     must_divide: dict[str, int] = field(default_factory=dict)
@@ -60,7 +56,6 @@ _PLAIN = {"Linear", "NonDynamicallyQuantizableLinear", "FalconLinear"}
 
 
 def get_child(module: nn.Module, path: str) -> nn.Module | None:
-    """Return a module inside, or None."""
     found: Any = module
     for name in path.split("."):
         found = found._modules.get(name) if isinstance(found, nn.Module) else None
@@ -353,7 +348,6 @@ class TensorPlan:
 
 
 def list_full_names(region: Region) -> dict[str, Style]:
-    """Return the styles of a region by full name."""
     return {".".join(filter(None, (region.owner, key))): style for key, style in region.styles.items()}
 
 

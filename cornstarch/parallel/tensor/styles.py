@@ -29,12 +29,9 @@ class Style:
     """
 
     kind: Kind
-    parts: tuple[int, ...] = ()
-    """The sizes of what is fused along the sharded dim; empty if nothing is."""
-    dim: int = 0
-    """Of a parameter: the sharded dim."""
-    whole: bool = False
-    """Of a column: outputs are gathered. Of a row: inputs are full, and each rank takes its part."""
+    parts: tuple[int, ...] = ()  # the sizes of what is fused along the sharded dim; empty if nothing is
+    dim: int = 0  # of a parameter: the sharded dim
+    whole: bool = False  # of a column: outputs are gathered. Of a row: inputs are full, and each rank takes its part
 
 
 # The words of transformers 5.0 to 5.22. A layer with any other word is not sharded.
