@@ -112,10 +112,6 @@ class _Assignment:
         return [item for item, whose in enumerate(self.takers[owner]) if whose == taker]
 
     @property
-    def has_placeholder(self) -> bool:
-        return not self.takers[self.rank]
-
-    @property
     def moving(self) -> set[int]:
         """The forms of items that another rank encodes."""
         return {self.forms[owner] for owner, whose in enumerate(self.takers) if any(one != owner for one in whose)}
@@ -320,7 +316,7 @@ class _OutputRoute:
         )
         shapes = [self._shape(sum(self.rows[item] for item in items)) for items in self.own]
         received = all_to_all(away, shapes, self.group)
-        if self.assignment.has_placeholder:  # nobody reads it
+        if not self.assignment.takers[self.assignment.rank]:  # it has only a placeholder, which nobody reads
             return tensor.new_zeros(self._shape(sum(self.rows)))
         pieces: dict[int, Tensor] = {}
         for items, part in zip(self.own, received, strict=True):

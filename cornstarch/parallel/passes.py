@@ -6,14 +6,13 @@ Each pass takes a module, changes it in place or wraps it, and returns the modul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.context import has_sharded_tokens, shard_items, shard_tokens, use_whole_rows
+from cornstarch.parallel.context import shard_items, shard_tokens
 from cornstarch.parallel.encoder_balancing import attach_encoder_balancing
 from cornstarch.parallel.loading import full_read_reason
 from cornstarch.parallel.mesh import DeviceMeshes, StageMeshes
@@ -92,14 +91,6 @@ def explain_full_reads(model: nn.Module, layout: Layout) -> dict[str, str]:
     inner = [unwrap(module.module if isinstance(module, ModalEncoderModule) else module) for module in sharded]
     reasons = {type(module).__name__: full_read_reason(module) for module in inner}
     return {name: reason for name, reason in reasons.items() if reason is not None}
-
-
-@contextmanager
-def use_whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Run a block in which every rank computes whole sequences, to evaluate or to generate."""
-    language_model = model.language_model if isinstance(model, MultimodalModel) else model
-    with use_whole_rows(language_model) if has_sharded_tokens(language_model) else nullcontext():
-        yield
 
 
 def iter_planned_modules(model: nn.Module, layout: Layout) -> Iterator[tuple[nn.Module, ModulePlan]]:

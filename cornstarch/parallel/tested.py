@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,21 +54,6 @@ def read_table(path: Path = PATH) -> dict[str, Sweep]:
     return table
 
 
-def write_table(table: Mapping[str, Sweep], path: Path = PATH) -> None:
-    """Store the table, one model in a line, so that what a new release changes can be read in a diff."""
-    axes = []
-    for axis, sweep in table.items():
-        groups = []
-        for group, found in sweep.groups.items():
-            facts = {name: {k: v for k, v in asdict(found[name]).items() if v} for name in sorted(found)}
-            lines = [f"    {json.dumps(name)}: {json.dumps(stated)}" for name, stated in facts.items()]
-            groups.append(f"   {json.dumps(group)}: {{\n" + ",\n".join(lines) + "\n   }")
-        inside = ",\n".join(groups)
-        versions = json.dumps(dict(sweep.versions))
-        axes.append(f' {json.dumps(axis)}: {{\n  "versions": {versions},\n  "groups": {{\n{inside}\n  }}\n }}')
-    path.write_text("{\n" + ",\n".join(axes) + "\n}\n", encoding="utf-8")
-
-
 @lru_cache(maxsize=1)
 def read_shipped_table() -> dict[str, Sweep]:
     """Return the table that came with the package."""
@@ -87,4 +72,4 @@ def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:
     return verdict is not None and verdict.status == PASSED
 
 
-__all__ = ["Sweep", "Verdict", "is_tested", "read_shipped_table", "read_table", "write_table"]
+__all__ = ["Sweep", "Verdict", "is_tested", "read_shipped_table", "read_table"]

@@ -27,10 +27,10 @@ from cornstarch.data.sampler import EpochOrder, ShuffledMedia
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
+from cornstarch.parallel.context import use_whole_rows
 from cornstarch.parallel.ddp_fsdp import use_full_model
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.mesh import Replica
-from cornstarch.parallel.passes import use_whole_sequences
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.tasks.task import Measures, Task
 
@@ -83,7 +83,7 @@ class Evaluator:
 
     def evaluate(self) -> Evaluation:
         """Evaluate on all sources."""
-        with self._use_weights(), use_whole_sequences(self._task.model):
+        with self._use_weights(), use_whole_rows(self._task.model):
             return self._evaluate_sources(lambda source: source)
 
     def evaluate_shuffled(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +100,7 @@ class Evaluator:
 
     def evaluate_with_shuffled(self, kind: MediaKind) -> Evaluation:
         """Evaluate with all images (or sounds) shuffled between samples."""
-        with self._use_weights(), use_whole_sequences(self._task.model):
+        with self._use_weights(), use_whole_rows(self._task.model):
             return self._evaluate_sources(lambda source: ShuffledMedia(source, kind, self._config.seed))
 
     @contextmanager
@@ -110,7 +110,7 @@ class Evaluator:
             self._use_weights(),
             self._placement.forward_context(),
             use_full_model(self._task.wrapped),
-            use_whole_sequences(self._task.model),
+            use_whole_rows(self._task.model),
             nullcontext() if self._pipeline is None else self._pipeline.use_eval_mode(),
         ):
             yield

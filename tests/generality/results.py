@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 import transformers
@@ -57,4 +59,19 @@ def keep(axis: str, found: Mapping[str, Verdict], whole_sweep: bool) -> None:
         for group in (LANGUAGE_MODELS, ENCODERS)
     }
     table[axis] = Sweep(versions, {group: inside for group, inside in groups.items() if inside})
-    tested.write_table(table)
+    write_table(table)
+
+
+def write_table(table: Mapping[str, Sweep], path: Path = tested.PATH) -> None:
+    """Store the table, one model in a line, so that what a new release changes can be read in a diff."""
+    axes = []
+    for axis, sweep in table.items():
+        groups = []
+        for group, found in sweep.groups.items():
+            facts = {name: {k: v for k, v in asdict(found[name]).items() if v} for name in sorted(found)}
+            lines = [f"    {json.dumps(name)}: {json.dumps(stated)}" for name, stated in facts.items()]
+            groups.append(f"   {json.dumps(group)}: {{\n" + ",\n".join(lines) + "\n   }")
+        inside = ",\n".join(groups)
+        versions = json.dumps(dict(sweep.versions))
+        axes.append(f' {json.dumps(axis)}: {{\n  "versions": {versions},\n  "groups": {{\n{inside}\n  }}\n }}')
+    path.write_text("{\n" + ",\n".join(axes) + "\n}\n", encoding="utf-8")

@@ -43,7 +43,7 @@ def test_another_way_to_cut_is_another_column() -> None:
 def test_a_few_models_join_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = tested.read_table()
     kept: list[dict[str, Sweep]] = []
-    monkeypatch.setattr(tested, "write_table", lambda table: kept.append(dict(table)))
+    monkeypatch.setattr(results, "write_table", lambda table: kept.append(dict(table)))
     results.keep("tp", {"LlamaForCausalLM": results.entry("refused", "a\n  reason")}, whole_sweep=False)
     verdicts = kept[0]["tp"].verdicts
     assert verdicts["LlamaForCausalLM"] == Verdict("refused", "a reason")

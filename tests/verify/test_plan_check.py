@@ -19,6 +19,7 @@ from cornstarch.parallel.tested import Sweep, Verdict, is_tested
 from cornstarch.train import Trainer
 from cornstarch.verify import twin_trial as start_check
 from tests import warm
+from tests.generality.results import write_table
 from tests.parity.pool import pool
 from tests.trainer.odd import SIZES, OddLlama, OwnLlama
 from tests.trainer.tiny import tiny_config
@@ -139,5 +140,5 @@ def test_what_is_in_the_table() -> None:
 def test_the_table_comes_back_as_it_was_stored(tmp_path: Path) -> None:
     verdicts = {"A": Verdict("passed", whole=("B: why",)), "C": Verdict("refused", 'its "heads"')}
     table = {"tp": Sweep({"transformers": "5.22.2"}, {"language models": verdicts, "encoders": {}})}
-    tested.write_table(table, tmp_path / "table.json")
+    write_table(table, tmp_path / "table.json")
     assert tested.read_table(tmp_path / "table.json") == table

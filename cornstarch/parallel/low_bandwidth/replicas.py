@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import reduce
 from threading import Thread
 from typing import Any, TypeVar
@@ -54,10 +54,7 @@ class ReplicaSync:
         """Run a block with the mean of all weights on every rank; afterwards each rank has its own again."""
         yield
 
-    @property
-    def averaged(self) -> Callable[[], AbstractContextManager[None]]:
-        """`use_averaged_weights`, by its name in earlier releases."""
-        return self.use_averaged_weights
+    averaged = property(lambda self: self.use_averaged_weights)  # its name in earlier releases
 
     def finish(self) -> None:
         """Wait for everything in flight and end threads: no step follows."""

@@ -9,7 +9,7 @@ with such a parameter is not sharded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,32 +77,6 @@ def get_widths(module: nn.Module, path: str) -> tuple[int, int]:
     assert layer is not None, path
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
-
-
-def find_regions(
-    model: nn.Module, own: Mapping[str, Style], config: Any
-) -> Iterator[tuple[str, Region | None, str | None]]:
-    """Yield (owner, region, None), or (owner, None, why not), for everything that looks like a region.
-
-    Args:
-        model: The model.
-        own: The styles of the model's own plan, by full name.
-        config: The model's config, which has the numbers of heads where a module does not.
-    """
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        said = {key.removeprefix(prefix): style for key, style in own.items() if key.rpartition(".")[0] == name}
-        found = False
-        for find in (_find_experts, _find_attention, _find_feed_forward, _find_planned):
-            try:
-                region = None if found and find is _find_planned else find(module, name, said, config)
-            except NotShardable as reason:
-                found = True
-                yield name, None, str(reason)
-            else:
-                if region is not None:
-                    found = True
-                    yield name, region, None
 
 
 def _find_experts(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
@@ -256,16 +230,13 @@ def _is_around(name: str, region: Region) -> bool:
 
 
 def _find_feed_forward(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
-    for groups, times in ((styles.FEED_FORWARD, 1), (styles.FEED_FORWARD_FUSED, 2)):
-        for into, out in groups:
-            if all(get_linear(module, key) is not None for key in (*into, out)):
-                if not _is_layer(module) and (across := styles.looks_across_channels(module)):
-                    raise NotShardable(f"its feed-forward layer computes `{across}` over all channels")
-                return _build_feed_forward(module, name, into, out, times)
-    return None
-
-
-def _build_feed_forward(module: nn.Module, name: str, into: tuple[str, ...], out: str, times: int) -> Region:
+    known = [(*names, 1) for names in styles.FEED_FORWARD] + [(*names, 2) for names in styles.FEED_FORWARD_FUSED]
+    found = [one for one in known if all(get_linear(module, key) is not None for key in (*one[0], one[1]))]
+    if not found:
+        return None
+    into, out, times = found[0]
+    if not _is_layer(module) and (across := styles.looks_across_channels(module)):
+        raise NotShardable(f"its feed-forward layer computes `{across}` over all channels")
     inner, hidden = get_widths(module, out)
     for key in into:
         if (outputs := get_widths(module, key)[1]) != times * inner:
@@ -320,20 +291,32 @@ def _find_planned(module: nn.Module, name: str, said: Mapping[str, Style], confi
 
 
 class TensorPlan:
-    """The sharded regions of a model, and the modules that are not sharded, with the reason."""
+    """The sharded regions of a model, and the modules that are not sharded, with the reason.
+
+    `own` are the styles of the model's own plan, by full name.
+    """
 
     def __init__(self, model: nn.Module, own: Mapping[str, Style]) -> None:
         self.regions: list[Region] = []
         self.whole: dict[str, str] = {}
         taken: set[str] = set()
-        for owner, region, reason in find_regions(model, own, get_text_config(model)):
-            if region is None:
-                self.whole[owner] = str(reason)
-            else:
-                names = list_full_names(region)
-                if not taken & names.keys():
-                    taken |= names.keys()
-                    self.regions.append(region)
+        config = get_text_config(model)  # it has the numbers of heads where a module does not
+        for owner, module in model.named_modules():
+            prefix = f"{owner}." if owner else ""
+            said = {key.removeprefix(prefix): style for key, style in own.items() if key.rpartition(".")[0] == owner}
+            is_found = False
+            for find in (_find_experts, _find_attention, _find_feed_forward, _find_planned):
+                try:
+                    region = None if is_found and find is _find_planned else find(module, owner, said, config)
+                except NotShardable as reason:
+                    is_found, region = True, None
+                    self.whole[owner] = str(reason)
+                if region is not None:
+                    is_found = True
+                    names = list_full_names(region)
+                    if not taken & names.keys():
+                        taken |= names.keys()
+                        self.regions.append(region)
         for name, style in own.items():
             region = _build_single(model, name, style)
             # Layers in a region are sharded with it; layers that no region took, as the model says.

@@ -36,17 +36,6 @@ class ShardSpec:
     """The sizes of what is fused along the dim; a single one for a plain weight, which need not divide evenly."""
     ranks: int
 
-    def take_shard(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a rank's shard of a full tensor in its original order."""
-        pieces = []
-        for part, size in zip(tensor.split(self.parts, self.dim), self.parts, strict=True):
-            begin, end = shard_interval(size, self.ranks, rank)
-            pieces.append(part.narrow(self.dim, begin, end - begin))
-        # A copy even of a single piece: a view would keep the full tensor in memory.
-        return (
-            torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-        )
-
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (stored, original, length) of the runs in the stored interval from `start` to `stop`."""
         if len(self.parts) == 1:
@@ -73,8 +62,12 @@ def shard_parameter(module: nn.Module, name: str, spec: ShardSpec, mesh: DeviceM
     """Replace a full parameter by a DTensor of which this rank has its shard only; works on the meta device."""
     parameter = module._parameters[name]
     assert parameter is not None and parameter.shape[spec.dim] == sum(spec.parts), (name, spec)
-    with torch.no_grad():
-        local = spec.take_shard(parameter, mesh.get_local_rank())
+    pieces = []
+    for part, size in zip(parameter.detach().split(spec.parts, spec.dim), spec.parts, strict=True):
+        begin, end = shard_interval(size, spec.ranks, mesh.get_local_rank())
+        pieces.append(part.narrow(spec.dim, begin, end - begin))
+    # A copy even of a single piece: a view would keep the full tensor in memory.
+    local = torch.cat(pieces, spec.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
     strides = torch.empty(parameter.shape, device="meta").stride()
     distributed = DTensor.from_local(
         local, mesh, [Shard(spec.dim)], run_check=False, shape=parameter.shape, stride=strides
@@ -185,14 +178,6 @@ def _find_stored_box(tensor: DTensor) -> tuple[list[int], list[int]]:
     return begin, size
 
 
-def rank_boxes(spec: ShardSpec, shape: Sequence[int], rank: int) -> tuple[tuple[int, ...], list[ShardBox]]:
-    """Return the shape of a rank's shard of a full tensor, and its boxes."""
-    begin, local = [0] * len(shape), list(shape)
-    begin[spec.dim], end = shard_interval(shape[spec.dim], spec.ranks, rank)
-    local[spec.dim] = end - begin[spec.dim]
-    return tuple(local), _split_into_boxes(begin, local, spec)
-
-
 def _split_into_boxes(begin: Sequence[int], size: Sequence[int], spec: ShardSpec | None) -> list[ShardBox]:
     if not min((*size, 1)):
         return []
@@ -212,9 +197,7 @@ def _split_into_boxes(begin: Sequence[int], size: Sequence[int], spec: ShardSpec
 def gather_full_tensors(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return full tensors in their original order; all ranks must call it.
 
-    Args:
-        model: The model.
-        tensors: Tensors that lie as the parameters of these names do, such as gradients. Default: the parameters.
+    `tensors` lie as the parameters of these names do, as gradients do. Default: the parameters themselves.
     """
     specs, parameters = find_shard_specs(model), dict(model.named_parameters())
     found: dict[str, Tensor] = {}
@@ -287,12 +270,9 @@ class _LazyTensor:
 class ShardReadPlan:
     """What is read of each file for one model.
 
-    Args:
-        sources: The stored tensors by name.
-        going: Where the loader puts each stored tensor.
-        held: The DTensors among the parameters by name, and their shard specs.
-        kept: The names of the parameters that this rank has.
-        ties: Tied parameters, and those that they are tied to.
+    It is made from the stored tensors by name, where the loader puts each (`going`), the DTensors among the parameters
+    with their shard specs (`held`), the names of the parameters that this rank has (`kept`), and tied parameters with
+    those that they are tied to.
     """
 
     def __init__(
@@ -365,7 +345,10 @@ class ShardReadPlan:
         mesh = self._held[destination.names[0]][0].device_mesh
         if mesh.ndim > 1:
             raise FullReadRequired(f"{destination.names[0]} is cut along several axes")
-        return rank_boxes(spec, stored, mesh.get_local_rank())
+        begin, size = [0] * len(stored), list(stored)
+        begin[spec.dim], end = shard_interval(stored[spec.dim], spec.ranks, mesh.get_local_rank())
+        size[spec.dim] = end - begin[spec.dim]
+        return tuple(size), _split_into_boxes(begin, size, spec)
 
     def _merge(self, name: str, keys: Sequence[str]) -> LazyShard:
         """Return a shard of several stored tensors, each read into its place, so that nothing is in memory twice."""
