@@ -65,13 +65,13 @@ def keep(axis: str, found: Mapping[str, Verdict], whole_sweep: bool) -> None:
 def write_table(table: Mapping[str, Sweep], path: Path = tested.PATH) -> None:
     """Store the table, one model in a line, so that what a new release changes can be read in a diff."""
     axes = []
-    for axis, sweep in table.items():
+    for axis, one in table.items():
         groups = []
-        for group, found in sweep.groups.items():
+        for group, found in one.groups.items():
             facts = {name: {k: v for k, v in asdict(found[name]).items() if v} for name in sorted(found)}
             lines = [f"    {json.dumps(name)}: {json.dumps(stated)}" for name, stated in facts.items()]
             groups.append(f"   {json.dumps(group)}: {{\n" + ",\n".join(lines) + "\n   }")
         inside = ",\n".join(groups)
-        versions = json.dumps(dict(sweep.versions))
+        versions = json.dumps(dict(one.versions))
         axes.append(f' {json.dumps(axis)}: {{\n  "versions": {versions},\n  "groups": {{\n{inside}\n  }}\n }}')
     path.write_text("{\n" + ",\n".join(axes) + "\n}\n", encoding="utf-8")
