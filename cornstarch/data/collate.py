@@ -44,18 +44,13 @@ class PreparedSample:
 
     id: str
     text: str
-    input_ids: Tensor
-    """[S], each placeholder repeated to the number of its item's tokens."""
-    labels: Tensor
-    """[S], -100 where nothing is learned."""
-    items: Mapping[str, list[Any]]
-    """The decoded items by modality, in order."""
-    encoder_inputs: Mapping[str, Any]
-    """The processors' outputs for the items."""
+    input_ids: Tensor  # [S], each placeholder repeated to the number of its item's tokens
+    labels: Tensor  # [S], -100 where nothing is learned
+    items: Mapping[str, list[Any]]  # the decoded items by modality, in order
+    encoder_inputs: Mapping[str, Any]  # the processors' outputs for the items
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Further processor outputs with a value per token, [S]: token types."""
-    source: Any = None
-    """The processor's input, where it is needed again for several samples together."""
+    source: Any = None  # the processor's input, where it is needed again for several samples together
 
     @property
     def trained_tokens(self) -> int:
@@ -68,14 +63,10 @@ class CollatedBatch:
     """The inputs of one forward pass, and what they contain."""
 
     inputs: dict[str, Any]
-    sample_ids: list[str]
-    """In the order of the rows."""
-    tokens: int
-    """Without padding."""
-    trained_tokens: int
-    """Labels that count after the shift: the divisor of the summed loss."""
-    items: dict[str, int]
-    """The number of images and sounds, by modality."""
+    sample_ids: list[str]  # in the order of the rows
+    tokens: int  # without padding
+    trained_tokens: int  # labels that count after the shift: the divisor of the summed loss
+    items: dict[str, int]  # the number of images and sounds, by modality
 
 
 class ChatCollator:

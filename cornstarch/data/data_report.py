@@ -33,8 +33,7 @@ class SampleStats:
     length: int
     trained: int | None
     """The part of the length that is trained on; None if the target is something else, such as a label."""
-    items: Mapping[str, int]
-    """The number of images and sounds, by modality."""
+    items: Mapping[str, int]  # the number of images and sounds, by modality
     pieces: Pieces
 
 
@@ -53,19 +52,14 @@ class SampleInspector:
 class SourceReport:
     """The statistics of one source."""
 
-    name: str
-    """`data.train.0`."""
+    name: str  # `data.train.0`
     description: str = ""
-    problem: str = ""
-    """Why the source cannot be opened; the rest is empty then."""
+    problem: str = ""  # why the source cannot be opened; the rest is empty then
     samples: int = 0
     checked: int = 0
-    lengths: list[int] = field(default_factory=list)
-    """Of the valid samples: tokens, or characters without a tokenizer."""
-    trained: list[int] = field(default_factory=list)
-    """The trained part of each length."""
-    items: dict[str, int] = field(default_factory=dict)
-    """The number of images and sounds in the valid samples."""
+    lengths: list[int] = field(default_factory=list)  # of the valid samples: tokens, or characters without a tokenizer
+    trained: list[int] = field(default_factory=list)  # the trained part of each length
+    items: dict[str, int] = field(default_factory=dict)  # the number of images and sounds in the valid samples
     skipped: list[BrokenSample] = field(default_factory=list)
 
     @property
@@ -86,11 +80,9 @@ class SourceReport:
 class DataReport:
     """The statistics of all sources."""
 
-    unit: str
-    """The unit of lengths: tokens or characters."""
+    unit: str  # the unit of lengths: tokens or characters
     skip_limit: float
-    stops_at_long: bool = False
-    """Whether a run stops at a sample that is too long."""
+    stops_at_long: bool = False  # whether a run stops at a sample that is too long
     sources: list[SourceReport] = field(default_factory=list)
     excerpts: list[tuple[str, Pieces]] = field(default_factory=list)
     """Ids and texts of the first valid samples, as the model sees them."""

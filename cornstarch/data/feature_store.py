@@ -205,7 +205,17 @@ class CacheFolder:
         with self._lock():
             used = self.used
             if used + size > self.limit:
-                used = self._evict(size)
+                # Remove the least recently used files until the file fits, with some space to spare.
+                files = sorted(self._files())
+                used = sum(one for _, one, _ in files)
+                for last, freed, path in files:
+                    if used + size <= self.limit * _EMPTIED_TO or last >= self._opened:
+                        break
+                    if path.name.endswith(_UNFINISHED):
+                        continue
+                    with suppress(OSError):  # a process that is reading the file can go on reading
+                        path.unlink(missing_ok=True)
+                        used -= freed
                 self._is_full = used + size > self.limit
             if not self._is_full:
                 with open(temporary, "xb") as file:
@@ -247,20 +257,6 @@ class CacheFolder:
 
     def _count(self) -> int:
         return sum(size for _, size, _ in self._files())
-
-    def _evict(self, size: int) -> int:
-        """Remove the least recently used files until `size` fits with some to spare; return the bytes left in use."""
-        files = sorted(self._files())
-        used = sum(one for _, one, _ in files)
-        for last, freed, path in files:
-            if used + size <= self.limit * _EMPTIED_TO or last >= self._opened:
-                break
-            if path.name.endswith(_UNFINISHED):
-                continue
-            with suppress(OSError):  # a process that is reading the file can go on reading
-                path.unlink(missing_ok=True)
-                used -= freed
-        return used
 
 
 def _touch(path: Path) -> None:

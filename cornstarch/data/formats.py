@@ -15,16 +15,8 @@ from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from cornstarch.config import SourceConfig
-from cornstarch.data.file_formats import (
-    ARGUMENTS,
-    Rows,
-    TarRows,
-    expand_braces,
-    is_table,
-    open_json,
-    open_table,
-    wrap_dataset,
-)
+from cornstarch.data import file_formats
+from cornstarch.data.file_formats import ARGUMENTS, Rows
 from cornstarch.data.sample import Sample, SampleError, describe_formats, detect_format, parse_row
 from cornstarch.errors import ConfigError
 from cornstarch.plan.data_options import REGISTERED
@@ -259,17 +251,17 @@ def _check_file(path: str) -> Path:
 
 def _open_tars(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
     found: list[Path] = []
-    for name in map(str, expand_braces(config.path)):
+    for name in map(str, file_formats.expand_braces(config.path)):
         matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
         if not matches:
             raise ConfigError(f"{name} matches no file (looked in {Path.cwd()}).")
         found += map(_check_file, matches)
-    return open_rows(config, TarRows(found), "WebDataset tars")
+    return open_rows(config, file_formats.TarRows(found), "WebDataset tars")
 
 
 def _open_table(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
     _check_columns(config, ARGUMENTS)  # before a download that may take long
-    table = open_table(config.path, config.arguments)
+    table = file_formats.open_table(config.path, config.arguments)
     return open_rows(config, table, table.found, table.folder, ARGUMENTS)
 
 
@@ -295,7 +287,7 @@ class _PythonRows:
 def _wrap_rows(config: SourceConfig, given: Sequence[Any] | None, origin: str) -> DataSource:
     if given is None:
         raise ConfigError(f"{config.path}: its format is `given`, but no data was handed to the Trainer.")
-    rows: Rows = wrap_dataset(given, config.path) or _PythonRows(given, config.path)
+    rows: Rows = file_formats.wrap_dataset(given, config.path) or _PythonRows(given, config.path)
     if not len(rows):
         raise ConfigError(f"{config.path} returned nothing; expected samples or rows.")
     try:
@@ -321,7 +313,7 @@ def _open_callable(config: SourceConfig, given: Sequence[Any] | None) -> DataSou
         found = function(**config.arguments)
     except Exception as error:
         raise ConfigError(f"{config.path} failed: {type(error).__name__}: {error}.") from error
-    wrap_dataset(found, config.path)  # refuses a streaming dataset, which `list` below would read to its end
+    file_formats.wrap_dataset(found, config.path)  # refuses a stream, which `list` would read to its end
     if not (hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, Mapping)):
         if not isinstance(found, Iterable) or isinstance(found, Mapping | str):
             raise ConfigError(f"{config.path} returned a {type(found).__name__}, expected samples or rows.")
@@ -332,7 +324,7 @@ def _open_callable(config: SourceConfig, given: Sequence[Any] | None) -> DataSou
 register_data_source(
     "webdataset", _open_tars, matches=lambda config: config.format == "auto" and config.path.endswith(".tar")
 )
-register_data_source("datasets", _open_table, matches=lambda config: is_table(config.path))
+register_data_source("datasets", _open_table, matches=lambda config: file_formats.is_table(config.path))
 register_data_source(
     "callable",
     _open_callable,
@@ -343,6 +335,6 @@ register_data_source(
 register_data_source("given", lambda config, given: _wrap_rows(config, given, "given in Python"))
 # JSON is what is left when no format is named and none matches; it has no name of its own.
 _SOURCE_FORMATS[_FALLBACK] = (
-    lambda config, given: open_rows(config, open_json(_check_file(config.path)), "JSON"),
+    lambda config, given: open_rows(config, file_formats.open_json(_check_file(config.path)), "JSON"),
     lambda config: False,
 )

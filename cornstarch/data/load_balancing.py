@@ -224,7 +224,11 @@ class SampleSizer:
             if len(key) == 1 and len(known) >= _ALIKE and len(alone) == 1:
                 return next(iter(alone))
             with report_processor_errors():
-                blanks = [_blank_item(size, processor) for size in sizes]
+                shape = (processor.feature_size,) if takes_arrays else ()
+                blanks: list[Any] = [
+                    Image.new("RGB", size) if isinstance(size, tuple) else np.zeros((size, *shape), np.float32)
+                    for size in sizes
+                ]
                 inputs, lengths = self._collator.item_inputs(name, blanks)
             parts = self._count({**self._text(1), name: inputs}).parts
             own = [parts[part] for part in (f"{name} encoder", f"{name} projector") if part in parts]
@@ -273,11 +277,3 @@ def _count_patches(size: Any, processor: Any) -> str | None:
         return f"{count(size[1], size[0], {})} patches"
     except Exception:  # a size that the processor refuses: it raises again when it gets the image
         return None
-
-
-def _blank_item(size: Any, processor: Any) -> Any:
-    if isinstance(size, tuple):
-        return Image.new("RGB", size)
-    if isinstance(processor, PrecomputedFeatureExtractor):
-        return np.zeros((size, processor.feature_size), np.float32)
-    return np.zeros(size, np.float32)

@@ -52,19 +52,13 @@ class Collator(Protocol):
 class StepBatch:
     """The batch of one step."""
 
-    microbatches: list[CollatedBatch]
-    """One forward and backward pass each; their gradients are accumulated."""
+    microbatches: list[CollatedBatch]  # one forward and backward pass each; their gradients are accumulated
     epoch: int
-    index: int
-    """Number of the batch within its epoch; a resumed run continues at `(epoch, index + 1)`."""
-    skipped: list[BrokenSample]
-    """Samples skipped in this batch, and in whole batches skipped before it."""
-    samples: int = 0
-    """The number of samples in the microbatches."""
-    ends_epoch: bool = False
-    """Whether this is the last batch of its epoch."""
-    waited: float = field(default=0.0, compare=False)
-    """Seconds that the loop waited for the batch."""
+    index: int  # number of the batch within its epoch; a resumed run continues at `(epoch, index + 1)`
+    skipped: list[BrokenSample]  # samples skipped in this batch, and in whole batches skipped before it
+    samples: int = 0  # the number of samples in the microbatches
+    ends_epoch: bool = False  # whether this is the last batch of its epoch
+    waited: float = field(default=0.0, compare=False)  # seconds that the loop waited for the batch
 
     def pin_memory(self) -> StepBatch:
         """Return the batch in pinned memory, for asynchronous copies to a GPU."""
@@ -90,25 +84,17 @@ class StepLoader:
     source: DataSource
     order: EpochOrder
     collator: Collator
-    batch_size: int
-    """Samples per step."""
-    accumulation: int = 1
-    """Microbatches per step."""
-    workers: int = 0
-    """Processes that prepare batches; 0: this one."""
-    prefetch: int = 2
-    """Batches that each worker prepares in advance."""
-    pin: bool = False
-    """Whether a thread copies the workers' batches to pinned memory."""
-    start: tuple[int, int] = (0, 0)
-    """Epoch and number of the first batch."""
-    rank: int = 0
-    """The index of this replica; it reads its own samples only."""
+    batch_size: int  # samples per step
+    accumulation: int = 1  # microbatches per step
+    workers: int = 0  # processes that prepare batches; 0: this one
+    prefetch: int = 2  # batches that each worker prepares in advance
+    pin: bool = False  # whether a thread copies the workers' batches to pinned memory
+    start: tuple[int, int] = (0, 0)  # epoch and number of the first batch
+    rank: int = 0  # the index of this replica; it reads its own samples only
     ranks: int = 1
     """The number of replicas. With several, each has every microbatch of every step: one without a sample for it gets a
     stand-in that counts nothing, because all replicas must run the same collectives."""
-    epochs: int | None = None
-    """The epoch before which it ends; None: never."""
+    epochs: int | None = None  # the epoch before which it ends; None: never
     balancer: Deal | None = None
     """Assigns the samples of a step to replicas. Default: in order, the same number for each."""
     skips: SkipCounter | None = None

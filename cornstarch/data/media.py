@@ -99,7 +99,15 @@ def load_image(media: Media, max_pixels: int) -> Image.Image:
     if isinstance(media.source, Image.Image):
         return _upright_rgb(media.source, media)
     if isinstance(media.source, np.ndarray):
-        return _upright_rgb(_from_array(media.source), media)
+        array = media.source
+        if array.dtype != np.uint8 or array.ndim not in (2, 3):
+            found = f"{array.dtype} {list(array.shape)}"
+            raise SampleError(f"image is an array of {found}, expected uint8 [height, width, 3]")
+        try:
+            image = Image.fromarray(array)
+        except (TypeError, ValueError) as error:
+            raise SampleError(f"image is an array {list(array.shape)}, expected [height, width, 3]: {error}") from error
+        return _upright_rgb(image, media)
     content = _read_media(media)
     with _lift_pillow_limit(), _refuse_unreadable(media, "image"):
         image = Image.open(io.BytesIO(content), formats=_image_formats())
@@ -160,15 +168,6 @@ def _upright_rgb(image: Image.Image, media: Media) -> Image.Image:
         return upright.convert("RGB")
     except Exception as error:
         raise SampleError(f"{_describe(media)} is damaged: {error}") from error
-
-
-def _from_array(array: np.ndarray) -> Image.Image:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3):
-        raise SampleError(f"image is an array of {array.dtype} {list(array.shape)}, expected uint8 [height, width, 3]")
-    try:
-        return Image.fromarray(array)
-    except (TypeError, ValueError) as error:
-        raise SampleError(f"image is an array {list(array.shape)}, expected [height, width, 3]: {error}") from error
 
 
 @cache
@@ -377,20 +376,16 @@ def _read_array(media: Media) -> np.ndarray:
             "(numpy.save), not sounds"
         )
     with _refuse_unreadable(media, "array"):
-        _check_header(content)
+        # Refuse a header that claims more data than the file has: NumPy would allocate it first.
+        stream = io.BytesIO(content)
+        version = np.lib.format.read_magic(stream)
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in readers:  # later versions are for tables with named columns
+            raise ValueError(f"version {version} of the format")
+        shape, _, dtype = readers[version](stream)
+        if dtype.hasobject:
+            raise ValueError("it holds Python objects")
+        expected, found = math.prod(shape) * dtype.itemsize, len(content) - stream.tell()
+        if expected != found:
+            raise ValueError(f"{list(shape)} of {dtype} are {expected} bytes, it has {found}")
         return np.load(io.BytesIO(content), allow_pickle=False)
-
-
-def _check_header(content: bytes) -> None:
-    """Refuse a header that claims more data than the file has: NumPy would allocate it first."""
-    stream = io.BytesIO(content)
-    version = np.lib.format.read_magic(stream)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:  # later versions are for tables with named columns
-        raise ValueError(f"version {version} of the format")
-    shape, _, dtype = readers[version](stream)
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects")
-    there = len(content) - stream.tell()
-    if math.prod(shape) * dtype.itemsize != there:
-        raise ValueError(f"{list(shape)} of {dtype} are {math.prod(shape) * dtype.itemsize} bytes, it has {there}")

@@ -74,8 +74,7 @@ class BrokenSample:
 
     id: str
     reason: str
-    too_long: bool = False
-    """Only the length is wrong; the sample does not count as broken."""
+    too_long: bool = False  # only the length is wrong; the sample does not count as broken
 
     @classmethod
     def of(cls, id: str, error: SampleError) -> BrokenSample:

@@ -11,8 +11,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +24,10 @@ from cornstarch.launch.process_group import start_process_group
 from cornstarch.plan.cluster import Cluster, find_device_or_unknown, find_node_link, replace_rates
 from cornstarch.plan.communication import BETWEEN_NODES, COLLECTIVES, LINKS, Collective, Link, Timing, fit_links
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or __name__ == "__main__":  # only the processes that measure need torch
+    import psutil
     import torch
+    from torch import distributed
 
 MIB = 2**20
 BLOCKS = 5  # each time is the best of 5 blocks of repetitions: other programs disturb some of them
@@ -155,24 +157,17 @@ class SynchronizedTimer:
 
     def _slowest(self, seconds: float) -> float:
         """Return the longest time of all ranks; they wait for one another here."""
-        import torch
-        from torch import distributed
-
         value = torch.tensor([seconds], dtype=torch.float64)
         distributed.all_reduce(value, op=distributed.ReduceOp.MAX)
         return float(value)
 
     def _synchronize(self) -> None:
-        import torch
-
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def measure_matmul(timer: SynchronizedTimer, device: torch.device, size: int) -> dict[str, float]:
     """Return the FLOP/s of square matrix products, by dtype."""
-    import torch
-
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     if device.type == "cuda":
         dtypes = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -182,28 +177,17 @@ def measure_matmul(timer: SynchronizedTimer, device: torch.device, size: int) ->
     for name, dtype in dtypes.items():
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
-        with _use_float32_precision("high" if name == "tf32" else "highest"):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        try:
             rates[name] = 2 * size**3 / timer.time(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+        finally:
+            torch.set_float32_matmul_precision(before)
     return rates
-
-
-@contextmanager
-def _use_float32_precision(precision: str) -> Iterator[None]:
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _build_collective(kind: Collective, count: int, device: torch.device, world: World) -> Callable[[], object]:
     """Return a function that runs a collective once. "send" is a round trip between ranks 0 and 1; the others idle."""
-    import torch
-    from torch import distributed
-
     whole, other = torch.zeros(count, device=device), torch.zeros(count, device=device)
     part = torch.zeros(count // world.size, device=device)
 
@@ -226,10 +210,6 @@ def _build_collective(kind: Collective, count: int, device: torch.device, world:
 
 
 def _run_worker(results: Path, quick: bool) -> None:
-    import warnings
-
-    import torch
-
     # Newer versions of torch rename some collectives; older versions do not have the new names.
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*is deprecated")
     world = current_world()
@@ -256,9 +236,6 @@ def _run_worker(results: Path, quick: bool) -> None:
 
 def _describe_device(device: torch.device, world: World) -> dict[str, Any]:
     """Return the name of this rank's device and its part of the memory."""
-    import psutil
-    import torch
-
     if device.type == "cpu":
         return {"name": "cpu", "memory": int(psutil.virtual_memory().total) // world.local_size, "has_bf16": False}
     properties = torch.cuda.get_device_properties(device)

@@ -110,7 +110,14 @@ class ConversationTask(Task):
 
     def save(self, folder: Path) -> None:
         """Write the model, adapters merged, with its processor; an undivided model as transformers does."""
-        model, processor = _merge_adapters(self.model), self.collator.processor
+        model, processor = self.model, self.collator.processor
+        if any(is_peft(module) for module in model.modules()):
+            model = copy.deepcopy(model)
+            for owner in [*model.encoders.values(), model]:
+                attribute = "language_model" if owner is model else "module"
+                part = getattr(owner, attribute)
+                if is_peft(part):
+                    setattr(owner, attribute, part.merge_and_unload())
         with create_folder(folder) as fresh:
             if model.encoders:
                 model.save_pretrained(fresh)
@@ -132,19 +139,6 @@ class ConversationTask(Task):
         """Return the logits, without those at padding."""
         logits: Tensor = model(**{key: value for key, value in inputs.items() if key != "labels"}).logits
         return logits[inputs["attention_mask"].bool()]
-
-
-def _merge_adapters(model: MultimodalModel) -> MultimodalModel:
-    """Return the model with adapters merged into its weights; the given one is unchanged."""
-    if not any(is_peft(module) for module in model.modules()):
-        return model
-    plain = copy.deepcopy(model)
-    for owner in [*plain.encoders.values(), plain]:
-        attribute = "language_model" if owner is plain else "module"
-        part = getattr(owner, attribute)
-        if is_peft(part):
-            setattr(owner, attribute, part.merge_and_unload())
-    return plain
 
 
 def preview_chat(collator: ChatCollator) -> SampleInspector:
