@@ -87,7 +87,13 @@ class LocalLauncher:
             raise ConfigError(f"{logs}: the folder for logs cannot be created: {error.strerror}.") from error
         if size > cores:
             _print(console, f"{size} processes share {cores} core{'s' if cores > 1 else ''}: this works, but is slow.")
-        with tempfile.TemporaryDirectory(prefix="cornstarch-launch-") as records, _bind_free_port() as (fd, port):
+        # The socket keeps its port from other processes. It does not listen yet: rank 0 inherits it and listens, so
+        # that nobody can take the port in between. It is bound to the loopback address, so that nobody outside can talk
+        # to the run. A script that opens a store at MASTER_PORT by itself can still do so: torch binds with SO_REUSEADDR.
+        with tempfile.TemporaryDirectory(prefix="cornstarch-launch-") as records, socket.socket() as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((_HOST, 0))
+            fd, port = bound.fileno(), bound.getsockname()[1]
             workers = WorkerGroup(logs, Path(records))
             with closing(workers), _forward_signals(workers):
                 workers.start(command, build_environments(environment, size, port, fd), fd)
@@ -128,20 +134,6 @@ def gpu_count() -> int:
 
 def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _bind_free_port() -> Iterator[tuple[int, int]]:
-    """Yield a bound socket and its port, which no other process gets while the socket is open.
-
-    The socket does not listen yet: rank 0 inherits it and listens, so that no other process can take the port in
-    between. It is bound to the loopback address, so that nobody outside can talk to the run. A script that opens a
-    store at MASTER_PORT by itself can still do so: torch binds with SO_REUSEADDR.
-    """
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((_HOST, 0))
-        yield bound.fileno(), bound.getsockname()[1]
 
 
 def build_environments(base: Mapping[str, str], size: int, port: int, store_socket: int) -> list[dict[str, str]]:

@@ -293,16 +293,17 @@ def agree(value: Any) -> None:
 
     All processes of the group must call it. `value` is anything that JSON can express, such as a config.
     """
-    from torch import distributed
+    from cornstarch.parallel import distributed
 
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if distributed.is_single_process():
         return
-    own = json.dumps({"config": value, "versions": get_versions()}, sort_keys=True, separators=(",", ":")).encode()
+    own = {"config": value, "versions": get_versions()}
     # Hashes first: the whole configs travel only when they differ.
-    if len(set(_all_gather_bytes(hashlib.sha256(own).digest()))) == 1:
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    if len(set(distributed.all_gather_json(digest))) == 1:
         return
-    hosts = [host.decode() for host in _all_gather_bytes(socket.gethostname().encode())]
-    raise ConfigError(describe_differences([json.loads(text) for text in _all_gather_bytes(own)], hosts))
+    hosts = distributed.all_gather_json(socket.gethostname())
+    raise ConfigError(describe_differences(distributed.all_gather_json(own), hosts))
 
 
 def get_versions() -> dict[str, str]:
@@ -314,22 +315,6 @@ def get_versions() -> dict[str, str]:
         "transformers": version("transformers"),
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
-
-
-def _all_gather_bytes(text: bytes) -> list[bytes]:
-    """Gather bytes from every rank. `all_gather_object` would unpickle what other ranks send."""
-    import torch
-    from torch import distributed
-
-    size = distributed.get_world_size()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    distributed.all_gather(lengths, torch.tensor([len(text)]))
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
-    distributed.all_gather(texts, padded)
-    return [bytes(text[: int(length)].tolist()) for text, length in zip(texts, lengths, strict=True)]
 
 
 def describe_differences(statements: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> str:

@@ -182,7 +182,6 @@ class ClassificationTask(WholeModelTask):
         return self.collator.labels
 
     def measure(self, batch: CollatedBatch) -> Measures:
-        """Return the loss, and the fraction of samples with the correct label."""
         output = self._outputs(batch.inputs)
         count = batch.trained_tokens
         sums: dict[str, tuple[float, float]] = {"loss": (output.loss.item() * count, count)}
@@ -200,7 +199,6 @@ class ClassificationTask(WholeModelTask):
         return answers
 
     def truth(self, sample: Sample) -> str:
-        """Return the label; empty if there is none."""
         try:
             label = get_label(sample)
         except SampleError:
@@ -234,7 +232,6 @@ class Labels:
 
     @property
     def is_regression(self) -> bool:
-        """Whether labels are numbers rather than classes."""
         return not self.names
 
     def number(self, label: Any) -> int | float:
@@ -260,7 +257,6 @@ class Labels:
         return f"{number:.4g}" if self.is_regression else self.names[int(number)]
 
     def describe(self, config: PreTrainedConfig) -> None:
-        """Write the labels to a model's config."""
         config.id2label = dict(enumerate(self.names)) or {0: "LABEL_0"}
         config.label2id = {name: number for number, name in config.id2label.items()}
         config.problem_type = "regression" if self.is_regression else "single_label_classification"

@@ -304,7 +304,6 @@ class MaskedLMCollator:
         self._mask = mask
 
     def prepare(self, sample: Sample) -> PreparedText:
-        """Tokenize one sample and hide some of its tokens."""
         inputs = self.reader.read(get_text(sample), sample.id)
         ids = inputs["input_ids"].numpy()
         places = np.flatnonzero(~np.isin(ids, self._special))
@@ -333,7 +332,6 @@ class MaskedLMTask(WholeModelTask):
     collator: MaskedLMCollator
 
     def measure(self, batch: CollatedBatch) -> Measures:
-        """Return the loss and the fraction of hidden tokens that are predicted."""
         output = self._outputs(batch.inputs)
         labels: Tensor = batch.inputs["labels"]
         right = int((output.logits.argmax(-1) == labels).sum())  # no token has the number of IGNORED

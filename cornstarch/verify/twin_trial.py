@@ -178,29 +178,24 @@ class TrialError(Exception):
 
 def run_trial(twin: RunConfig, ranks: int, place: Path) -> Difference:
     """Run the twin of `build_twin_run` in one process and in `ranks` processes; return how far they are apart."""
-    one = twin.model_copy(update={"parallel": type(twin.parallel)(), "output": place / "alone"})
-    for name, described, count in (("one", one, 1), ("several", twin, ranks)):
-        (place / f"{name}.yaml").write_text(dump_config(described), encoding="utf-8")
-        _launch_trial(place, name, count)
-    return compare_records(place / "record several", place / "record one")
-
-
-def _launch_trial(place: Path, name: str, ranks: int) -> None:
     from cornstarch.launch import launch
     from cornstarch.launch.failure_report import read_logged_error
 
-    files = [f"{place / name}.yaml", f"{place / 'record'} {name}"]
+    one = twin.model_copy(update={"parallel": type(twin.parallel)(), "output": place / "alone"})
     # The twin has a process group of its own and needs no GPU. It can import what this process can.
     environment = {key: value for key, value in os.environ.items() if key not in _WORLD}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    output = io.StringIO()
-    console = Console(file=output, soft_wrap=True)
-    command = [sys.executable, "-m", "cornstarch.trainer.recording_trainer", *files]
-    code = launch(command, ranks, place / f"logs of {name}", environment=environment, console=console)
-    if code:
-        said = output.getvalue().strip()  # empty if rank 0 has printed the error itself
-        words = said or read_logged_error(place / f"logs of {name}" / "rank_0.log").text
-        raise TrialError(code, words, shown=not said)
+    for name, described, count in (("one", one, 1), ("several", twin, ranks)):
+        (place / f"{name}.yaml").write_text(dump_config(described), encoding="utf-8")
+        files = [f"{place / name}.yaml", f"{place / 'record'} {name}"]
+        output, logs = io.StringIO(), place / f"logs of {name}"
+        command = [sys.executable, "-m", "cornstarch.trainer.recording_trainer", *files]
+        console = Console(file=output, soft_wrap=True)
+        code = launch(command, count, logs, environment=environment, console=console)
+        if code:
+            said = output.getvalue().strip()  # empty if rank 0 has printed the error itself
+            raise TrialError(code, said or read_logged_error(logs / "rank_0.log").text, shown=not said)
+    return compare_records(place / "record several", place / "record one")
 
 
 _PULSE = 2.0  # seconds
