@@ -89,7 +89,7 @@ class LocalLauncher:
             _print(console, f"{size} processes share {cores} core{'s' if cores > 1 else ''}: this works, but is slow.")
         # The socket keeps its port from other processes. It does not listen yet: rank 0 inherits it and listens, so
         # that nobody can take the port in between. It is bound to the loopback address, so that nobody outside can talk
-        # to the run. A script that opens a store at MASTER_PORT by itself can still do so: torch binds with SO_REUSEADDR.
+        # to the run. A script can still open a store at MASTER_PORT by itself: torch binds with SO_REUSEADDR.
         with tempfile.TemporaryDirectory(prefix="cornstarch-launch-") as records, socket.socket() as bound:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((_HOST, 0))

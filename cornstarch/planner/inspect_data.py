@@ -40,7 +40,7 @@ from cornstarch.plan.balancing import (
 from cornstarch.plan.data_statistics import DataStatistics
 from cornstarch.tasks.build import build_task
 from cornstarch.tasks.build_model import build_model
-from cornstarch.tasks.processors import build_processor
+from cornstarch.tasks.task import build_processor
 
 _STEPS = 12  # simulated steps for each number of replicas
 _MOST_REPLICAS = 1024

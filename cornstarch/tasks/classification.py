@@ -23,8 +23,15 @@ from cornstarch.data.sample import Media, Sample, SampleError, report_processor_
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument
 from cornstarch.tasks.build_model import WHERE, get_whole_model, load_whole_config, load_whole_model
-from cornstarch.tasks.processors import load_item_processor, load_tokenizer
-from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, is_stored_as, refuse_unused
+from cornstarch.tasks.task import (
+    Measures,
+    TaskInputs,
+    WholeModelTask,
+    is_stored_as,
+    load_item_processor,
+    load_tokenizer,
+    refuse_unused,
+)
 from cornstarch.tasks.text import TextReader, get_text
 
 SEQUENCE, IMAGE = "sequence-classification", "image-classification"

@@ -28,8 +28,7 @@ from cornstarch.models.multimodal_language_model.preprocessing.hf_processor impo
 from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import PROCESSOR_CONFIG
 from cornstarch.models.multimodal_language_model.unwrap import is_peft, unwrap
 from cornstarch.tasks.build_model import WHERE, add_adapters, build_model, get_whole_model, load_part, load_part_config
-from cornstarch.tasks.processors import build_processor, load_tokenizer
-from cornstarch.tasks.task import Measures, Task, TaskInputs, create_folder
+from cornstarch.tasks.task import Measures, Task, TaskInputs, build_processor, create_folder, load_tokenizer
 
 PROCESSOR_FOLDER = "processor"  # the folder with tokenizer and processors in that of an exported model
 _EXPORTED = "cornstarch_model.json"

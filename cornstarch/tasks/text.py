@@ -26,8 +26,7 @@ from cornstarch.models.multimodal_language_model.preprocessing.tokenization impo
 )
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap
 from cornstarch.tasks.build_model import WHERE, get_whole_model, load_whole_config, load_whole_model
-from cornstarch.tasks.processors import load_tokenizer
-from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, refuse_unused
+from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, load_tokenizer, refuse_unused
 
 
 @dataclass(frozen=True)

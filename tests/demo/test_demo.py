@@ -26,7 +26,7 @@ from cornstarch.demo.demo_files import DATA, NUMBERS
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.tasks.build_model import build_model
-from cornstarch.tasks.processors import build_processor
+from cornstarch.tasks.task import build_processor
 
 LICENSES = CONFIG.parent / "DATA_LICENSES.md"
 SOURCES = {"digits": digits, "parity": parity, "speakers": speakers}

@@ -18,7 +18,7 @@ from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTo
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
 from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
-from cornstarch.tasks.processors import load_item_processor
+from cornstarch.tasks.task import load_item_processor
 from tests.data.small_data import data_config, processor_for, tone, wav
 from tests.models.local_processors import sound, tokenizer
 from tests.zoo import LANGUAGE_MODELS

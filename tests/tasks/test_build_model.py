@@ -28,7 +28,7 @@ from cornstarch.config import EncoderConfig, LanguageModelConfig, ModelConfig
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.tasks.build_model import PartShard, build_model, load_part
-from cornstarch.tasks.processors import build_processor
+from cornstarch.tasks.task import build_processor
 from tests.documented.hub import make_hub
 from tests.models.local_processors import image
 
