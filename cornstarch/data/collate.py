@@ -72,12 +72,8 @@ class CollatedBatch:
 class ChatCollator:
     """Builds batches of conversations and documents.
 
-    Each sample is prepared alone, so that an error concerns no other sample; then samples are joined.
-
-    Args:
-        processor: With `model=`, or functions for the number of tokens of an item. The processor of a whole model is
-            for `WholeChatCollator`.
-        data: The limits, the template, what is trained on, and whether samples are packed.
+    Each sample is prepared alone, so that an error concerns no other sample; then samples are joined. `processor` has a
+    `model=`, or functions for the number of tokens of an item; that of a whole model is for `WholeChatCollator`.
     """
 
     def __init__(self, processor: MultimodalProcessor | WholeModelProcessor, data: DataConfig) -> None:
@@ -310,27 +306,23 @@ class ChatCollator:
             }
             for sample in samples
         ]
-        order = list(range(len(samples)))
-        if self.data.packing:
-            inputs, order = self._pack_rows(rows, keys)
-        else:
-            inputs = self._pad_rows(rows)
+        inputs, order = self._pack_rows(rows, keys) if self.data.packing else self._pad_rows(rows)
         ordered = [samples[number] for number in order]
         inputs.update(self._join_encoder_inputs(ordered, inputs["input_ids"]))
         inputs["facts"] = BatchFacts.of(inputs, self.processor.modality_token_ids)
-        items = {name: sum(len(sample.items.get(name, ())) for sample in samples) for name in self._modalities(samples)}
+        names = self._modalities(samples)
         return CollatedBatch(
             inputs=inputs,
             sample_ids=[sample.id for sample in ordered],
             tokens=int(inputs["attention_mask"].sum()),
             trained_tokens=int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum()),
-            items=items,
+            items={name: sum(len(sample.items.get(name, ())) for sample in samples) for name in names},
         )
 
     def _modalities(self, samples: Sequence[PreparedSample]) -> list[str]:
         return [name for name in self.processor.modality_tokens if any(name in sample.items for sample in samples)]
 
-    def _pad_rows(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    def _pad_rows(self, rows: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Any], list[int]]:
         length = self._lengths.of_rows(max(len(row["input_ids"]) for row in rows))
         rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
         fills = {"input_ids": self._pad, "labels": IGNORE_INDEX}
@@ -339,7 +331,7 @@ class ChatCollator:
             fill = fills.get(key, 0)
             padded = torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=fill)
             inputs[key] = torch.nn.functional.pad(padded, (0, length - padded.shape[1]), value=fill)
-        return inputs
+        return inputs, list(range(len(rows)))
 
     def _pack_rows(self, rows: Sequence[Mapping[str, Tensor]], keys: list[str]) -> tuple[dict[str, Any], list[int]]:
         """Return the inputs, and the order of the samples in them."""

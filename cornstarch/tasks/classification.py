@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from cornstarch.tasks.task import (
     load_tokenizer,
     refuse_unused,
 )
-from cornstarch.tasks.text import TextReader, get_text
+from cornstarch.tasks.text import PreparedText, TextReader, get_text
 
 SEQUENCE, IMAGE = "sequence-classification", "image-classification"
 MOST_LABELS = 10_000
@@ -149,30 +149,22 @@ class ImageItems:
         return f"<{self.kind}>"
 
 
-class PreparedItem(NamedTuple):
-    """One sample, ready for a batch."""
-
-    id: str
-    inputs: Mapping[str, Tensor]
-    label: int | float
-
-
 class ClassificationCollator:
     """Makes batches of items with their labels."""
 
     def __init__(self, items: TextItems | ImageItems, labels: Labels) -> None:
         self.items, self.labels, self.data = items, labels, items.data
 
-    def prepare(self, sample: Sample) -> PreparedItem:
-        label = self.labels.number(get_label(sample))  # first: it is cheaper than an image
-        return PreparedItem(sample.id, self.items.read(sample), label)
+    def prepare(self, sample: Sample) -> PreparedText:
+        dtype = torch.float32 if self.labels.is_regression else torch.long
+        label = torch.tensor(self.labels.number(get_label(sample)), dtype=dtype)  # first: cheaper than an image
+        return PreparedText(sample.id, self.items.read(sample), label)
 
-    def join(self, samples: Sequence[PreparedItem]) -> CollatedBatch:
+    def join(self, samples: Sequence[PreparedText]) -> CollatedBatch:
         """Return the batch of prepared samples; the loss is a mean over them."""
         ids = [sample.id for sample in samples]
         inputs = self.items.join([sample.inputs for sample in samples], ids)
-        dtype = torch.float32 if self.labels.is_regression else torch.long
-        inputs["labels"] = torch.tensor([sample.label for sample in samples], dtype=dtype)
+        inputs["labels"] = torch.stack([sample.labels for sample in samples])
         tokens = sum(self.items.tokens(sample.inputs) for sample in samples)
         counted = {self.items.kind: len(samples)} if self.items.kind else {}
         return CollatedBatch(dict(inputs), ids, tokens, len(samples), counted)
@@ -217,7 +209,7 @@ class ClassificationTask(WholeModelTask):
 
     def preview(self) -> SampleInspector:
         """Return a function that shows items with their labels, each batched with the first as in a run."""
-        collator, items, first = self.collator, self.collator.items, list[PreparedItem]()
+        collator, items, first = self.collator, self.collator.items, list[PreparedText]()
 
         def show(sample: Sample) -> SampleStats:
             prepared = collator.prepare(sample)
@@ -225,7 +217,11 @@ class ClassificationTask(WholeModelTask):
                 first.append(prepared)
             collator.join([first[0], prepared])
             counted = {items.kind: 1} if items.kind else {}
-            pieces = ((items.show(prepared.inputs), False), (" → ", False), (self.labels.word(prepared.label), True))
+            pieces = (
+                (items.show(prepared.inputs), False),
+                (" → ", False),
+                (self.labels.word(prepared.labels.item()), True),
+            )
             return SampleStats(items.tokens(prepared.inputs), None, counted, pieces)
 
         return SampleInspector("images" if items.kind else "tokens", show)

@@ -310,17 +310,17 @@ class RowCollator:
 @contextmanager
 def _use_random_seed(key: str) -> Iterator[None]:
     """Seed all random numbers of a block with a text; their states are restored afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random.getstate(), np.random.get_state()
     first, *words = hash_to_seeds(key)
     try:
         random.seed(first)
         np.random.seed(words)
-        torch.default_generator.manual_seed(first)  # torch.manual_seed would seed the GPU too
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(first)  # torch.manual_seed would seed the GPU too
+            yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 def _to_tensor(name: str, value: Any) -> Any:

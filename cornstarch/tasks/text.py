@@ -31,7 +31,7 @@ from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, load_tok
 
 @dataclass(frozen=True)
 class PreparedText:
-    """One tokenized sample."""
+    """One sample, ready for a batch: tokens, or the inputs of an image."""
 
     id: str
     inputs: Mapping[str, Tensor]  # by the name of the model's argument, [S] each
