@@ -20,10 +20,7 @@ from cornstarch.data.data_report import SampleInspector, SampleStats
 from cornstarch.data.sample import Content, Message, Sample, SampleError, SampleTooLongError
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.models.multimodal_language_model.preprocessing.tokenization import (
-    check_vocabulary,
-    count_embedding_rows,
-)
+from cornstarch.models.multimodal_language_model.preprocessing import tokenization
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, unwrap
 from cornstarch.tasks.build_model import WHERE, get_whole_model, load_whole_config, load_whole_model
 from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, load_tokenizer, refuse_unused
@@ -57,8 +54,8 @@ class TextReader:
             ):
                 limits.append((table.num_embeddings - table.padding_idx - 1, "the model's limit is"))
         self.limit, self._limited_by = min(limits, key=lambda limit: limit[0])
-        check_vocabulary(tokenizer, inner)
-        self.table = count_embedding_rows(inner)
+        tokenization.check_vocabulary(tokenizer, inner)
+        self.table = tokenization.count_embedding_rows(inner)
         wanted = dict.fromkeys(("input_ids", "attention_mask", *tokenizer.model_input_names))
         self._names = [name for name in wanted if accepts_argument(model, name)]
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
