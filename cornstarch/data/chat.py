@@ -91,21 +91,14 @@ class ChatWriter:
         return RenderedText(text if not mark or text.rstrip() == before.rstrip() else before.rstrip(" "), ())
 
     def _turns(self, sample: Sample, placeholder: Placeholder) -> list[dict[str, str]]:
-        return [
-            {"role": message.role, "content": _join_parts(message.content, placeholder)}
-            for message in messages_of(sample, self._system)
-        ]
+        messages = messages_of(sample, self._system)
+        return [{"role": one.role, "content": _join_parts(one.content, placeholder)} for one in messages]
 
     def _apply_template(self, turns: Sequence[Mapping[str, str]], answer_follows: bool = False) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(turn) for turn in turns],
-                    chat_template=self._template,
-                    tokenize=False,
-                    add_generation_prompt=answer_follows,
-                )
-            )
+            options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": answer_follows}
+            messages = [dict(turn) for turn in turns]
+            return str(self._tokenizer.apply_chat_template(messages, chat_template=self._template, **options))
         except Exception as error:  # templates refuse conversations with any exception
             raise SampleError(f"the chat template refuses it: {type(error).__name__}: {error}") from error
 

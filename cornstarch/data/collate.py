@@ -348,16 +348,14 @@ class ChatCollator:
     def _join_encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
         """Return the encoders' inputs of all samples, in the order of their tokens."""
         # Inputs may be nested under the name of their modality: joining needs that in all samples or in none.
-        is_alike = all(
-            len({name in sample.encoder_inputs for sample in samples if name in sample.items}) == 1
-            for name in self._modalities(samples)
-        )
+        names = self._modalities(samples)
+        nested = [{name in sample.encoder_inputs for sample in samples if name in sample.items} for name in names]
         parts = [sample.encoder_inputs for sample in samples if sample.encoder_inputs]
-        joined = concatenate_inputs(parts) if is_alike else None
+        joined = concatenate_inputs(parts) if all(len(found) == 1 for found in nested) else None
         if joined is not None:
             return joined
         # Items of several sizes: only the processors know how to pad them.
-        items = {name: [item for s in samples for item in s.items.get(name, ())] for name in self._modalities(samples)}
+        items = {name: [item for sample in samples for item in sample.items.get(name, ())] for name in names}
         text = "".join(self.processor.modality_tokens[name] * len(values) for name, values in items.items())
         made = self.encoder_inputs(items, RenderedText(text, ()))
         together = made.pop("input_ids")

@@ -328,9 +328,7 @@ register_data_source("datasets", _open_table, matches=lambda config: file_format
 register_data_source(
     "callable",
     _open_callable,
-    matches=lambda config: (
-        config.format == "auto" and _FUNCTION.match(config.path) is not None and not Path(config.path).exists()
-    ),
+    lambda config: config.format == "auto" and bool(_FUNCTION.match(config.path)) and not Path(config.path).exists(),
 )
 register_data_source("given", lambda config, given: _wrap_rows(config, given, "given in Python"))
 # JSON is what is left when no format is named and none matches; it has no name of its own.

@@ -217,11 +217,8 @@ class ClassificationTask(WholeModelTask):
                 first.append(prepared)
             collator.join([first[0], prepared])
             counted = {items.kind: 1} if items.kind else {}
-            pieces = (
-                (items.show(prepared.inputs), False),
-                (" → ", False),
-                (self.labels.word(prepared.labels.item()), True),
-            )
+            word = self.labels.word(prepared.labels.item())
+            pieces = ((items.show(prepared.inputs), False), (" → ", False), (word, True))
             return SampleStats(items.tokens(prepared.inputs), None, counted, pieces)
 
         return SampleInspector("images" if items.kind else "tokens", show)

@@ -105,10 +105,10 @@ class TextReader:
     def pad(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return rows padded at their ends to one length, with the attention mask."""
         fills = {"input_ids": self.pad_token, "token_type_ids": self.tokenizer.pad_token_type_id}
-        inputs = {
-            name: pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fills.get(name, 0))
-            for name in rows[0]
-        }
+        inputs = {}
+        for name in rows[0]:
+            fill = fills.get(name, 0)
+            inputs[name] = pad_sequence([row[name] for row in rows], batch_first=True, padding_value=fill)
         if "attention_mask" in self._names:
             ones = [torch.ones_like(row["input_ids"]) for row in rows]
             inputs["attention_mask"] = pad_sequence(ones, batch_first=True)

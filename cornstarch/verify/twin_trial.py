@@ -361,10 +361,9 @@ def _part_difference(
     keys = [key for key in sorted({*found, *expected}) if key.split(" ")[-1] in own]
     both = {key for key in keys if key in found and key in expected}
     missing = tuple(key for key in keys if key not in both)
-    off = {
-        kind: compute_deviations(found, {key: expected[key] for key in both if key.startswith(kind)})
-        for kind in ("gradient", "parameter")
-    }
+    off = {}
+    for kind in ("gradient", "parameter"):
+        off[kind] = compute_deviations(found, {key: expected[key] for key in both if key.startswith(kind)})
     order = {name: number for number, name in enumerate(names)}
     wrong = sorted((order[key.split(" ")[-1]], key) for key, far in off["gradient"].items() if far > TOLERANCE)
     begins = wrong[-1][1].split(" ")[-1] if wrong else None
