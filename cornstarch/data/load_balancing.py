@@ -122,9 +122,7 @@ def measure_costs(sizer: SampleSizer, source: DataSource, numbers: Sequence[int]
     return costs
 
 
-def _share_costs(
-    sizer: SampleSizer, source: DataSource, config: RunConfig, folder: RunFolder
-) -> balancing.SampleCosts:
+def _share_costs(sizer: SampleSizer, source: DataSource, config: RunConfig, folder: RunFolder) -> balancing.SampleCosts:
     """Return the costs of all samples: from the run's folder, or measured by all ranks together."""
     rank, size = distributed.rank(), distributed.world_size()
     shape = (len(sizer.phases), len(source))
