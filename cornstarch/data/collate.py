@@ -28,12 +28,11 @@ from cornstarch.data.sample import (
     report_processor_errors,
 )
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import MultimodalProcessor
+from cornstarch.models.multimodal_language_model import MultimodalProcessor, PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
 from cornstarch.models.multimodal_language_model.packing import pack
 from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
-from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 
 _KINDS: dict[str, MediaKind] = {"images": "image", "audio": "audio"}  # the processor's word, and ours
 

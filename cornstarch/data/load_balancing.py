@@ -32,8 +32,8 @@ from cornstarch.data.media import feature_frames, image_size, sound_length
 from cornstarch.data.sample import Media, Sample, SampleError, report_processor_errors
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
 from cornstarch.parallel import distributed
 from cornstarch.plan import balancing
 from cornstarch.plan.layout import Layout

@@ -16,8 +16,11 @@ from cornstarch.config import EncoderConfig
 from cornstarch.data.collate import ChatCollator
 from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import MultimodalModel, MultimodalProcessor
-from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
+from cornstarch.models.multimodal_language_model import (
+    MultimodalModel,
+    MultimodalProcessor,
+    PrecomputedFeatureExtractor,
+)
 from cornstarch.tasks.task import load_item_processor
 from tests.data.small_data import data_config, processor_for, tone, wav
 from tests.models.local_processors import sound, tokenizer

@@ -5,7 +5,7 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
 )
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule, MultimodalProjector
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.preprocessing.precomputed import PrecomputedFeatureExtractor
+from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.processing_multimodal_language_model import (
     MultimodalModelProcessor,
     MultimodalProcessor,

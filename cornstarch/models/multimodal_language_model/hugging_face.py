@@ -47,7 +47,6 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def encoders(self) -> dict[str, ModalEncoderModule]:
-        """The encoders by modality name."""
         raise NotImplementedError
 
     main_input_name = "input_ids"
@@ -79,8 +78,6 @@ class HuggingFaceModel(nn.Module):
         """The modalities that the model reads."""
         return ("text", *self.encoders)
 
-    # ------------------------------------------------------------------ embeddings and weights
-
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the language model's head."""
         return unwrap(self.language_model).get_output_embeddings()  # type: ignore[operator]
@@ -108,8 +105,6 @@ class HuggingFaceModel(nn.Module):
         for part in self._bare_parts():
             if hasattr(part, method):
                 getattr(part, method)(**kwargs)
-
-    # ------------------------------------------------------------------ generation
 
     @property
     def generation_config(self) -> Any:
@@ -166,8 +161,6 @@ class HuggingFaceModel(nn.Module):
         output.sequences = sequences
         return output
 
-    # ------------------------------------------------------------------ gradient checkpointing
-
     @property
     def supports_gradient_checkpointing(self) -> bool:
         """Whether some part supports gradient checkpointing."""
@@ -209,8 +202,6 @@ class HuggingFaceModel(nn.Module):
         if stated is not None:
             return stated
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(type(inner).forward).parameters.values())
-
-    # ------------------------------------------------------------------ storing and the hub
 
     def add_model_tags(self, tags: Sequence[str] | str) -> None:
         """Add tags for the model's page on the hub."""

@@ -208,8 +208,6 @@ class TokenMerger:
         return facts.padding == "none" or (facts.padding == "right" and self.traits.is_causal and not counts_all)
 
 
-
-
 # -------------------------------------------------------------------------------------------------- batch keys
 
 

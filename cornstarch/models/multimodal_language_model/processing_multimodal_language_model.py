@@ -14,31 +14,10 @@ from transformers import BatchFeature, PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import (
-    ProcessorParts,
-    build_noise_inputs,
-    collect_processors,
-    get_item_argument,
-    get_item_dimensions,
-    get_item_kind,
-    get_keywords,
-    load_parts,
-    name_items,
-    save_parts,
-    suggest_nearest,
-)
+from cornstarch.models.multimodal_language_model.preprocessing import modality_processors as processors
+from cornstarch.models.multimodal_language_model.preprocessing import tokenization
 from cornstarch.models.multimodal_language_model.preprocessing.token_count import FeatureCounter
-from cornstarch.models.multimodal_language_model.preprocessing.tokenization import (
-    ItemLengths,
-    ItemTokenizer,
-    check_tokenizer,
-    check_vocabulary,
-    count_items,
-    group_lengths,
-    is_per_sample,
-    parse_claim,
-    register_tokens,
-)
+from cornstarch.models.multimodal_language_model.preprocessing.tokenization import ItemLengths, ItemTokenizer
 from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, unwrap
 
 FeatureFunction = Callable[..., int | Sequence[int] | Sequence[Sequence[int]]]
@@ -97,8 +76,8 @@ class MultimodalProcessor:
         self.llm_tokenizer: PreTrainedTokenizerBase = _pick_one(llm_tokenizer=llm_tokenizer, tokenizer=tokenizer)
         if self.llm_tokenizer is None:
             raise ConfigError("The processor needs the language model's tokenizer: pass llm_tokenizer=….")
-        check_tokenizer(self.llm_tokenizer)
-        self.encoder_processors = collect_processors(encoder_processors, image_processor, feature_extractor)
+        tokenization.check_tokenizer(self.llm_tokenizer)
+        self.encoder_processors = processors.collect_processors(encoder_processors, image_processor, feature_extractor)
         functions = _pick_one(
             num_feature_calculation_funcs=num_feature_calculation_funcs,
             num_features_calculation_funcs=num_features_calculation_funcs,
@@ -108,7 +87,7 @@ class MultimodalProcessor:
         for name in (*self._functions, *tokens):
             self._check_modality(name)
         self.modality_tokens: dict[str, str] = {name: tokens.get(name, f"<{name}>") for name in self.encoder_processors}
-        self.modality_token_ids: dict[str, int] = register_tokens(self.llm_tokenizer, self.modality_tokens)
+        self.modality_token_ids: dict[str, int] = tokenization.register_tokens(self.llm_tokenizer, self.modality_tokens)
         # By modality: the batch keys that would reach its encoder if they were given flat.
         self._flat_keys: dict[str, frozenset[str]] = {
             name: frozenset(getattr(processor, "model_input_names", ()))
@@ -129,7 +108,7 @@ class MultimodalProcessor:
                 f"The processor has {missing}, the model has encoders {list(model.encoders)}. "
                 "Name the processors like the encoders: encoder_processors={name: processor}."
             )
-        check_vocabulary(self.llm_tokenizer, unwrap(model.language_model))
+        tokenization.check_vocabulary(self.llm_tokenizer, unwrap(model.language_model))
         for name, encoder in model.encoders.items():
             self._flat_keys[name] = frozenset(encoder.input_names)
             if name in self.encoder_processors:
@@ -142,8 +121,6 @@ class MultimodalProcessor:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the language model."""
         return self.llm_tokenizer
-
-    # ------------------------------------------------------------------ a batch
 
     def __call__(
         self,
@@ -177,13 +154,18 @@ class MultimodalProcessor:
         """
         given = self._collect_items(encoder_inputs, {"images": images, "audio": audio, "videos": videos})
         texts, options = _parse_texts(llm_inputs, text)
-        self._check_keywords(kwargs)
+        takers = (self.llm_tokenizer, *self.encoder_processors.values())
+        known = {key for one in takers for key in processors.get_keywords(one)}
+        for name in kwargs:
+            if name not in known:
+                hint = processors.suggest_nearest(name, known)
+                raise ConfigError(f"Neither the tokenizer nor a processor takes {name!r}{hint}.")
         outputs = {name: self._run(name, inputs, kwargs) for name, inputs in given.items()}
         batch: dict[str, Any] = {}
         if texts is not None:
             items = {name: self._count(name, given[name], outputs[name]) for name in given}
-            known = get_keywords(self.llm_tokenizer)
-            passed = {key: value for key, value in kwargs.items() if key in known}
+            own = processors.get_keywords(self.llm_tokenizer)
+            passed = {key: value for key, value in kwargs.items() if key in own}
             batch.update(self._item_tokenizer()(texts, items, {"return_tensors": return_tensors, **passed, **options}))
         for name in outputs:
             batch.update(self._place_outputs(name, outputs, return_tensors))
@@ -209,7 +191,9 @@ class MultimodalProcessor:
 
     def stand_ins(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
-        return {name: self._run(name, build_noise_inputs(p), {}) for name, p in self.encoder_processors.items()}
+        return {
+            name: self._run(name, processors.build_noise_inputs(p), {}) for name, p in self.encoder_processors.items()
+        }
 
     def _collect_items(
         self, encoder_inputs: Mapping[str, Mapping[str, Any] | None] | None, short: dict[str, Any]
@@ -221,7 +205,7 @@ class MultimodalProcessor:
             if inputs is not None and not isinstance(inputs, Mapping):
                 raise ConfigError(
                     f"encoder_inputs[{name!r}] is a {type(inputs).__name__}; expected the arguments of its processor: "
-                    f"{{{get_item_argument(self.encoder_processors[name])!r}: …}}."
+                    f"{{{processors.get_item_argument(self.encoder_processors[name])!r}: …}}."
                 )
             given[name] = inputs or {}
         for kind, value in short.items():
@@ -230,13 +214,15 @@ class MultimodalProcessor:
                 if given.get(name):
                     raise ConfigError(f"{name} items are given twice: encoder_inputs[{name!r}] and {kind}=.")
                 given[name] = {kind: value}
-        named = {name: name_items(self.encoder_processors[name], i) for name, i in given.items()}
+        named = {name: processors.name_items(self.encoder_processors[name], i) for name, i in given.items()}
         items = {name: self._get_items(name, inputs) for name, inputs in named.items() if inputs}
-        is_empty = {name: isinstance(one, (list, tuple)) and count_items(one, 0) == 0 for name, one in items.items()}
-        return {name: inputs for name, inputs in named.items() if inputs and not is_empty[name]}
+        empty = [
+            n for n, one in items.items() if isinstance(one, (list, tuple)) and not tokenization.count_items(one, 0)
+        ]
+        return {name: inputs for name, inputs in named.items() if inputs and name not in empty}
 
     def _get_items(self, name: str, inputs: Mapping[str, Any]) -> Any:
-        argument = get_item_argument(self.encoder_processors[name])
+        argument = processors.get_item_argument(self.encoder_processors[name])
         if inputs.get(argument) is None:
             raise ConfigError(
                 f"The {name} processor ({type(self.encoder_processors[name]).__name__}) takes its items as "
@@ -247,15 +233,15 @@ class MultimodalProcessor:
     def _run(self, name: str, inputs: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Run one modality's processor and keep the outputs that its encoder takes."""
         processor = self.encoder_processors[name]
-        known = get_keywords(processor)
+        known = processors.get_keywords(processor)
         passed = {key: value for key, value in kwargs.items() if key in known and key not in _TEXT_OPTIONS}
         passed.update(inputs)
         if "return_tensors" in known:
             passed["return_tensors"] = "pt"
         items = self._get_items(name, inputs)
-        if is_per_sample(items) and not all(items):
+        if tokenization.is_per_sample(items) and not all(items):
             # Image processors fail on a sample without images.
-            passed[get_item_argument(processor)] = [item for sample in items for item in sample]
+            passed[processors.get_item_argument(processor)] = [item for sample in items for item in sample]
         results = processor(**passed).items()
         outputs = {key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in results}
         masks = [key for key in self._flat_keys[name] if key.endswith("mask") and key not in outputs]
@@ -268,13 +254,15 @@ class MultimodalProcessor:
     def _count(self, name: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> ItemLengths:
         """Return the number of tokens of each item of a modality."""
         items = self._get_items(name, inputs)
-        dimensions = get_item_dimensions(self.encoder_processors[name])
-        n_items = count_items(items, dimensions)
-        per_sample = [count_items(sample, dimensions) for sample in items] if is_per_sample(items) else None
+        dimensions = processors.get_item_dimensions(self.encoder_processors[name])
+        n_items = tokenization.count_items(items, dimensions)
+        per_sample = None
+        if tokenization.is_per_sample(items):
+            per_sample = [tokenization.count_items(sample, dimensions) for sample in items]
         function, counter = self._functions.get(name), self._counters.get(name)
         if function is not None:
             source = f"num_feature_calculation_funcs[{name!r}]"
-            claimed = parse_claim(function(inputs, outputs), n_items, source)
+            claimed = tokenization.parse_claim(function(inputs, outputs), n_items, source)
             if counter is not None:
                 counter.confirm(claimed.lengths, counter.arguments(outputs), source)
             return ItemLengths(claimed.lengths, claimed.per_sample or per_sample)
@@ -284,7 +272,7 @@ class MultimodalProcessor:
                 f"or num_feature_calculation_funcs={{{name!r}: lambda inputs, outputs: <number>}}."
             )
         lengths = counter.lengths(counter.arguments(outputs))
-        return ItemLengths(group_lengths(lengths, n_items, name), per_sample)
+        return ItemLengths(tokenization.group_lengths(lengths, n_items, name), per_sample)
 
     def _place_outputs(
         self, name: str, outputs: dict[str, dict[str, Any]], return_tensors: str | None
@@ -296,8 +284,6 @@ class MultimodalProcessor:
         reserved = LANGUAGE_MODEL_INPUTS.union(self.llm_tokenizer.model_input_names)
         others = [keys for keyed in (self._flat_keys, outputs) for other, keys in keyed.items() if other != name]
         return {name: own} if reserved.union(*others).intersection(own) else own
-
-    # ------------------------------------------------------------------ text back and forth
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Return the text of token ids, as the tokenizer does."""
@@ -343,19 +329,17 @@ class MultimodalProcessor:
         for part in content:
             kind = str(part.get("type"))
             if kind != "text" and kind not in self.modality_tokens:
-                kind = self._find_modality(get_item_kind(kind) or kind)
+                kind = self._find_modality(processors.get_item_kind(kind) or kind)
             texts.append(part["text"] if kind == "text" else self.modality_tokens[kind])
         return {**message, "content": "".join(texts)}
-
-    # ------------------------------------------------------------------ storing
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
         """Save the tokenizer and the processors, each in a sub-folder that transformers loads.
 
         Functions cannot be stored; they are passed to `from_pretrained` again.
         """
-        parts = ProcessorParts(self.llm_tokenizer, self.encoder_processors, self.modality_tokens)
-        save_parts(Path(folder), parts, self._functions)
+        parts = processors.ProcessorParts(self.llm_tokenizer, self.encoder_processors, self.modality_tokens)
+        processors.save_parts(Path(folder), parts, self._functions)
 
     @classmethod
     def from_pretrained(
@@ -378,7 +362,7 @@ class MultimodalProcessor:
         """
         functions = dict(num_feature_calculation_funcs or {})
         counted = functions if model is None else None  # a model counts all of them
-        parts = load_parts(Path(folder), counted, classes, trust_remote_code)
+        parts = processors.load_parts(Path(folder), counted, classes, trust_remote_code)
         return cls(
             encoder_processors=parts.processors,
             llm_tokenizer=parts.tokenizer,
@@ -387,20 +371,17 @@ class MultimodalProcessor:
             predefined_tokens=parts.tokens,
         )
 
-    # ------------------------------------------------------------------ checks
-
     def _check_modality(self, name: str) -> None:
         if name not in self.encoder_processors:
             raise ConfigError(
-                f"There is no modality {name!r}{suggest_nearest(name, self.encoder_processors)}; "
+                f"There is no modality {name!r}{processors.suggest_nearest(name, self.encoder_processors)}; "
                 f"this processor has {list(self.encoder_processors)}."
             )
 
     def _find_modality(self, kind: str) -> str:
         """Return the one modality whose processor takes this kind of item."""
-        kinds = {
-            name: get_item_kind(get_item_argument(processor)) for name, processor in self.encoder_processors.items()
-        }
+        arguments = {name: processors.get_item_argument(one) for name, one in self.encoder_processors.items()}
+        kinds = {name: processors.get_item_kind(argument) for name, argument in arguments.items()}
         names = [name for name, found in kinds.items() if found == kind]
         if len(names) != 1:
             raise ConfigError(
@@ -408,14 +389,6 @@ class MultimodalProcessor:
                 "Name the modality: encoder_inputs={name: {…}}, or {'type': name} in a chat."
             )
         return names[0]
-
-    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
-        parts = [self.llm_tokenizer, *self.encoder_processors.values()]
-        known = {keyword for part in parts for keyword in get_keywords(part)}
-        for name in kwargs:
-            if name not in known:
-                hint = suggest_nearest(name, known)
-                raise ConfigError(f"Neither the tokenizer nor a processor takes {name!r}{hint}.")
 
 
 def _pick_one(**names: Any) -> Any:

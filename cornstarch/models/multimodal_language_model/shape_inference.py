@@ -42,19 +42,16 @@ class ShapeTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor) -> ShapeTensor:
-        """Wrap a meta tensor."""
         wrapped = meta.as_subclass(cls)
         wrapped.meta = meta
         return wrapped
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device that the tensor reports."""
         return _SHAPE_DEVICE
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype) -> ShapeTensor:
-        """Build a tensor without values."""
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeTensor:
@@ -62,7 +59,6 @@ class ShapeTensor(Tensor):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the shape and the dtype."""
         return ShapeTensor.of, (tuple(self.shape), self.dtype)
 
     @classmethod
@@ -126,11 +122,7 @@ def _call_on(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether a tensor has a floating-point or complex dtype."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-# ----------------------------------------------------------------------------------------------------- copies
 
 
 def copy_without_weights(module: Module) -> Module:
@@ -155,9 +147,6 @@ def copy_with_tensors(module: Module, replace: Callable[[Tensor], Tensor]) -> Mo
             copied.__dict__.update(copy.deepcopy(content_before_sharding(inner), memo))
             memo[id(inner)] = copied
     return copy.deepcopy(module, memo)
-
-
-# ------------------------------------------------------------------------------------------------ dummy inputs
 
 
 def build_dummy_items(module: nn.Module, count: int) -> dict[str, Tensor]:
@@ -198,9 +187,6 @@ def read_size(config: Any, *names: str) -> int | None:
 
 def _read_channels(config: Any) -> int:
     return read_size(config, "num_channels", "in_channels", "in_chans") or 3
-
-
-# ------------------------------------------------------------------------------------------- unused parameters
 
 
 def find_unused_parameters(encoder: ModalEncoderModule, inputs: dict[str, Any] | None = None) -> list[str]:

@@ -51,7 +51,6 @@ def get_argument_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def accepts_argument(module: nn.Module, name: str) -> bool:
-    """Whether the module's own forward has an argument of this name."""
     return name in get_argument_names(module)
 
 

@@ -56,12 +56,10 @@ class DecomposedOrigin:
     """The whole model's config, as its `to_dict` returns it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DecomposedOrigin:
-        """Read the result of `to_dict`."""
         return cls(class_path=data["class_path"], config=data["config"])
 
 
@@ -417,7 +415,6 @@ class UndividedModel(MultimodalModel):
 
 
 def _append_row(inputs: dict[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with one more row, whose labels are ignored."""
     ids: Tensor = inputs["input_ids"]
     tokens = {name: value.to(ids.device) for name, value in row["tokens"].items()}
     tokens["labels"] = torch.full_like(tokens["input_ids"], IGNORE_INDEX)

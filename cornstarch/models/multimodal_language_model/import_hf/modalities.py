@@ -61,7 +61,7 @@ class Modality:
 
     @property
     def name(self) -> str:
-            return ENCODER_NAMES[self.kind]
+        return ENCODER_NAMES[self.kind]
 
 
 @dataclass
@@ -79,12 +79,10 @@ class ForwardBehavior:
 
 
 def refuse(model: nn.Module, reason: object) -> UnsupportedModelError:
-    """Return the error that states why a model cannot be decomposed."""
     return UnsupportedModelError(f"{type(model).__name__} cannot be taken apart: {reason}.")
 
 
 def find_placeholder_id(model: PreTrainedModel, kind: str) -> int | None:
-    """Return the token that marks the place of one modality's features."""
     names = (f"{kind}_token_id", f"{kind}_token_index")
     return next((value for name in names if isinstance(value := getattr(model.config, name, None), int)), None)
 
@@ -349,7 +347,6 @@ class _ForwardProbe:
         return _ProbeResult(call, output._fields, passed)
 
     def try_run(self, features: Any, **further: Any) -> _ProbeResult | None:
-        """Run the forward; return None if it raises."""
         try:
             return self.run(features, **further)
         except Exception:

@@ -41,7 +41,6 @@ class OriginalProjector(MultimodalProjector):
     """The modules between a tower and the language model, called as the multimodal model calls them."""
 
     def forward(self, *args: Any, part: str | None = None, **kwargs: Any) -> Any:
-        """Call the projection, or one part of it by name."""
         module = self.projection if part is None else self.projection[part]  # type: ignore[index]
         return module(*args, **kwargs)
 
@@ -106,12 +105,10 @@ class TowerEncoder(ModalEncoderModule):
 
     @property
     def trigger_names(self) -> tuple[str, ...]:
-        """The batch key that must be there for the encoder to run."""
         return self.modality.inputs[:1]
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether the user's callbacks change inputs or outputs."""
         return bool(self.preprocess_callback or self.postprocess_projector_callback)
 
     def rename_inputs(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +122,6 @@ class TowerEncoder(ModalEncoderModule):
         return {self.modality.tower: self.module, **parts}
 
     def build_placeholders(self) -> dict[str, PlaceholderModule]:
-        """Return placeholders for this encoder's modules."""
         return {name: PlaceholderModule(name, unwrap(module)) for name, module in self._modules_by_name().items()}
 
     def attach_to(self, inner: PreTrainedModel) -> None:
@@ -150,7 +146,6 @@ class TowerEncoder(ModalEncoderModule):
         return inner
 
     def encode(self, inputs: dict[str, Any]) -> Any:
-        """Return the output of the model's own feature method."""
         if self.postprocess_module_callback is not None:
             raise ConfigError(
                 "postprocess_module_callback cannot be used here: tower and projector are run by "
@@ -180,7 +175,6 @@ class TowerEncoder(ModalEncoderModule):
         return list(call["inputs_embeds"][0].split(lengths))
 
     def forward(self, **inputs: Any) -> Any:
-        """Return the output of the model's own feature method, after `postprocess_projector_callback`."""
         output = self.encode(inputs)
         if self.postprocess_projector_callback is not None:
             output = self.postprocess_projector_callback(inputs, output)
@@ -280,7 +274,6 @@ class TextModelForCausalLM:
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the multimodal model's output for these embeddings."""
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

@@ -21,12 +21,15 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from cornstarch.compat import load_processor_of
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import build_noise_item
-from cornstarch.models.multimodal_language_model.preprocessing.token_template import TokenTemplate, missing_library
-from cornstarch.models.multimodal_language_model.preprocessing.tokenization import check_tokenizer, check_vocabulary
+from cornstarch.models.multimodal_language_model.preprocessing.tokenization import (
+    Messages,
+    TokenTemplate,
+    check_tokenizer,
+    check_vocabulary,
+    missing_library,
+)
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 
-Messages = Sequence[Mapping[str, Any]]
-"""A conversation: `role`, and `content` as a list of parts with a type (`{"type": "image", "image": …}`)."""
 Style = Literal["parts", "text", "suffix", "tokens"]
 
 # By modality: the name of its items in transformers, and the processor attributes that process them.
@@ -61,7 +64,11 @@ class WholeModelProcessor:
         self.llm_tokenizer: PreTrainedTokenizerBase = original.tokenizer
         check_tokenizer(self.llm_tokenizer)
         check_vocabulary(self.llm_tokenizer, unwrap(model.language_model))
-        self.encoder_processors: dict[str, Any] = _find_item_processors(original)
+        found = {
+            name: next((one for one in (getattr(original, key, None) for key in keys) if one is not None), None)
+            for name, keys in _ATTRIBUTES.items()
+        }
+        self.encoder_processors: dict[str, Any] = {name: one for name, one in found.items() if one is not None}
         missing = [name for name in model.encoders if name not in self.encoder_processors]
         if missing:
             raise ConfigError(
@@ -93,7 +100,10 @@ class WholeModelProcessor:
                     f"`data.chat_template`: {type(original).__name__} makes tokens of conversations without a template "
                     "that could be replaced. Leave it out."
                 )
-            self.token_template = self._build_token_template()
+            known = {name: one for name, one in self.encoder_processors.items() if name in self.modality_token_ids}
+            items = {_KINDS[n]: (build_noise_item(one), self.modality_token_ids[n]) for n, one in known.items()}
+            rates = {"audio": known["audio"].sampling_rate} if "audio" in known else {}
+            self.token_template = TokenTemplate(original, items, rates)
 
     @classmethod
     def from_pretrained(
@@ -126,8 +136,6 @@ class WholeModelProcessor:
         """Save the processor; `AutoProcessor` loads it again."""
         self.original.save_pretrained(folder)
 
-    # ------------------------------------------------------------------ conversations
-
     def _find_style(self) -> Style:
         word = "word"
         conversation = [{"role": "user", "content": [{"type": "text", "text": word}]}]
@@ -138,7 +146,11 @@ class WholeModelProcessor:
         if isinstance(written, Mapping):
             return "tokens"
         if self._template is None:
-            if "suffix" in _get_text_options(self.original):
+            # The tokenizer's options are in the annotation of the processor's keyword arguments.
+            parameters = inspect.signature(type(self.original).__call__).parameters.values()
+            kinds = [typing.get_args(p.annotation) for p in parameters if p.kind is p.VAR_KEYWORD]
+            listed = [getattr(kind, "__annotations__", {}).get("text_kwargs") for (kind, *_) in kinds if kind]
+            if any("suffix" in getattr(options, "__annotations__", {}) for options in listed):
                 return "suffix"
             advice = "Add chat_template.jinja to its folder, or set `data.chat_template`."
             raise ConfigError(
@@ -148,12 +160,6 @@ class WholeModelProcessor:
         if written is None:
             return "text"
         return "parts" if word in written and "'type'" not in written and '"type"' not in written else "text"
-
-    def _build_token_template(self) -> TokenTemplate:
-        known = {name: one for name, one in self.encoder_processors.items() if name in self.modality_token_ids}
-        items = {_KINDS[name]: (build_noise_item(one), self.modality_token_ids[name]) for name, one in known.items()}
-        rates = {"audio": known["audio"].sampling_rate} if "audio" in known else {}
-        return TokenTemplate(self.original, items, rates)
 
     def placeholder(self, kind: str) -> str:
         """Return the placeholder of an item in a text that is given to the processor."""
@@ -255,12 +261,6 @@ class WholeModelProcessor:
         prefix, *suffix = [self._render_parts(message["content"]) for message in messages]
         return prefix, suffix[0] if suffix else None
 
-    # ------------------------------------------------------------------ inputs of encoders
-
-    def is_encoder_input(self, key: str) -> bool:
-        """Whether an encoder takes this entry of a batch."""
-        return any(key in names for names in self.input_names.values())
-
     def stand_ins(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`.
 
@@ -284,7 +284,8 @@ class WholeModelProcessor:
         tokens: dict[str, Tensor] = {}
         items: dict[str, Any] = {}
         for key, value in inputs.items():
-            if not self.is_encoder_input(key) and is_per_token(inputs, key):
+            is_encoder_input = any(key in names for names in self.input_names.values())
+            if not is_encoder_input and is_per_token(inputs, key):
                 tokens[key] = value
             else:
                 items[key] = value
@@ -329,15 +330,6 @@ class _RecordingTokenizer:
         return encoded
 
 
-def _find_item_processors(original: Any) -> dict[str, Any]:
-    """Return the processors of single modalities inside a processor."""
-    found = {
-        name: next((one for one in (getattr(original, key, None) for key in keys) if one is not None), None)
-        for name, keys in _ATTRIBUTES.items()
-    }
-    return {name: processor for name, processor in found.items() if processor is not None}
-
-
 def build_message(kind: str, items: Sequence[Any]) -> list[dict[str, Any]]:
     """Return a conversation that consists of items only."""
     return [{"role": "user", "content": [{"type": kind, kind: item} for item in items]}]
@@ -351,14 +343,6 @@ def collect_items(messages: Messages) -> dict[str, list[Any]]:
             if part["type"] in _KEYS and part["type"] in part:
                 found.setdefault(part["type"], []).append(part[part["type"]])
     return found
-
-
-def _get_text_options(processor: ProcessorMixin) -> set[str]:
-    """Return the tokenizer options in the signature of a processor's `__call__`."""
-    parameters = inspect.signature(type(processor).__call__).parameters
-    kinds = [typing.get_args(p.annotation) for p in parameters.values() if p.kind is p.VAR_KEYWORD]
-    listed = [getattr(kind, "__annotations__", {}).get("text_kwargs") for (kind, *_) in kinds if kind]
-    return {name for options in listed for name in getattr(options, "__annotations__", {})}
 
 
 def is_per_token(inputs: Mapping[str, Any], key: str) -> bool:

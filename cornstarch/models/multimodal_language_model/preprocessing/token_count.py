@@ -37,17 +37,9 @@ _CACHED_GEOMETRIES = 1024
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """The number of tokens that an encoder makes of its inputs."""
-
     lengths: tuple[int, ...] | None
     """Tokens per item; None where the boundaries are unknown (a callback returned one flat tensor)."""
     total: int
-
-    def agrees_with(self, claimed: Sequence[int]) -> bool:
-        """Whether `claim` is the same, as far as the boundaries of items can be compared."""
-        if self.lengths is not None and len(self.lengths) == len(claimed):
-            return list(self.lengths) == list(claimed)
-        return self.total == sum(claimed)  # an item of the user's may be several of the encoder's (crops of one image)
 
 
 class FeatureCounter:
@@ -78,7 +70,6 @@ class FeatureCounter:
         return self._any_encoder().rename_inputs(dict(outputs))
 
     def lengths(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Return the tokens per item."""
         claimed = self._apply_formula(inputs) if self._formula_holds else None
         if claimed is not None:
             measured = self._measure(inputs)
@@ -86,7 +77,11 @@ class FeatureCounter:
                 return claimed
             self._formula_holds = False
         counts = self.count(inputs)
-        lengths = self._count_one_by_one(inputs) if counts.lengths is None else list(counts.lengths)
+        lengths = list(counts.lengths or ())
+        rows = {len(value) if isinstance(value, Tensor) and value.dim() > 0 else 0 for value in inputs.values()}
+        if counts.lengths is None and len(rows) == 1:  # one item per row: count each on its own
+            each = [{name: value[i : i + 1] for name, value in inputs.items()} for i in range(rows.pop())]
+            lengths = [self.count(one).total for one in each]
         if sum(lengths) != counts.total:
             raise ConfigError(
                 f"{self._name} puts out {counts.total} tokens in one flat tensor, so it is unknown which belong to "
@@ -98,13 +93,16 @@ class FeatureCounter:
     def confirm(self, claimed: Sequence[int], inputs: Mapping[str, Any], source: str) -> None:
         """Refuse the number of tokens per item that `source` claims if the encoder makes another."""
         measured = self._measure(inputs)
-        if measured is None or measured.agrees_with(claimed):
+        if measured is None:
             return
         found, said, where = measured.total, sum(claimed), "in all"
+        # Otherwise an item of the user's may be several of the encoder's (crops of one image): totals are compared.
         if measured.lengths is not None and len(measured.lengths) == len(claimed):
             pairs = zip(measured.lengths, claimed, strict=True)
-            item, (found, said) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+            item, (found, said) = next(((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (0, (0, 0)))
             where = f"for item {item}"
+        if found == said:
+            return
         raise ConfigError(
             f"{source} says {said} tokens {where}, but {self._name} (with its callbacks and projector) makes {found}. "
             f"Return {found}, or leave the function out: with model= the number is found without it."
@@ -129,14 +127,6 @@ class FeatureCounter:
         if len(self._known) >= CHECKED_GEOMETRIES and _geometry(inputs) not in self._known:
             return None
         return self.count(inputs)
-
-    def _count_one_by_one(self, inputs: Mapping[str, Any]) -> list[int]:
-        """Return the tokens of each item on its own; empty if the inputs are not one item per row."""
-        n_items = {len(value) if isinstance(value, Tensor) and value.dim() > 0 else 0 for value in inputs.values()}
-        if len(n_items) != 1:
-            return []
-        rows = range(n_items.pop())
-        return [self.count({name: value[i : i + 1] for name, value in inputs.items()}).total for i in rows]
 
     def _any_encoder(self) -> ModalEncoderModule:
         encoder = self._twin if self._twin is not None else self._encoder

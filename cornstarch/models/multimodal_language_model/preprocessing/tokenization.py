@@ -1,18 +1,32 @@
-"""Tokenize texts with placeholders: each placeholder stands for an item, and is repeated to its number of tokens."""
+"""Tokenize texts and conversations with placeholders.
+
+Each placeholder stands for an item, and is repeated to its number of tokens. Chat templates of mistral-common return
+tokens instead of a text.
+"""
 
 from __future__ import annotations
 
+import base64
+import copy
+import io
 import numbers
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import is_mistral_common_available
 
 from cornstarch.errors import ConfigError
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: `role`, and `content` as a list of parts with a type (`{"type": "image", "image": …}`)."""
 
 # ------------------------------------------------------------------------------------------- checking tokenizers
 
@@ -180,7 +194,9 @@ class ItemTokenizer:
         expanded = texts
         expected: dict[str, list[int]] = {}
         for name, token in self.tokens.items():
-            lengths = _assign_items(name, token, texts, items.get(name, ItemLengths([])))
+            found, given = [text.count(token) for text in texts], items.get(name, ItemLengths([]))
+            _check_items(name, token, found, given)
+            lengths = [given.lengths[start:end] for start, end in pairwise(accumulate(found, initial=0))]
             expected[name] = [sum(of_sample) for of_sample in lengths]
             expanded = [_expand(text, token, of_sample) for text, of_sample in zip(expanded, lengths, strict=True)]
         encoded = dict(self.tokenizer(expanded, **options))
@@ -208,31 +224,21 @@ class ItemTokenizer:
         )
 
 
-def _assign_items(modality: str, token: str, texts: list[str], items: ItemLengths) -> list[list[int]]:
-    """Return, for each text, the lengths of the items of its placeholders."""
-    found = [text.count(token) for text in texts]
-    if items.per_sample is None:
-        _check_total(modality, token, found, len(items.lengths))
-    else:
-        _check_samples(modality, token, found, items.per_sample)
-    return [items.lengths[start:end] for start, end in pairwise(accumulate(found, initial=0))]
-
-
-def _check_total(modality: str, token: str, found: list[int], given: int) -> None:
-    if sum(found) == given:
-        return
-    short = next((sample for sample, end in enumerate(accumulate(found)) if end > given), None)
-    where = f"sample {short} runs out of items" if short is not None else f"{given - sum(found)} items are left over"
-    raise ConfigError(
-        f"The texts have {sum(found)} placeholders {token!r} (per sample: {found}), but {given} {modality} items are "
-        f"given: {where}. {_advise(token, found)}"
-    )
-
-
-def _check_samples(modality: str, token: str, found: list[int], given: list[int]) -> None:
-    if len(found) != len(given):
-        raise ConfigError(f"There are {len(found)} texts, but {modality} items for {len(given)} samples.")
-    for sample, (placeholders, n_items) in enumerate(zip(found, given, strict=True)):
+def _check_items(modality: str, token: str, found: list[int], items: ItemLengths) -> None:
+    """Refuse texts whose number of placeholders (`found`, per sample) is not that of their items."""
+    given = len(items.lengths)
+    if items.per_sample is None and sum(found) != given:
+        short = next((sample for sample, end in enumerate(accumulate(found)) if end > given), None)
+        left = f"{given - sum(found)} items are left over"
+        where = left if short is None else f"sample {short} runs out of items"
+        raise ConfigError(
+            f"The texts have {sum(found)} placeholders {token!r} (per sample: {found}), but {given} {modality} items "
+            f"are given: {where}. {_advise(token, found)}"
+        )
+    per_sample = found if items.per_sample is None else items.per_sample
+    if len(found) != len(per_sample):
+        raise ConfigError(f"There are {len(found)} texts, but {modality} items for {len(per_sample)} samples.")
+    for sample, (placeholders, n_items) in enumerate(zip(found, per_sample, strict=True)):
         if placeholders != n_items:
             raise ConfigError(
                 f"Sample {sample} has {placeholders} placeholders {token!r} in its text, but {n_items} {modality} "
@@ -249,3 +255,139 @@ def _advise(token: str, found: list[int]) -> str:
 def _expand(text: str, token: str, lengths: list[int]) -> str:
     first, *rest = text.split(token)
     return first + "".join(token * length + piece for length, piece in zip(lengths, rest, strict=True))
+
+
+# ------------------------------------------------------------------------------- chat templates of tokens
+
+
+def missing_library(original: ProcessorMixin) -> str | None:
+    """Return which library a processor's chat template needs and lacks; None if there is none."""
+    source, tekken = str(original.tokenizer.name_or_path), "tekken.json"
+    try:
+        has_tekken = (
+            Path(source, tekken).exists()
+            if Path(source).is_dir()
+            else isinstance(try_to_load_from_cache(source, tekken), str)
+        )
+    except ValueError:  # not a name on the hub
+        has_tekken = False
+    if is_mistral_common_available() or not has_tekken:
+        return None
+    return (
+        "Its tekken.json is read by mistral-common, which is missing or too old: "
+        '`pip install "transformers[mistral-common]"`.'
+    )
+
+
+class TokenTemplate:
+    """Encodes conversations with a processor whose `apply_chat_template` returns tokens, as mistral-common's does.
+
+    There is no text whose characters could locate the answers. Instead, the tokens of the conversation before an answer
+    are a prefix of the tokens with the answer.
+
+    Args:
+        original: The processor.
+        items: For each kind of item (image, audio), an item of noise, and its placeholder token.
+        rates: The sampling rates of the kinds that are sounds.
+    """
+
+    def __init__(
+        self, original: ProcessorMixin, items: Mapping[str, tuple[Any, int]], rates: Mapping[str, int]
+    ) -> None:
+        self._for_prompts, self._for_answers = original, _copy_for_answers(original)
+        self._rates = rates
+        self._forms: dict[str, Callable[[str, Any], dict[str, Any]]] = {}
+        for kind, (noise, token) in items.items():
+            self._forms[kind] = self._find_form(kind, noise, token)
+
+    def _find_form(self, kind: str, noise: Any, token: int) -> Callable[[str, Any], dict[str, Any]]:
+        """Return how the processor takes items of a kind; raise ConfigError if it takes none, or drops them."""
+        problem = ""
+        forms = [_as_part, *([self._as_file] if kind in self._rates else [])]
+        for form in forms:
+            try:
+                encoded = self._apply(self._for_prompts, [[{"role": "user", "content": [form(kind, noise)]}]], True)
+            except Exception as error:  # a template may raise any error at a part that it does not know
+                problem = problem or f"{type(error).__name__}: {error}"
+                continue
+            if token in encoded["input_ids"][0].tolist() and len(encoded) > 2:  # ids, a mask, and the item
+                return form
+            problem = "it silently leaves them out"
+        raise ConfigError(
+            f"{type(self._for_prompts).__name__} ({type(self._for_prompts.tokenizer).__name__}) does not take {kind} "
+            f"items in conversations: {problem}. {missing_library(self._for_prompts) or ''}".rstrip()
+        )
+
+    def _as_file(self, kind: str, item: Any) -> dict[str, Any]:
+        """Return a sound as the bytes of a lossless fp32 file, for templates that read files."""
+        try:
+            import soundfile
+        except ImportError as error:
+            raise ConfigError("sounds are given to this chat template as files: `pip install soundfile`") from error
+        file = io.BytesIO()
+        soundfile.write(file, np.asarray(item, dtype=np.float32), self._rates[kind], format="WAV", subtype="FLOAT")
+        return {"type": kind, "base64": base64.b64encode(file.getvalue()).decode()}
+
+    def _convert_messages(self, messages: Messages) -> list[dict[str, Any]]:
+        def part(one: Mapping[str, Any]) -> dict[str, Any]:
+            kind = one["type"]
+            return self._forms[kind](kind, one[kind]) if kind in self._forms else dict(one)
+
+        return [{**message, "content": [part(one) for one in message["content"]]} for message in messages]
+
+    @staticmethod
+    def _apply(worker: Any, conversations: Sequence[Messages], prompt: bool) -> Any:
+        return worker.apply_chat_template(
+            list(conversations), tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=prompt
+        )
+
+    def encode(self, conversations: Sequence[Messages], *, prompt: bool) -> Any:
+        """Process conversations with their items; those with answers are padded on the right."""
+        worker = self._for_prompts if prompt else self._for_answers
+        return self._apply(worker, [self._convert_messages(messages) for messages in conversations], prompt)
+
+    def tokens(self, messages: Messages, *, prompt: bool = False) -> list[int]:
+        """Return the tokens of a conversation without processing its items."""
+        return self._tokenize(self._convert_messages(messages), prompt)
+
+    def _tokenize(self, given: Messages, prompt: bool) -> list[int]:
+        tokenizer: Any = (self._for_prompts if prompt else self._for_answers).tokenizer
+        encoded = tokenizer.apply_chat_template([given], tokenize=True, return_dict=True, add_generation_prompt=prompt)
+        return list(encoded["input_ids"][0])
+
+    def answers(self, messages: Messages, input_ids: list[int]) -> list[tuple[int, int]]:
+        """Return the ranges of a conversation's answers in its `input_ids`, each including the end token."""
+        given = self._convert_messages(messages)
+        spans = []
+        for number, message in enumerate(given):
+            if message["role"] != "assistant":
+                continue
+            before, after = self._tokenize(given[:number], True), self._tokenize(given[: number + 1], False)
+            if after[: len(before)] != before or input_ids[: len(after)] != after:
+                raise ConfigError(
+                    "the tokens of the conversation up to an answer are others than those that the whole conversation "
+                    "begins with, so it is unknown which tokens the answer is; train on everything"
+                )
+            spans.append((len(before), len(after)))
+        return spans
+
+
+def _as_part(kind: str, item: Any) -> dict[str, Any]:
+    return {"type": kind, kind: item}
+
+
+def _copy_for_answers(original: ProcessorMixin) -> Any:
+    """Return a copy of a processor that takes conversations ending with an answer.
+
+    mistral-common's tokenizers take either these or prompts, depending on `mode`.
+    """
+    worker: Any = copy.copy(original)
+    tokenizer: Any = original.tokenizer
+    if hasattr(tokenizer, "mode"):
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer.save_pretrained(folder)
+            worker.tokenizer = type(tokenizer).from_pretrained(folder, mode="finetuning", padding_side="right")
+    else:
+        worker.tokenizer = copy.copy(tokenizer)
+        worker.tokenizer.padding_side = "right"
+    return worker

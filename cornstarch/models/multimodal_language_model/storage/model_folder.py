@@ -74,13 +74,11 @@ class NameSet(_Stored):
 
     @classmethod
     def of(cls, chosen: Collection[str], names: Iterable[str]) -> NameSet:
-        """Describe `chosen` among `names`."""
         inside = tuple(name for name in names if name in chosen)
         outside = tuple(name for name in names if name not in chosen)
         return cls(all=True, but=outside) if len(outside) < len(inside) else cls(all=False, but=inside)
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the described names."""
         known = frozenset(names)
         unknown = [name for name in self.but if name not in known]
         if unknown:
@@ -97,12 +95,10 @@ class StoredAdapters(_Stored):
 
     @staticmethod
     def place(name: str) -> str:
-        """Return the sub-folder of an adapter in the adapters' folder."""
         return "." if name == _DEFAULT_ADAPTER else name
 
     @property
     def files(self) -> list[str]:
-        """The required files, relative to the adapters' folder."""
         places = ["" if name == _DEFAULT_ADAPTER else f"{name}/" for name in self.names]
         return [f"{place}{file}" for place in places for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
@@ -126,8 +122,6 @@ class StoredPart(_Stored):
 
 
 class StoredEncoder(_Stored):
-    """The options of one encoder."""
-
     additional_args: tuple[str, ...] = ()
     attention: TokenAttention = "causal"
     callbacks: tuple[EncoderCallback, ...] = ()

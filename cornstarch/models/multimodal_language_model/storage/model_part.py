@@ -139,7 +139,6 @@ def collect_transient_buffers(part: nn.Module) -> dict[str, Tensor]:
 
 
 def _list_buffers(part: nn.Module) -> list[tuple[str, Tensor, bool]]:
-    """Return (name, buffer, whether it is persistent)."""
     return [
         (f"{prefix}.{name}".lstrip("."), buffer, name not in module._non_persistent_buffers_set)
         for prefix, module in part.named_modules()
@@ -199,7 +198,11 @@ def load_part(
         if tensor.dtype != wanted:
             tensor.data = tensor.data.to(wanted)
     if stored.adapters is not None:
-        _reload_adapters(part, folder / ADAPTERS, stored.adapters)
+        from peft import set_peft_model_state_dict
+
+        for key in stored.adapters.names:  # again, now that dtypes are restored: PEFT chooses its own dtypes
+            weights = load_file(folder / ADAPTERS / stored.adapters.place(key) / ADAPTER_WEIGHTS)
+            set_peft_model_state_dict(part, weights, adapter_name=key)
     # In another dtype, transformers computes the buffers of its models itself.
     if options.dtype is None or stored.kind != "transformers":
         for prefix, module in part.named_modules():
@@ -255,7 +258,11 @@ def _find_model_class(
     if given is None and is_trusted(stored.class_path):
         found = import_class(stored.class_path)
     elif given is None and trust_remote_code:
-        found = _load_remote_class(stored.class_path, folder)
+        references = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
+        for one in references.values():
+            if isinstance(one, str) and "--" not in one and _class_name(one) == _class_name(stored.class_path):
+                found = get_class_from_dynamic_module(one, str(folder), local_files_only=True)
+                break
     if found is None:
         raise ConfigError(
             f"{name} is a {stored.class_path}, which is neither of transformers nor of Cornstarch and is not imported "
@@ -272,12 +279,10 @@ def _class_name(class_path: str) -> str:
 
 
 def is_trusted(class_path: str) -> bool:
-    """Whether a class is one of transformers or of Cornstarch."""
     return class_path.startswith(_TRUSTED)
 
 
 def import_class(class_path: str) -> Any:
-    """Return a class of transformers or Cornstarch by its path."""
     module_name, _, name = class_path.rpartition(".")
     assert is_trusted(class_path)
     if module_name.startswith("cornstarch.") and name == MultimodalProjector.__name__:
@@ -291,14 +296,6 @@ def import_class(class_path: str) -> Any:
         ) from error
     # A class that the module only imports is not its own.
     return found if getattr(found, "__module__", None) == module_name else None
-
-
-def _load_remote_class(class_path: str, folder: Path) -> Any:
-    references = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
-    for reference in references.values():
-        if isinstance(reference, str) and "--" not in reference and _class_name(reference) == _class_name(class_path):
-            return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
-    return None
 
 
 def _load_module(name: str, stored: StoredPart, folder: Path, given: ModuleSource | None) -> nn.Module:
@@ -333,7 +330,6 @@ def _load_module(name: str, stored: StoredPart, folder: Path, given: ModuleSourc
 
 
 def parse_dtype(name: object) -> torch.dtype:
-    """Return the torch dtype of this name."""
     found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype = {name!r}: expected a precision of torch, such as torch.bfloat16 or 'bfloat16'.")
@@ -426,11 +422,3 @@ def _load_adapters(base: nn.Module, folder: Path, stored: StoredAdapters) -> Any
     if not stored.enabled:
         model.base_model.disable_adapter_layers()
     return model
-
-
-def _reload_adapters(model: Any, folder: Path, stored: StoredAdapters) -> None:
-    """Load the adapters' weights again after dtypes were restored: PEFT chooses its own dtypes."""
-    from peft import set_peft_model_state_dict
-
-    for name in stored.names:
-        set_peft_model_state_dict(model, load_file(folder / stored.place(name) / ADAPTER_WEIGHTS), adapter_name=name)

@@ -60,9 +60,6 @@ ORIGIN = "origin"  # the key in `classes` for the class of a model that was deco
 Callbacks = Mapping[str, Mapping[str, Callable[..., Any]]]
 
 
-# ----------------------------------------------------------------------------------------------------- saving
-
-
 def save_pretrained(
     model: MultimodalModel, folder: str | PathLike[str], state_dict: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -108,7 +105,11 @@ def save_pretrained(
             has_llm_callback=model.preprocess_llm_callback is not None,
             origin=None if model.origin is None else model.origin.to_dict(),
         )
-        _save_buffers(parts, fresh / BUFFERS)
+        # Outside the parts' folders, where other programs would load non-persistent buffers as weights.
+        collected = {part: collect_transient_buffers(module) for part, module in parts.items()}
+        buffers = {f"{part}.{name}": one for part, found in collected.items() for name, one in found.items()}
+        if buffers:
+            save_file(buffers, fresh / BUFFERS, metadata={"format": "pt"})
         finish_folder(fresh, target, stored.model_dump(mode="json", exclude={"files", "sha256"}))
 
 
@@ -131,15 +132,6 @@ def _split_state(
             raise ConfigError(f"state_dict lacks {missing[0]}, and {len(missing) - 1} more weights of {part_name}.")
         states[part_name] = {name: given[place + tied.get(name, name)] for name in names}
     return states
-
-
-def _save_buffers(parts: Mapping[str, nn.Module], path: Path) -> None:
-    """Write non-persistent buffers outside the parts' folders, where other programs would load them as weights."""
-    buffers = {}
-    for part, module in parts.items():
-        buffers.update({f"{part}.{name}": buffer for name, buffer in collect_transient_buffers(module).items()})
-    if buffers:
-        save_file(buffers, path, metadata={"format": "pt"})
 
 
 def _load_buffers(path: Path, part: str) -> dict[str, Tensor]:
@@ -206,9 +198,6 @@ def _check_separate(parts: Mapping[str, nn.Module]) -> None:
                 )
 
 
-# ---------------------------------------------------------------------------------------------------- loading
-
-
 def from_pretrained(
     folder: str | PathLike[str],
     *,
@@ -251,7 +240,11 @@ def from_pretrained(
     )
     frame = _rebuild_origin(stored, sources) if stored.origin is not None else None
     if frame is not None:
-        sources = {**_find_sources(frame, stored), **sources}
+        # The class of a part that is a transformers model, or any other module itself.
+        modules = {name: unwrap(part) for name, part in _collect_parts(frame).items() if name in stored.parts}
+        kinds = {name: stored.parts[name].kind for name in modules}
+        own = {name: type(one) if kinds[name] == "transformers" else one for name, one in modules.items()}
+        sources = {**own, **sources}
     parts = {
         name: load_part(name, part, path / name, sources.get(name), _load_buffers(path / BUFFERS, name), options)
         for name, part in stored.parts.items()
@@ -322,16 +315,6 @@ def _rebuild_origin(stored: StoredModel, sources: Mapping[str, ModuleSource]) ->
             f"from_pretrained(…, classes={{{ORIGIN!r}: …}})."
         )
     return rebuild(origin, model_class=model_class)
-
-
-def _find_sources(frame: MultimodalModel, stored: StoredModel) -> dict[str, ModuleSource]:
-    """Return, for each part of a frame, the class of a transformers model, or any other module itself."""
-    modules = {name: unwrap(part) for name, part in _collect_parts(frame).items()}
-    return {
-        name: type(modules[name]) if part.kind == "transformers" else modules[name]
-        for name, part in stored.parts.items()
-        if name in modules
-    }
 
 
 def _compose(stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]) -> MultimodalModel:
