@@ -121,7 +121,9 @@ def _narrow(config: PreTrainedConfig, multiple: int) -> None:
     state = _find_state_heads(config, width)
     for heads_name, groups_name in _HEAD_COUNTS:
         heads = vars(config).get(heads_name)
-        if type(heads) is not int or not heads or (width % heads and not _has_own_head_sizes(config)):
+        # A config that states the width of a head has any number of heads; otherwise they divide the model's width.
+        has_head_size = type(vars(config).get("head_dim")) is int or _is_latent(config)
+        if type(heads) is not int or not heads or (width % heads and not has_head_size):
             continue
         groups = vars(config).get(groups_name) if groups_name else None
         groups = groups if type(groups) is int and groups and heads % groups == 0 else heads
@@ -162,11 +164,6 @@ def _find_state_heads(config: PreTrainedConfig, width: int) -> tuple[str, str, i
     return None
 
 
-def _has_own_head_sizes(config: PreTrainedConfig) -> bool:
-    """Whether the config states the width of a head, so that heads need not divide the width of the model."""
-    return type(vars(config).get("head_dim")) is int or _is_latent(config)
-
-
 def _is_latent(config: PreTrainedConfig) -> bool:
     """Whether attention is latent (MLA): head widths with and without positions belong together and stay."""
     return type(vars(config).get("qk_rope_head_dim")) is int
@@ -175,7 +172,9 @@ def _is_latent(config: PreTrainedConfig) -> bool:
 def _narrow_experts(config: PreTrainedConfig, multiple: int) -> None:
     """Reduce the experts, the experts per token, and the expert groups."""
     found = [(name, value) for name, value in vars(config).items() if _EXPERT_COUNTS.fullmatch(name)]
-    counts = [count for _, value in found for count in _list_numbers(value)]
+    # An option is one number, or a list with one per layer.
+    listed = [one for _, value in found for one in (value if isinstance(value, list) else [value])]
+    counts = [one for one in listed if type(one) is int]
     few = min((_reduce_count(count, math.lcm(multiple, _EXPERTS)) for count in counts), default=0)
     if not counts or few == min(counts):
         return  # already few, or a number that the ranks do not divide: the twin must show that
@@ -189,11 +188,6 @@ def _narrow_experts(config: PreTrainedConfig, multiple: int) -> None:
             _set_numbers(config, name, value, lambda count: min(count, 2))
         elif _GROUPS_PER_TOKEN.fullmatch(name):
             _set_numbers(config, name, value, lambda chosen: min(chosen, 2 if chosen == groups else 1))
-
-
-def _list_numbers(value: Any) -> list[int]:
-    """Return the numbers of an option that is one number or a list with one per layer."""
-    return [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
 
 
 def _set_numbers(config: PreTrainedConfig, name: str, value: Any, change: Callable[[int], int]) -> None:

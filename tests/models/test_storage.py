@@ -27,8 +27,8 @@ from cornstarch.models.multimodal_language_model import (
     MultimodalProjector,
     MultimodalProjectorConfig,
 )
-from cornstarch.models.multimodal_language_model.storage import model_folder as folder
-from cornstarch.models.multimodal_language_model.storage import pretrained as storage
+from cornstarch.models.multimodal_language_model import model_folder as folder
+from cornstarch.models.multimodal_language_model import pretrained as storage
 from tests.models.small import VISION, clip, llama, ragged, whisper
 from tests.models.whole_models import FAMILIES
 from tests.zoo import ENCODERS, LANGUAGE_MODELS, MODALITY_TOKEN, RAGGED, item_count, text_batch

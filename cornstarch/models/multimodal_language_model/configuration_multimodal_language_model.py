@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -12,17 +12,13 @@ from cornstarch.errors import ConfigError
 
 PROJECTION_TYPES = ("linear", "mlp")
 
-# Config entries with the width of an encoder's output tokens; the first that exists wins. An encoder whose last module
-# changes the width (a patch merger) states it in `out_hidden_size`.
-_ENCODER_WIDTH_NAMES = ("out_hidden_size", "hidden_size", "d_model", "embed_dim", "n_embd", "hidden_dim", "dim")
-
 
 def get_encoder_width(config: Any) -> int | None:
     """Return the width of the output tokens of an encoder with this config; None if the config does not state it."""
-    for name in _ENCODER_WIDTH_NAMES:
-        width = getattr(config, name, None)
-        if isinstance(width, int):
-            return width
+    # An encoder whose last module changes the width (a patch merger) states it in `out_hidden_size`.
+    names = ("out_hidden_size", "hidden_size", "d_model", "embed_dim", "n_embd", "hidden_dim", "dim")
+    if (width := _read_first(config, names)) is not None:
+        return width
     # Hierarchical encoders widen from stage to stage; the output has the width of the last stage.
     widths = getattr(config, "hidden_sizes", None)
     if isinstance(widths, (list, tuple)) and widths and isinstance(widths[-1], int):
@@ -30,14 +26,8 @@ def get_encoder_width(config: Any) -> int | None:
     return None
 
 
-def get_text_width(config: Any) -> int | None:
-    """Return the width of a language model's token embeddings; None if its config does not state it."""
-    inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for name in ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model"):
-        width = getattr(inner, name, None)
-        if isinstance(width, int):
-            return width
-    return None
+def _read_first(config: Any, names: Sequence[str]) -> int | None:
+    return next((width for name in names if isinstance(width := getattr(config, name, None), int)), None)
 
 
 class MultimodalProjectorConfig(PreTrainedConfig):
@@ -73,7 +63,9 @@ class MultimodalProjectorConfig(PreTrainedConfig):
         if in_features is None and encoder_config is not None:
             in_features = get_encoder_width(encoder_config)
         if out_features is None and text_config is not None:
-            out_features = get_text_width(text_config)
+            inner = text_config.get_text_config() if hasattr(text_config, "get_text_config") else text_config
+            names = ("word_embed_proj_dim", "embedding_size", "hidden_size", "n_embd", "d_model")
+            out_features = _read_first(inner, names)
         self.projection_type = projection_type
         self.activation = activation
         self.in_features = in_features

@@ -227,7 +227,7 @@ class HuggingFaceModel(nn.Module):
             options: `repo_id`, `token` and other arguments of `push_to_hub`. Options of how transformers writes weights
                 (`max_shard_size`, `save_function`, …) have no effect.
         """
-        from cornstarch.models.multimodal_language_model.storage.pretrained import save_pretrained
+        from cornstarch.models.multimodal_language_model.pretrained import save_pretrained
 
         if is_main_process:
             save_pretrained(self, folder, state_dict)  # type: ignore[arg-type]
@@ -237,8 +237,8 @@ class HuggingFaceModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
-        """Load a model saved by `save_pretrained`; see `storage.pretrained.from_pretrained` for the options."""
-        from cornstarch.models.multimodal_language_model.storage.pretrained import from_pretrained
+        """Load a model saved by `save_pretrained`; see `pretrained.from_pretrained` for the options."""
+        from cornstarch.models.multimodal_language_model.pretrained import from_pretrained
 
         return from_pretrained(folder, **options)
 

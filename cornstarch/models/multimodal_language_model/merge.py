@@ -137,10 +137,7 @@ class TokenMerger:
         for name, mask in masks.items():
             if self.prompt_length is not None:
                 mask[:, self.prompt_length :] = False
-            if facts is None:
-                check_placeholders(name, mask, features.get(name))
-            else:
-                check_placeholder_counts(name, facts.tokens[name], features.get(name))
+            check_placeholders(name, mask if facts is None else facts.tokens[name], features.get(name))
         return masks
 
     def _embed(
@@ -285,13 +282,12 @@ def find_placeholders(input_ids: Tensor, token_ids: Mapping[str, int]) -> dict[s
     return {name: input_ids == token_id for name, token_id in token_ids.items()}
 
 
-def check_placeholders(modality: str, mask_BS: Tensor, features: EncoderFeatures | None) -> None:
-    """Refuse a batch whose placeholders and features do not match, naming the first sample that differs."""
-    check_placeholder_counts(modality, mask_BS.sum(-1).tolist(), features)
+def check_placeholders(modality: str, placeholders: Tensor | Sequence[int], features: EncoderFeatures | None) -> None:
+    """Refuse a batch whose placeholders and features do not match, naming the first sample that differs.
 
-
-def check_placeholder_counts(modality: str, tokens: Sequence[int], features: EncoderFeatures | None) -> None:
-    """Do the same as `check_placeholders` for the number of placeholders of each sample."""
+    `placeholders` is a mask [B, S], or the number of placeholders of each sample.
+    """
+    tokens = placeholders.sum(-1).tolist() if isinstance(placeholders, Tensor) else placeholders
     if features is None:
         if any(tokens):
             sample = next(i for i, count in enumerate(tokens) if count)

@@ -20,14 +20,12 @@ from cornstarch.models.multimodal_language_model.merge import TEXT
 
 logger = logging.getLogger(__name__)
 
-Sample = Mapping[str, Any]
-
 # Entries per token, and their values at padding.
 _PER_TOKEN = {"input_ids": 0, "labels": IGNORE_INDEX, "position_ids": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
 
 
 def pack(
-    samples: Sequence[Sample],
+    samples: Sequence[Mapping[str, Any]],
     max_length: int,
     *,
     too_long: Literal["error", "skip"] = "error",
@@ -116,7 +114,7 @@ def _select_samples(lengths: list[int], max_length: int, too_long: str) -> list[
     return fitting
 
 
-def _read_tokens(index: int, sample: Sample, token_keys: Sequence[str]) -> dict[str, Tensor]:
+def _read_tokens(index: int, sample: Mapping[str, Any], token_keys: Sequence[str]) -> dict[str, Tensor]:
     """Return the entries per token of a sample, checked and without padding."""
     if sample.get("input_ids") is None:
         raise ConfigError(f"Sample {index} has no input_ids (it has {list(sample)}).")
@@ -162,7 +160,12 @@ def _place_tokens(
         if missing:
             raise ConfigError(f"{missing} of {len(texts)} samples have no {key}; give it to all samples or to none.")
         values = [text[key] for text in texts]
-        tokens = torch.cat(_expand_axes(values) if key == "position_ids" else values, dim=-1)
+        if key == "position_ids":  # with mRoPE, text has the same position on each axis
+            axes = {value.shape[0] for value in values if value.dim() == 2}
+            if len(axes) > 1:
+                raise ConfigError(f"Samples have position_ids of {sorted(axes)} axes; expected the same number in all.")
+            values = [value.expand(*axes, -1) if value.dim() == 1 else value for value in values]
+        tokens = torch.cat(values, dim=-1)
         if key == "labels":
             tokens[starts.to(tokens.device)] = IGNORE_INDEX
         batch[key] = place(tokens, fills[key])
@@ -171,15 +174,7 @@ def _place_tokens(
     return batch
 
 
-def _expand_axes(positions: list[Tensor]) -> list[Tensor]:
-    """Return positions that all have the axes of mRoPE if any has; text has the same position on each axis."""
-    axes = {value.shape[0] for value in positions if value.dim() == 2}
-    if len(axes) > 1:
-        raise ConfigError(f"Samples have position_ids of {sorted(axes)} axes; expected the same number in all.")
-    return [value.expand(*axes, -1) if value.dim() == 1 else value for value in positions]
-
-
-def _select_encoder_inputs(sample: Sample, token_keys: Sequence[str]) -> dict[str, Any]:
+def _select_encoder_inputs(sample: Mapping[str, Any], token_keys: Sequence[str]) -> dict[str, Any]:
     """Return the encoders' inputs of a sample; refuse entries that describe a whole batch."""
     text = {*_PER_TOKEN, *token_keys, "attention_mask"}
     rest = {key: value for key, value in sample.items() if key not in text and value is not None}

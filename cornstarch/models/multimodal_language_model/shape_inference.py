@@ -71,7 +71,13 @@ class ShapeTensor(Tensor):
             if written and isinstance(value, Tensor) and not isinstance(value, ShapeTensor):
                 raise RuntimeError("an unknown value is written into a known tensor")
         if func in _INDEXING:  # the number of elements that a mask selects is known if the mask has values
-            args = (args[0], _masks_as_positions(args[1]), *args[2:])
+            positions: list[Tensor | None] = []
+            for index in args[1]:
+                if index is None or isinstance(index, ShapeTensor) or index.dtype not in (torch.bool, torch.uint8):
+                    positions.append(index)
+                else:
+                    positions.extend(index.nonzero().unbind(1))
+            args = (args[0], positions, *args[2:])
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = torch.device("meta")
@@ -82,16 +88,6 @@ class ShapeTensor(Tensor):
         if any(wrapper.shape != wrapper.meta.shape for wrapper in wrappers.values()):
             raise RuntimeError("the shape of a tensor was changed in place")
         return results
-
-
-def _masks_as_positions(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    positions: list[Tensor | None] = []
-    for index in indices:
-        if index is None or isinstance(index, ShapeTensor) or index.dtype not in (torch.bool, torch.uint8):
-            positions.append(index)
-        else:
-            positions.extend(index.nonzero().unbind(1))
-    return positions
 
 
 class ShapeInferenceMode(TorchFunctionMode):

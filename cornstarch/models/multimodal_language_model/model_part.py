@@ -29,7 +29,7 @@ from cornstarch.models.multimodal_language_model.configuration_multimodal_langua
     MultimodalProjectorConfig,
 )
 from cornstarch.models.multimodal_language_model.encoder import FIXED, MultimodalProjector
-from cornstarch.models.multimodal_language_model.storage.model_folder import (
+from cornstarch.models.multimodal_language_model.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     ADAPTERS,

@@ -9,49 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cornstarch import __version__
 from cornstarch.errors import ConfigError
+from cornstarch.models.multimodal_language_model import model_folder, model_part
 from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.import_hf.decompose import DecomposedModel, DecomposedOrigin, rebuild
 from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits
 from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.storage.model_folder import (
-    DESCRIPTION,
-    ENCODER_CALLBACKS,
-    FORMAT,
-    LANGUAGE_MODEL,
-    LLM_CALLBACK,
-    StoredEncoder,
-    StoredModel,
-    check_files,
-    check_safe,
-    check_source,
-    check_target,
-    finish_folder,
-    parse_description,
-    read_description,
-    replace_folder,
-)
-from cornstarch.models.multimodal_language_model.storage.model_part import (
-    LoadOptions,
-    ModuleSource,
-    collect_transient_buffers,
-    import_class,
-    is_trusted,
-    load_part,
-    parse_dtype,
-    save_part,
-    strip_wrappers,
-)
 from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, is_peft, strip_wrapper_names, unwrap
 
 BUFFERS = "cornstarch_buffers.safetensors"
@@ -74,26 +45,26 @@ def save_pretrained(
         folder: The target folder.
         state_dict: All weights of the model by name, to be saved instead of its own: gathered from shards.
     """
-    target = check_target(folder)
+    target = model_folder.check_target(folder)
     parts = _collect_parts(model)
     first: dict[int, str] = {}  # one encoder may serve two modalities: such a module is stored once
     same_as = {name: first[id(part)] for name, part in parts.items() if first.setdefault(id(part), name) != name}
     states = {} if state_dict is None else _split_state(model, parts, state_dict)
     _check_savable(model, parts, same_as, gathered=state_dict is not None)
-    with replace_folder(target) as fresh:
-        stored = StoredModel(
-            format=FORMAT,
+    with model_folder.replace_folder(target) as fresh:
+        stored = model_folder.StoredModel(
+            format=model_folder.FORMAT,
             versions={"cornstarch": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
             encoders={
-                name: StoredEncoder(
+                name: model_folder.StoredEncoder(
                     additional_args=tuple(encoder.additional_args),
                     attention=encoder.attention,
-                    callbacks=tuple(key for key in ENCODER_CALLBACKS if getattr(encoder, key) is not None),
+                    callbacks=tuple(key for key in model_folder.ENCODER_CALLBACKS if getattr(encoder, key) is not None),
                 )
                 for name, encoder in model.encoders.items()
             },
             parts={
-                name: save_part(name, part, fresh / name, states.get(name))
+                name: model_part.save_part(name, part, fresh / name, states.get(name))
                 for name, part in parts.items()
                 if name not in same_as
             },
@@ -106,11 +77,11 @@ def save_pretrained(
             origin=None if model.origin is None else model.origin.to_dict(),
         )
         # Outside the parts' folders, where other programs would load non-persistent buffers as weights.
-        collected = {part: collect_transient_buffers(module) for part, module in parts.items()}
+        collected = {part: model_part.collect_transient_buffers(module) for part, module in parts.items()}
         buffers = {f"{part}.{name}": one for part, found in collected.items() for name, one in found.items()}
         if buffers:
             save_file(buffers, fresh / BUFFERS, metadata={"format": "pt"})
-        finish_folder(fresh, target, stored.model_dump(mode="json", exclude={"files", "sha256"}))
+        model_folder.finish_folder(fresh, target, stored.model_dump(mode="json", exclude={"files", "sha256"}))
 
 
 def _split_state(
@@ -124,7 +95,7 @@ def _split_state(
     places = {id(module): strip_wrapper_names(f"{name}.") for name, module in model.named_modules()}
     states: dict[str, dict[str, Tensor]] = {}
     for part_name, part in parts.items():
-        place, bare = places[id(part)], strip_wrappers(part)
+        place, bare = places[id(part)], model_part.strip_wrappers(part)
         names = [strip_wrapper_names(name) for name in bare.state_dict()]
         tied = {name: first for name, first in find_tied_names(bare).items() if place + name not in given}
         missing = [place + name for name in names if place + tied.get(name, name) not in given]
@@ -134,23 +105,15 @@ def _split_state(
     return states
 
 
-def _load_buffers(path: Path, part: str) -> dict[str, Tensor]:
-    if not path.is_file():
-        return {}
-    with safe_open(path, framework="pt") as file:
-        keys = [key for key in file.keys() if key.startswith(f"{part}.")]  # noqa: SIM118
-        return {key.removeprefix(f"{part}."): file.get_tensor(key) for key in keys}
-
-
 def _collect_parts(model: MultimodalModel) -> dict[str, nn.Module]:
     """Return the modules of a model by the names of their folders, including callbacks with weights."""
     found: dict[str, Any] = {}
     for name, encoder in model.encoders.items():
         found[f"{name}_encoder"] = encoder.module
         found[f"{name}_projector"] = encoder.projector
-        found.update({f"{name}_{callback}": getattr(encoder, callback) for callback in ENCODER_CALLBACKS})
-    found[LANGUAGE_MODEL] = model.language_model
-    found[LLM_CALLBACK] = model.preprocess_llm_callback
+        found.update({f"{name}_{callback}": getattr(encoder, callback) for callback in model_folder.ENCODER_CALLBACKS})
+    found[model_folder.LANGUAGE_MODEL] = model.language_model
+    found[model_folder.LLM_CALLBACK] = model.preprocess_llm_callback
     return {name: part for name, part in found.items() if isinstance(part, nn.Module)}
 
 
@@ -160,7 +123,16 @@ def _check_savable(
     """Refuse a model of which a weight or class would be lost."""
     for name, part in parts.items():
         _check_whole(name, part, gathered)
-    _check_separate({name: part for name, part in parts.items() if name not in same_as})
+    owners: dict[int, str] = {}
+    separate = {name: part for name, part in parts.items() if name not in same_as}
+    for part_name, part in separate.items():
+        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), part_name) if tensor.numel() else part_name
+            if owner != part_name:
+                raise ConfigError(
+                    f"{part_name}.{name} shares its memory with a weight of {owner}; two parts cannot be saved as one. "
+                    "Use the same module in both places, or a copy."
+                )
     covered = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     named = [*model.named_parameters(), *model.named_buffers()]
     lost = [name for name, tensor in named if id(tensor) not in covered]
@@ -186,18 +158,6 @@ def _check_whole(part_name: str, part: nn.Module, gathered: bool) -> None:
         )
 
 
-def _check_separate(parts: Mapping[str, nn.Module]) -> None:
-    owners: dict[int, str] = {}
-    for part_name, part in parts.items():
-        for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
-            owner = owners.setdefault(tensor.untyped_storage().data_ptr(), part_name) if tensor.numel() else part_name
-            if owner != part_name:
-                raise ConfigError(
-                    f"{part_name}.{name} shares its memory with a weight of {owner}; two parts cannot be saved as one. "
-                    "Use the same module in both places, or a copy."
-                )
-
-
 def from_pretrained(
     folder: str | PathLike[str],
     *,
@@ -205,7 +165,7 @@ def from_pretrained(
     device: torch.device | str | int | None = None,
     trust_remote_code: bool = False,
     callbacks: Callbacks | None = None,
-    classes: Mapping[str, ModuleSource] | None = None,
+    classes: Mapping[str, model_part.ModuleSource] | None = None,
     verify: bool = True,
 ) -> MultimodalModel:
     """Load a model saved by `save_pretrained`, in eval mode: weights, dtypes, adapters and trainability.
@@ -223,18 +183,20 @@ def from_pretrained(
             With the key "origin": the class of the multimodal model that was decomposed.
         verify: Compare every file with its checksum first. Without it, configs may have been edited.
     """
-    path = check_source(folder)
-    stored = parse_description(path / DESCRIPTION, read_description(path, verify))
-    check_files(path, stored.files, verify)
-    check_safe(path, stored, trust_remote_code)
+    path = model_folder.check_source(folder)
+    stored = model_folder.parse_description(
+        path / model_folder.DESCRIPTION, model_folder.read_description(path, verify)
+    )
+    model_folder.check_files(path, stored.files, verify)
+    model_folder.check_safe(path, stored, trust_remote_code)
     chosen = _check_callbacks(stored, callbacks or {})
     known = [*stored.parts, *([ORIGIN] if stored.origin is not None else [])]
     for name in classes or {}:
         if name not in known:
             raise ConfigError(f"classes has {name!r}; this model has the parts {', '.join(known)}.")
-    sources: dict[str, ModuleSource] = {**(classes or {}), **_find_callback_modules(stored, chosen)}
-    options = LoadOptions(
-        dtype=None if dtype is None else parse_dtype(dtype),
+    sources: dict[str, model_part.ModuleSource] = {**(classes or {}), **_find_callback_modules(stored, chosen)}
+    options = model_part.LoadOptions(
+        dtype=None if dtype is None else model_part.parse_dtype(dtype),
         device=None if device is None else torch.device(device),
         trust_remote_code=trust_remote_code,
     )
@@ -245,10 +207,13 @@ def from_pretrained(
         kinds = {name: stored.parts[name].kind for name in modules}
         own = {name: type(one) if kinds[name] == "transformers" else one for name, one in modules.items()}
         sources = {**own, **sources}
-    parts = {
-        name: load_part(name, part, path / name, sources.get(name), _load_buffers(path / BUFFERS, name), options)
-        for name, part in stored.parts.items()
-    }
+    stored_buffers = load_file(path / BUFFERS) if (path / BUFFERS).is_file() else {}
+    parts = {}
+    for name, part in stored.parts.items():
+        own_buffers = {
+            key.removeprefix(f"{name}."): b for key, b in stored_buffers.items() if key.startswith(f"{name}.")
+        }
+        parts[name] = model_part.load_part(name, part, path / name, sources.get(name), own_buffers, options)
     parts.update({name: parts[other] for name, other in stored.same_as.items()})
     model = _compose(stored, parts, chosen) if frame is None else _fill(frame, stored, parts, chosen)
     model.set_modality_token_ids(stored.modality_token_ids)
@@ -259,13 +224,15 @@ def from_pretrained(
     return model
 
 
-def _check_callbacks(stored: StoredModel, callbacks: Callbacks) -> dict[str, dict[str, Callable[..., Any]]]:
+def _check_callbacks(
+    stored: model_folder.StoredModel, callbacks: Callbacks
+) -> dict[str, dict[str, Callable[..., Any]]]:
     """Return the user's callbacks by encoder; raise if one that the model had is missing."""
     needed: dict[str, tuple[str, ...]] = {name: encoder.callbacks for name, encoder in stored.encoders.items()}
-    allowed: dict[str, set[str]] = {name: set(ENCODER_CALLBACKS) for name in stored.encoders}
-    allowed.setdefault(LANGUAGE_MODEL, set()).add(LLM_CALLBACK)
+    allowed: dict[str, set[str]] = {name: set(model_folder.ENCODER_CALLBACKS) for name in stored.encoders}
+    allowed.setdefault(model_folder.LANGUAGE_MODEL, set()).add(model_folder.LLM_CALLBACK)
     if stored.has_llm_callback:
-        needed[LANGUAGE_MODEL] = (*needed.get(LANGUAGE_MODEL, ()), LLM_CALLBACK)
+        needed[model_folder.LANGUAGE_MODEL] = (*needed.get(model_folder.LANGUAGE_MODEL, ()), model_folder.LLM_CALLBACK)
     for name, given in callbacks.items():
         unknown = [key for key in given if key not in allowed.get(name, ())]
         if name not in allowed or unknown:
@@ -283,12 +250,14 @@ def _check_callbacks(stored: StoredModel, callbacks: Callbacks) -> dict[str, dic
     return {name: dict(callbacks.get(name, {})) for name in allowed}
 
 
-def _find_callback_modules(stored: StoredModel, callbacks: Mapping[str, Mapping[str, Any]]) -> dict[str, nn.Module]:
+def _find_callback_modules(
+    stored: model_folder.StoredModel, callbacks: Mapping[str, Mapping[str, Any]]
+) -> dict[str, nn.Module]:
     """Return the callbacks that are modules with saved weights, by the names of their folders."""
     found = {}
     for name, given in callbacks.items():
         for key, callback in given.items():
-            part = LLM_CALLBACK if key == LLM_CALLBACK else f"{name}_{key}"
+            part = model_folder.LLM_CALLBACK if key == model_folder.LLM_CALLBACK else f"{name}_{key}"
             if part not in stored.parts:
                 continue
             if not isinstance(callback, nn.Module):
@@ -300,15 +269,17 @@ def _find_callback_modules(stored: StoredModel, callbacks: Mapping[str, Mapping[
     return found
 
 
-def _rebuild_origin(stored: StoredModel, sources: Mapping[str, ModuleSource]) -> DecomposedModel:
+def _rebuild_origin(
+    stored: model_folder.StoredModel, sources: Mapping[str, model_part.ModuleSource]
+) -> DecomposedModel:
     """Build a decomposed model again, without weights."""
     try:
         origin = DecomposedOrigin.from_dict(stored.origin or {})
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{DESCRIPTION} is damaged: origin is incomplete ({error}).") from error
+        raise ConfigError(f"{model_folder.DESCRIPTION} is damaged: origin is incomplete ({error}).") from error
     model_class: Any = sources.get(ORIGIN)
-    if model_class is None and is_trusted(origin.class_path):
-        model_class = import_class(origin.class_path)
+    if model_class is None and model_part.is_trusted(origin.class_path):
+        model_class = model_part.import_class(origin.class_path)
     if model_class is None:
         raise ConfigError(
             f"The model was taken from a {origin.class_path}, which does not come with transformers. Pass the class: "
@@ -317,9 +288,15 @@ def _rebuild_origin(stored: StoredModel, sources: Mapping[str, ModuleSource]) ->
     return rebuild(origin, model_class=model_class)
 
 
-def _compose(stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]) -> MultimodalModel:
-    language_model = parts[LANGUAGE_MODEL]
-    model = MultimodalModel(None, language_model, preprocess_llm_callback=callbacks[LANGUAGE_MODEL].get(LLM_CALLBACK))
+def _compose(
+    stored: model_folder.StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]
+) -> MultimodalModel:
+    language_model = parts[model_folder.LANGUAGE_MODEL]
+    model = MultimodalModel(
+        None,
+        language_model,
+        preprocess_llm_callback=callbacks[model_folder.LANGUAGE_MODEL].get(model_folder.LLM_CALLBACK),
+    )
     # Encoders are added one by one, which skips the check of the language model: it passed when it was composed, and a
     # model with two dtypes cannot be run outside of its training loop to check it again.
     for name, encoder in stored.encoders.items():
@@ -328,14 +305,17 @@ def _compose(stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Map
             parts[f"{name}_projector"],
             encoder.additional_args,
             attention=encoder.attention,
-            **{key: callbacks[name].get(key) for key in ENCODER_CALLBACKS},
+            **{key: callbacks[name].get(key) for key in model_folder.ENCODER_CALLBACKS},
         )
         model.add_encoder(name, module)
     return model
 
 
 def _fill(
-    frame: DecomposedModel, stored: StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]
+    frame: DecomposedModel,
+    stored: model_folder.StoredModel,
+    parts: Mapping[str, nn.Module],
+    callbacks: Mapping[str, Any],
 ) -> MultimodalModel:
     """Put the loaded parts into a decomposed model without weights."""
     if tuple(stored.encoders) != frame.encoder_names:
@@ -345,8 +325,8 @@ def _fill(
         encoder.projector = parts[f"{name}_projector"]
         encoder.additional_args = list(stored.encoders[name].additional_args)
         encoder.attention = stored.encoders[name].attention
-        for key in ENCODER_CALLBACKS:
+        for key in model_folder.ENCODER_CALLBACKS:
             setattr(encoder, key, callbacks[name].get(key))
-    frame.language_model = parts[LANGUAGE_MODEL]
-    frame.preprocess_llm_callback = callbacks[LANGUAGE_MODEL].get(LLM_CALLBACK)
+    frame.language_model = parts[model_folder.LANGUAGE_MODEL]
+    frame.preprocess_llm_callback = callbacks[model_folder.LANGUAGE_MODEL].get(model_folder.LLM_CALLBACK)
     return frame
