@@ -89,8 +89,16 @@ def save_part(name: str, part: nn.Module, folder: Path, state_dict: Mapping[str,
     elif any(_is_from_peft(module) for module in part.modules()) and isinstance(part, PreTrainedModel):
         raise ConfigError(f"{name} has adapters inside. Wrap it with peft.get_peft_model, then it can be saved.")
     state = dict(base.state_dict() if state_dict is None else state_dict) if adapters is None else _base_state(base)
+    kind: Any = "transformers" if isinstance(base, PreTrainedModel) else "module"
+    described: nn.Module = base  # whose class is stored
+    if isinstance(base, MultimodalProjector) and base.config.projection_type == "custom":
+        kind, described = "projector", base.projection
+        base.config.save_pretrained(folder)
     try:
-        kind, described = _save_base(base, folder, state)
+        if kind == "transformers":
+            base.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        else:
+            _save_tensors(state, folder / WEIGHTS)
     except RuntimeError as error:  # weights that share memory in a way that cannot be restored
         raise ConfigError(f"{name} cannot be saved: {error}") from error
     config = getattr(base, "config", None)
@@ -102,19 +110,6 @@ def save_part(name: str, part: nn.Module, folder: Path, state_dict: Mapping[str,
         attn_implementation=attention if kind == "transformers" and attention in _PORTABLE_ATTENTION else None,
         **_describe_tensors(part),
     )
-
-
-def _save_base(base: nn.Module, folder: Path, state: dict[str, Any]) -> tuple[Any, nn.Module]:
-    """Write the weights and the config; return the kind of the part and the module whose class is stored."""
-    if isinstance(base, MultimodalProjector) and base.config.projection_type == "custom":
-        base.config.save_pretrained(folder)
-        _save_tensors(state, folder / WEIGHTS)
-        return "projector", base.projection
-    if isinstance(base, PreTrainedModel):
-        base.save_pretrained(folder, state_dict=state)
-        return "transformers", base
-    _save_tensors(state, folder / WEIGHTS)
-    return "module", base
 
 
 def _save_tensors(state: dict[str, Any], path: Path) -> None:
@@ -225,9 +220,13 @@ def _load_transformers(
 ) -> nn.Module:
     model_class = _find_model_class(name, stored, folder, given, options.trust_remote_code)
     arguments: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
-    dtype = options.dtype or _find_stored_dtype(folder)
-    if dtype is not None:
-        arguments["dtype"] = dtype
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118
+    known = [_DTYPES[key] for key in sorted(found) if key in _DTYPES]
+    if options.dtype or known:  # by default, the dtype that represents every stored weight exactly
+        arguments["dtype"] = options.dtype or reduce(torch.promote_types, known)
     if stored.attn_implementation in _PORTABLE_ATTENTION:
         arguments["attn_implementation"] = stored.attn_implementation
     loaded: Any = model_class.from_pretrained(folder, **arguments)
@@ -239,16 +238,6 @@ def _load_transformers(
             "They were saved from a model with other modules, or by another version of transformers."
         )
     return model
-
-
-def _find_stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype that represents every weight of a folder exactly."""
-    found: set[str] = set()
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118
-    known = [_DTYPES[name] for name in sorted(found) if name in _DTYPES]
-    return reduce(torch.promote_types, known) if known else None
 
 
 def _find_model_class(

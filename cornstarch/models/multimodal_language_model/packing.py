@@ -68,7 +68,14 @@ def pack(
     fills = {**_PER_TOKEN, **dict.fromkeys(token_keys, 0), "input_ids": pad_token_id}
     row_lengths = [[lengths[index] for index in row] for row in rows]
     batch = _place_tokens([texts[index] for index in order], row_lengths, width, fills)
-    return {**batch, **_join_inputs([_select_encoder_inputs(samples[index], token_keys) for index in order], order)}
+    text = {*_PER_TOKEN, *token_keys, "attention_mask"}
+    rest = [
+        {key: value for key, value in sample.items() if key not in text and value is not None} for sample in samples
+    ]
+    refused = sorted({key for index in order for key in LANGUAGE_MODEL_INPUTS.intersection(rest[index])})
+    if refused:  # they describe a whole batch
+        raise ConfigError(f"Samples with {', '.join(refused)} cannot be packed; leave it out.")
+    return {**batch, **_join_inputs([rest[index] for index in order], order)}
 
 
 def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
@@ -172,16 +179,6 @@ def _place_tokens(
     batch["documents"] = place(numbers.to(batch["input_ids"].device), 0)
     batch["attention_mask"] = (batch["documents"] > 0).long()
     return batch
-
-
-def _select_encoder_inputs(sample: Mapping[str, Any], token_keys: Sequence[str]) -> dict[str, Any]:
-    """Return the encoders' inputs of a sample; refuse entries that describe a whole batch."""
-    text = {*_PER_TOKEN, *token_keys, "attention_mask"}
-    rest = {key: value for key, value in sample.items() if key not in text and value is not None}
-    refused = sorted(LANGUAGE_MODEL_INPUTS.intersection(rest))
-    if refused:
-        raise ConfigError(f"Samples with {', '.join(refused)} cannot be packed; leave it out.")
-    return rest
 
 
 def _join_inputs(parts: list[dict[str, Any]], samples: list[int], prefix: str = "") -> dict[str, Any]:

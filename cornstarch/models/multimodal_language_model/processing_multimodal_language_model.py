@@ -167,8 +167,12 @@ class MultimodalProcessor:
             own = processors.get_keywords(self.llm_tokenizer)
             passed = {key: value for key, value in kwargs.items() if key in own}
             batch.update(self._item_tokenizer()(texts, items, {"return_tensors": return_tensors, **passed, **options}))
-        for name in outputs:
-            batch.update(self._place_outputs(name, outputs, return_tensors))
+        reserved = LANGUAGE_MODEL_INPUTS.union(self.llm_tokenizer.model_input_names)
+        for name, output in outputs.items():
+            if return_tensors == "np":
+                output = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in output.items()}
+            others = [keys for keyed in (self._flat_keys, outputs) for other, keys in keyed.items() if other != name]
+            batch.update({name: output} if reserved.union(*others).intersection(output) else output)
         return MultimodalBatch(batch)
 
     def process_items(
@@ -273,17 +277,6 @@ class MultimodalProcessor:
             )
         lengths = counter.lengths(counter.arguments(outputs))
         return ItemLengths(tokenization.group_lengths(lengths, n_items, name), per_sample)
-
-    def _place_outputs(
-        self, name: str, outputs: dict[str, dict[str, Any]], return_tensors: str | None
-    ) -> dict[str, Any]:
-        """Return one modality's entries of the batch: flat, or nested under its name."""
-        own = outputs[name]
-        if return_tensors == "np":
-            own = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in own.items()}
-        reserved = LANGUAGE_MODEL_INPUTS.union(self.llm_tokenizer.model_input_names)
-        others = [keys for keyed in (self._flat_keys, outputs) for other, keys in keyed.items() if other != name]
-        return {name: own} if reserved.union(*others).intersection(own) else own
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Return the text of token ids, as the tokenizer does."""

@@ -92,11 +92,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 def is_instrumented(module: nn.Module) -> bool:
     """Whether a forward inside the module was changed: hooks, compiled code, pipeline stages, shards."""
-    return is_sharded(module) or any("forward" in inner.__dict__ or _has_hooks(inner) for inner in module.modules())
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    inside = list(module.modules())
+    if is_sharded(module) or any("forward" in inner.__dict__ for inner in inside):
+        return True
+    hooks = [hook for inner in inside for hook in (*inner._forward_hooks.values(), *inner._forward_pre_hooks.values())]
     # transformers collects hidden states through its own hooks, which it leaves in place.
     return any(getattr(hook, "__module__", None) != "transformers.utils.output_capturing" for hook in hooks)
 

@@ -177,8 +177,8 @@ class DecomposedModel(MultimodalModel):
         taken = get_argument_names(self._inner)
         inputs = {name: value for name, value in inputs.items() if name in taken and value is not None}
         self._inner.training = self.training
-        text_model = self._text_model()
-        call = record_language_model_call(self._inner, self.text_name, text_model, inputs_embeds, inputs, outputs)
+        text_model = unwrap(self.language_model).base_model
+        call = record_language_model_call(self._inner, self.text_name, text_model, inputs_embeds, inputs, outputs)  # type: ignore[arg-type]
         del call["inputs_embeds"]
         return call
 
@@ -246,16 +246,13 @@ class DecomposedModel(MultimodalModel):
 
     # ------------------------------------------------------------------ the original model
 
-    def _text_model(self) -> PreTrainedModel:
-        return unwrap(self.language_model).base_model  # type: ignore[return-value]
-
     def whole(self) -> PreTrainedModel:
         """Return the original model, built from the current parts of this one."""
         language_model: Any = unwrap(self.language_model)
         inner, whole = copy_skeleton(self._inner), copy_skeleton(self._whole)
         for encoder in self._towers.values():
             encoder.attach_to(inner)
-        inner._modules[self.text_name] = self._text_model()
+        inner._modules[self.text_name] = language_model.base_model
         inner._modules = {name: inner._modules[name] for name in self._child_names}
         whole._modules = {whole.base_model_prefix: inner, self._head_name: language_model.get_output_embeddings()}
         whole.generation_config = language_model.generation_config

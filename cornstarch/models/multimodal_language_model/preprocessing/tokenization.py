@@ -303,8 +303,11 @@ class TokenTemplate:
     def _find_form(self, kind: str, noise: Any, token: int) -> Callable[[str, Any], dict[str, Any]]:
         """Return how the processor takes items of a kind; raise ConfigError if it takes none, or drops them."""
         problem = ""
-        forms = [_as_part, *([self._as_file] if kind in self._rates else [])]
-        for form in forms:
+
+        def as_part(kind: str, item: Any) -> dict[str, Any]:
+            return {"type": kind, kind: item}
+
+        for form in (as_part, self._as_file) if kind in self._rates else (as_part,):
             try:
                 encoded = self._apply(self._for_prompts, [[{"role": "user", "content": [form(kind, noise)]}]], True)
             except Exception as error:  # a template may raise any error at a part that it does not know
@@ -370,10 +373,6 @@ class TokenTemplate:
                 )
             spans.append((len(before), len(after)))
         return spans
-
-
-def _as_part(kind: str, item: Any) -> dict[str, Any]:
-    return {"type": kind, kind: item}
 
 
 def _copy_for_answers(original: ProcessorMixin) -> Any:
