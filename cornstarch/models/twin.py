@@ -19,14 +19,7 @@ from transformers import PreTrainedConfig
 _LAYERS, _EXPERTS, _HEAD = 2, 4, 16
 # Names that are common in transformers' configs; configs with other names alias these.
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
-_HEAD_COUNTS = (
-    ("num_attention_heads", "num_key_value_heads"),
-    ("num_heads", None),
-    ("n_head", None),
-    ("n_heads", None),
-    ("encoder_attention_heads", None),
-    ("decoder_attention_heads", None),
-)
+_HEAD_COUNTS = "num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads".split()
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim")
 _INNER = re.compile(r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|n_inner|d_ff|mlp_dim|hidden_dim)")
 _LATENT_RANKS = ("q_lora_rank", "kv_lora_rank")
@@ -38,19 +31,12 @@ _EXPERTS_PER_TOKEN = re.compile(
 _EXPERT_GROUPS = re.compile(r"n_group|num_expert_groups?")
 _GROUPS_PER_TOKEN = re.compile(r"topk_groups?")
 # Numbers that determine the kind of a layer by its index, and how many further layers until every kind has occurred.
-_KINDS_BY_INDEX = {
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_layer_start_index": 1,
-    "attn_layer_offset": 1,
-    "expert_layer_offset": 1,
-    "attn_layer_period": 0,
-    "expert_layer_period": 0,
-    "decoder_sparse_step": 0,
-    "interleave_moe_layer_step": 0,
-    "moe_layer_interval": 0,
-    "moe_layer_freq": 0,
-}
+_FIRST_INDICES = "first_k_dense_replace num_dense_layers moe_layer_start_index attn_layer_offset expert_layer_offset"
+_PERIODS = (
+    "attn_layer_period expert_layer_period decoder_sparse_step interleave_moe_layer_step moe_layer_interval "
+    "moe_layer_freq"
+)
+_KINDS_BY_INDEX = dict.fromkeys(_FIRST_INDICES.split(), 1) | dict.fromkeys(_PERIODS.split(), 0)
 _LISTS_OF_INDICES = ("moe_layers", "mlp_only_layers", "cross_attention_layers")
 _LAST_LAYERS = "num_kv_shared_layers"
 # Heads of a state-space layer and their width; their product is the width of the model times `expand`.
@@ -119,7 +105,8 @@ def _narrow(config: PreTrainedConfig, multiple: int) -> None:
         return
     new_width = width
     state = _find_state_heads(config, width)
-    for heads_name, groups_name in _HEAD_COUNTS:
+    for heads_name in _HEAD_COUNTS:
+        groups_name = "num_key_value_heads" if heads_name == "num_attention_heads" else None
         heads = vars(config).get(heads_name)
         # A config that states the width of a head has any number of heads; otherwise they divide the model's width.
         has_head_size = type(vars(config).get("head_dim")) is int or _is_latent(config)

@@ -26,10 +26,8 @@ _PADDING = 2
 class LanguageModelTraits:
     """Properties of a language model that passed the checks."""
 
-    takes_left_padding: bool = True
-    """Whether left padding leaves the logits of a text unchanged."""
-    is_causal: bool = False
-    """Whether later tokens leave the logits of a text unchanged; False if it was not checked."""
+    takes_left_padding: bool = True  # whether left padding leaves the logits of a text unchanged
+    is_causal: bool = False  # whether later tokens leave the logits of a text unchanged; False if it was not checked
 
 
 def check_language_model(language_model: nn.Module) -> LanguageModelTraits:

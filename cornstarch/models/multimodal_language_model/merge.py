@@ -48,15 +48,11 @@ class TokenMerger:
 
     language_model: nn.Module
     traits: LanguageModelTraits
-    token_ids: Mapping[str, int]
-    """By modality: the placeholder token."""
-    attention: Mapping[str, TokenAttention]
-    """By modality, for all encoders: how its tokens see each other."""
-    callback: LlmCallback | None
-    """The user's callback, which runs last."""
+    token_ids: Mapping[str, int]  # by modality: the placeholder token
+    attention: Mapping[str, TokenAttention]  # by modality, for all encoders: how its tokens see each other
+    callback: LlmCallback | None  # the user's callback, which runs last
     trains_on_placeholders: bool
-    positions_from_mask: bool
-    """Whether positions are counted from the first token that is not padding."""
+    positions_from_mask: bool  # whether positions are counted from the first token that is not padding
     prompt_length: int | None = None
     """The number of tokens that may be placeholders; later tokens were generated and are text. None: all."""
 

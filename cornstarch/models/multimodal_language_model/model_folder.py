@@ -108,13 +108,11 @@ class StoredPart(_Stored):
 
     kind: Literal["transformers", "projector", "module"]
     """A transformers model; a projector around the user's own module; any other module."""
-    class_path: str
-    """The import path of its class; for a projector the class of the user's module."""
+    class_path: str  # the import path of its class; for a projector the class of the user's module
     dtype: str | None = None
     """The dtype of most tensors (None: there are no tensors); `other_dtypes` lists the others by dtype."""
     other_dtypes: dict[str, tuple[str, ...]] = {}
-    trainable: NameSet = NameSet(all=True)
-    """The parameters that require a gradient."""
+    trainable: NameSet = NameSet(all=True)  # the parameters that require a gradient
     fixed: NameSet | None = None
     """The parameters that stay frozen when the part is trained, if `set_trainable` was ever called."""
     attn_implementation: str | None = None
@@ -134,8 +132,7 @@ class StoredModel(_Stored):
     versions: dict[str, str]
     encoders: dict[PlainName, StoredEncoder]
     parts: dict[PlainName, StoredPart]
-    same_as: dict[PlainName, PlainName] = {}
-    """Parts that are the same module as another part and are stored once."""
+    same_as: dict[PlainName, PlainName] = {}  # parts that are the same module as another part and are stored once
     modality_token_ids: dict[PlainName, int] = {}
     trains_on_placeholders: bool = False
     positions_from_mask: bool = True

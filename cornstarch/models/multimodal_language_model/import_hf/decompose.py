@@ -50,10 +50,8 @@ from cornstarch.models.multimodal_language_model.unwrap import disable_cache, ge
 class DecomposedOrigin:
     """The class and config of the model that a `DecomposedModel` was made from: enough to build its parts again."""
 
-    class_path: str
-    """`transformers.models.llava.modeling_llava.LlavaForConditionalGeneration`"""
-    config: dict[str, Any]
-    """The whole model's config, as its `to_dict` returns it."""
+    class_path: str  # `transformers.models.llava.modeling_llava.LlavaForConditionalGeneration`
+    config: dict[str, Any]  # the whole model's config, as its `to_dict` returns it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

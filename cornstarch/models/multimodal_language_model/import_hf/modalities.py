@@ -42,20 +42,13 @@ _TEXT_NAMES = frozenset("input_ids attention_mask position_ids inputs_embeds lab
 class Modality:
     """The parts and inputs of one modality of a multimodal model."""
 
-    kind: str
-    """"image" or "audio", as in transformers."""
-    method: str | None
-    """The method that computes features, if there is one."""
-    inputs: tuple[str, ...]
-    """The batch keys that the encoder takes; it runs only with the first one."""
-    video_inputs: tuple[str, ...]
-    """Batch keys for the same tower that a decomposed model does not take."""
-    token_id: int
-    """The placeholder."""
-    tower: str
-    """The child that is the encoder."""
-    projectors: tuple[str, ...]
-    """The other children that compute features."""
+    kind: str  # "image" or "audio", as in transformers
+    method: str | None  # the method that computes features, if there is one
+    inputs: tuple[str, ...]  # the batch keys that the encoder takes; it runs only with the first one
+    video_inputs: tuple[str, ...]  # batch keys for the same tower that a decomposed model does not take
+    token_id: int  # the placeholder
+    tower: str  # the child that is the encoder
+    projectors: tuple[str, ...]  # the other children that compute features
     weights: tuple[str, ...]
     """Parameters and buffers of the model itself that compute features (an image-newline embedding)."""
 
@@ -68,14 +61,11 @@ class Modality:
 class ForwardBehavior:
     """How the model's own forward uses an encoder's output; found by `probe_forward`."""
 
-    tokens: str = "pooler_output"
-    """The field of the output that has the features."""
-    fixed_inputs: dict[str, Any] | None = None
-    """Arguments that forward passes to the method beside the batch."""
+    tokens: str = "pooler_output"  # the field of the output that has the features
+    fixed_inputs: dict[str, Any] | None = None  # arguments that forward passes to the method beside the batch
     passes_on_more: bool = False
     """Whether the language model is given more of the output than its features (features for deeper layers)."""
-    makes_masks: bool = False
-    """Whether forward makes attention masks itself."""
+    makes_masks: bool = False  # whether forward makes attention masks itself
 
 
 def refuse(model: nn.Module, reason: object) -> UnsupportedModelError:
@@ -288,12 +278,9 @@ class _MadeUpOutput:
 
 @dataclass
 class _ProbeResult:
-    call: dict[str, Any]
-    """The arguments of the call of the language model."""
-    fields: list[str]
-    """The fields of the features' output that were read."""
-    passed: dict[str, Any]
-    """The arguments of the call of the feature method."""
+    call: dict[str, Any]  # the arguments of the call of the language model
+    fields: list[str]  # the fields of the features' output that were read
+    passed: dict[str, Any]  # the arguments of the call of the feature method
 
 
 class _ForwardProbe:

@@ -42,8 +42,7 @@ _KEYS = {"image": "images", "audio": "audio"}
 class EncodedConversation:
     """A processor's output for one conversation."""
 
-    inputs: dict[str, Any]
-    """The processor's output: a batch of one."""
+    inputs: dict[str, Any]  # the processor's output: a batch of one
     text: str | None
     """The text given to the tokenizer, with repeated placeholders; None if the tokenizer was not given a text."""
     offsets: np.ndarray | None

@@ -138,10 +138,8 @@ class ProcessorParts:
     """The parts of a `MultimodalProcessor` that can be stored."""
 
     tokenizer: PreTrainedTokenizerBase
-    processors: Mapping[str, Any]
-    """By modality."""
-    tokens: Mapping[str, str]
-    """By modality: its placeholder."""
+    processors: Mapping[str, Any]  # by modality
+    tokens: Mapping[str, str]  # by modality: its placeholder
 
 
 def save_parts(folder: Path, parts: ProcessorParts, with_functions: Collection[str]) -> None:

@@ -99,8 +99,7 @@ def count_embedding_rows(model: Any) -> int | None:
 class ItemLengths:
     """The items (images, clips) of one modality in a batch."""
 
-    lengths: list[int]
-    """Tokens per item, in the order of the items."""
+    lengths: list[int]  # tokens per item, in the order of the items
     per_sample: list[int] | None = None
     """Items per sample; None if they were given as one flat list, to be assigned in order."""
 
@@ -182,10 +181,8 @@ class ItemTokenizer:
     """A tokenizer that expands the placeholders of items and never truncates an item."""
 
     tokenizer: PreTrainedTokenizerBase
-    tokens: Mapping[str, str]
-    """The placeholder of each modality."""
-    ids: Mapping[str, int]
-    """The ids of the placeholders."""
+    tokens: Mapping[str, str]  # the placeholder of each modality
+    ids: Mapping[str, int]  # the ids of the placeholders
 
     def __call__(
         self, texts: list[str], items: Mapping[str, ItemLengths], options: Mapping[str, Any]
