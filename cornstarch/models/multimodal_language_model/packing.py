@@ -221,10 +221,8 @@ def find_spans(masks: Any, lengths: Tensor) -> Tensor:
     Models that make masks themselves let images, or whole prompts, see themselves in both directions. A mask that is
     anything else than causal attention with such spans is refused. Shape letters: N documents, S tokens of the longest.
 
-    Args:
-        masks: The masks that the model passes to its language model: a boolean mask [N, 1, S, S], one for each kind of
-            layer, or None for causal attention.
-        lengths: [N] tokens of each document; the rest is padding.
+    `masks` are what the model passes to its language model: a boolean mask [N, 1, S, S], one for each kind of layer, or
+    None for causal attention. `lengths` [N] are the tokens of each document; the rest is padding.
     """
     full = "full_attention"
     by_kind = dict(masks) if isinstance(masks, Mapping) else {full: masks}

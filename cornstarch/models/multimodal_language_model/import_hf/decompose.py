@@ -197,9 +197,8 @@ class DecomposedModel(MultimodalModel):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the positions and spans of packed tokens, computed by the original forward on each document alone.
 
-        Returns:
-            Positions: the given ones, or the model's own.
-            Spans of tokens that see each other, [B, S]; None for a model that makes no masks itself.
+        Positions are the given ones, or the model's own. Spans of tokens that see each other are [B, S], or None for a
+        model that makes no masks itself.
         """
         makes_masks = any(encoder.behavior.makes_masks for encoder in self._towers.values())
         if position_ids is not None and not makes_masks:

@@ -113,13 +113,9 @@ class WholeModelProcessor:
         chat_template: str | None = None,
         trust_remote_code: bool = False,
     ) -> WholeModelProcessor:
-        """Load the processor of a folder, as `AutoProcessor` does.
+        """Load the processor of a folder, or of a name on the hub, as `AutoProcessor` does.
 
-        Args:
-            folder: A folder, or a name on the hub.
-            model: The `MultimodalModel`.
-            chat_template: A template to use instead of the stored one.
-            trust_remote_code: Whether code in the folder may be run.
+        `chat_template` replaces the stored one; with `trust_remote_code`, code in the folder may be run.
         """
         original = load_processor_of(str(folder), trust_remote_code)
         if not isinstance(original, ProcessorMixin) or getattr(original, "tokenizer", None) is None:

@@ -282,10 +282,8 @@ class TokenTemplate:
     There is no text whose characters could locate the answers. Instead, the tokens of the conversation before an answer
     are a prefix of the tokens with the answer.
 
-    Args:
-        original: The processor.
-        items: For each kind of item (image, audio), an item of noise, and its placeholder token.
-        rates: The sampling rates of the kinds that are sounds.
+    `items` has, for each kind (image, audio), an item of noise and its placeholder token; `rates` has the sampling
+    rates of the kinds that are sounds.
     """
 
     def __init__(
