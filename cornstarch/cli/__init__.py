@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from cornstarch.config import RunConfig
 
@@ -23,8 +24,9 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The config, 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Values that override the config's.")
 ]
-RunFolder = Annotated[
-    Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run: runs/<name>.", show_default=False)
+RanksPerNode = Annotated[int, typer.Option(metavar="N", help="Ranks on each node.")]
+Facts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Facts about the data, from `cornstarch inspect-data`.")
 ]
 
 
@@ -54,6 +56,16 @@ def wide_console() -> Console:
     from rich.console import Console
 
     return Console(markup=False, highlight=False, width=max(Console().width, _MIN_WIDTH))
+
+
+def build_figure_table(first: str, *names: str, left: tuple[str, ...] = (), **options: Any) -> Table:
+    """Return a table whose columns after the first are figures, except for those named in `left`."""
+    from rich.table import Table
+
+    table = Table(first, **options)
+    for name in names:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def write_file(option: str, path: Path, text: str) -> None:

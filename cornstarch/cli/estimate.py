@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import ConfigPath, Overrides, quiet_libraries, wide_console
+from cornstarch.cli import ConfigPath, Facts, Overrides, RanksPerNode, quiet_libraries, wide_console
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def estimate(
         str | None, typer.Option(metavar="NAME", help="H100, A100-80, …, or cpu. Default: this machine's.")
     ] = None,
     world: Annotated[int, typer.Option(metavar="N", help="The number of ranks.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(metavar="N", help="Ranks on each node.")] = 8,
+    ranks_per_node: RanksPerNode = 8,
     items: Annotated[int, typer.Option(metavar="N", min=1, help="Images, and sounds, assumed in each sample.")] = 1,
     network: Annotated[
         str | None, typer.Option(metavar="RATE", help="100Mbit, 1Gbit, …: compare ways to send less over it.")
@@ -237,9 +237,7 @@ def profile(
     config: ConfigPath,
     overrides: Overrides = None,
     output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the costs, as YAML.")] = _COSTS,
-    facts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Facts about the data, from `cornstarch inspect-data`.")
-    ] = None,
+    facts: Facts = None,
 ) -> None:
     """Measure the cost of a run's layers on this device, for the planner.
 

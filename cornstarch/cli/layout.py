@@ -1,4 +1,4 @@
-"""`cornstarch layout`: show which rank holds which part of the model, before any process starts."""
+"""`cornstarch layout` shows which rank holds which part of a model; `cornstarch explain` how ranks work together."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cornstarch.cli import write_file
+from cornstarch.cli import RanksPerNode, write_file
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cornstarch.config.yaml_tree import Node
     from cornstarch.plan import Plan
     from cornstarch.plan.validation import Mistake
+
+TOPIC_NAMES = (
+    "allreduce, allgather, reducescatter, ddp, zero1, zero2, zero3, fsdp, tp, ulysses, ring, naive, gpipe, 1f1b, "
+    "interleaved, zero-bubble"
+)
 
 
 def layout(
@@ -22,7 +27,7 @@ def layout(
         typer.Argument(metavar="PLAN", help="A plan, or a config with `parallel`: a YAML file.", show_default=False),
     ],
     world: Annotated[int, typer.Option(metavar="N", help="The number of ranks.", show_default=False)],
-    ranks_per_node: Annotated[int, typer.Option(metavar="N", help="Ranks on each node.")] = 8,
+    ranks_per_node: RanksPerNode = 8,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the layout as SVG.")] = None,
 ) -> None:
     """Show which rank holds which part of a model under a plan: module, stage, replica and shards.
@@ -38,6 +43,49 @@ def layout(
     if svg is not None:
         write_file("--svg", svg, as_svg(found))
         print(f"\n{svg}")
+
+
+def explain(
+    topic: Annotated[str, typer.Argument(metavar="TOPIC", help=f"One of: {TOPIC_NAMES}.", show_default=False)],
+    ranks: Annotated[int | None, typer.Option(metavar="N", help="The number of ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(metavar="M", help="Pipelines: microbatches per step.")] = None,
+    elements: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Elements of a tensor (collectives), hidden channels (tp), tokens (ulysses, ring), or elements of an "
+            "activation (pipelines).",
+        ),
+    ] = None,
+    parameters: Annotated[
+        int | None, typer.Option(metavar="N", help="ddp, zero, fsdp: parameters of the model.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Show only this step.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an interactive page with pictures instead.")
+    ] = None,
+) -> None:
+    """Draw a collective, a kind of parallelism or a schedule, step by step, with the bytes that each rank sends.
+
+    Nothing is started: small lists are exchanged within this process, and schedules are the ones that runs execute.
+    """
+    from rich.console import Console
+
+    from cornstarch.explain import explain
+    from cornstarch.explain.page import render
+    from cornstarch.explain.terminal import show
+
+    story = explain(topic, ranks, microbatches, elements, parameters)
+    if step is not None and not 1 <= step <= len(story.steps):
+        raise ConfigError(f"--step {step}: {story.topic} has the steps 1 to {len(story.steps)}.")
+    if html is not None:
+        write_file("--html", html, render(story))
+        print(html)
+    else:
+        show(story, Console(highlight=False), step)
+
+
+# ------------------------------------------------------------------------------------------------ plan files
 
 
 def read_plan_file(path: Path) -> Plan:

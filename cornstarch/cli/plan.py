@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import ConfigPath, Overrides, quiet_libraries, wide_console, write_file
+from cornstarch.cli import ConfigPath, Facts, Overrides, quiet_libraries, wide_console, write_file
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,9 +43,7 @@ def plan(
     costs: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured costs, from `cornstarch profile`.")
     ] = None,
-    facts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Facts about the data, from `cornstarch inspect-data`.")
-    ] = None,
+    facts: Facts = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the best plan, for `cornstarch train --plan`.")
     ] = None,

@@ -1,37 +1,25 @@
-"""`cornstarch train`: from a config to a trained model and a report."""
+"""`cornstarch train`: from a config to a trained model and a report; `cornstarch verify` tries its plan on a twin."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import INTERRUPTED, Overrides, quiet_libraries, read_checked_config
+from cornstarch.cli import INTERRUPTED, ConfigPath, Overrides, quiet_libraries, read_checked_config
+from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from cornstarch.config import RunConfig
     from cornstarch.plan.layout import Layout
-
-
-@dataclass
-class _TrainOptions:
-    """The options that every process of a run gets."""
-
-    allow_changes: bool
-    trace: bool
-    profile: bool
-
-    def rename_inputs(self) -> list[str]:
-        given = {"--allow-changes": self.allow_changes, "--trace": self.trace, "--profile": self.profile}
-        return [name for name, is_given in given.items() if is_given]
+    from cornstarch.verify.compare import Difference
 
 
 def train(
@@ -69,7 +57,8 @@ def train(
     if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
         changes, config = [config, *changes], None
     run = demo_config(changes, plan) if config is None else read_checked_config(Path(config), changes, plan)
-    world, options = current_world(), _TrainOptions(allow_changes, trace, profile)
+    world = current_world()
+    options = {"allow_changes": allow_changes, "trace": trace, "profile": profile}  # every process gets them
     count = 1 if nproc is None else process_count(nproc)
     # Both before an earlier run is moved aside, and before any process starts: a mistake must not cost anything.
     chosen_plan = _choose_plan(run, count) if run.parallel.auto and count > 1 else None
@@ -80,7 +69,8 @@ def train(
             print(f"{run.folder}: moved the earlier run to {aside}")
     if count > 1:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
-        raise typer.Exit(_launch_processes(run, [*command, *options.rename_inputs()], count, plan, chosen_plan))
+        command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
+        raise typer.Exit(_launch_processes(run, command, count, plan, chosen_plan))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
 
@@ -129,7 +119,7 @@ def _launch_processes(run: RunConfig, command: list[str], count: int, plan: Path
     return launch([*command, *plan_arguments], count, run.folder / "logs")
 
 
-def _train_process(run: RunConfig, options: _TrainOptions, layout: Layout | None) -> bool:
+def _train_process(run: RunConfig, options: dict[str, bool], layout: Layout | None) -> bool:
     """Train in this process, in a process group if there are others; return whether Ctrl-C ended the run."""
     from cornstarch.launch import agree, current_world, start_process_group
     from cornstarch.plan.validation import as_data
@@ -149,21 +139,73 @@ def _train_process(run: RunConfig, options: _TrainOptions, layout: Layout | None
         return _fit(run, options, device)
 
 
-def _fit(run: RunConfig, options: _TrainOptions, device: torch.device | None = None) -> bool:
+def _fit(run: RunConfig, options: dict[str, bool], device: torch.device | None = None) -> bool:
     quiet_libraries()
     from cornstarch.train import Trainer
 
-    command = shlex.join(["cornstarch", *sys.argv[1:]])
-    trainer = Trainer(
-        run,
-        allow_changes=options.allow_changes,
-        command=command,
-        device=device,
-        trace=options.trace,
-        profile=options.profile,
-    )
+    trainer = Trainer(run, command=shlex.join(["cornstarch", *sys.argv[1:]]), device=device, **options)
     result = trainer.fit()
     generates_text = trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
     if result.status == "finished" and generates_text and trainer.rank == 0:
         print(f"Try it: cornstarch generate {run.folder}")
     return result.status == "stopped" and trainer.stop_signal.by_keyboard
+
+
+# ------------------------------------------------------------------------------------------------ verify
+
+
+def verify(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes. Default: two replicas of the plan, if few.")
+    ] = None,
+) -> None:
+    """Run the config's plan on a tiny twin of its model, in local processes, and compare it with one process.
+
+    The twin has the same classes and options, but few and narrow layers. Three steps on the first samples are compared,
+    some of them without their images and sounds: the loss, every gradient and every parameter. No GPU is needed.
+    """
+    from cornstarch.config.config_file import UNDECIDED
+    from cornstarch.plan.layout import Layout, check_executable
+
+    run = read_checked_config(config, overrides)
+    if run.parallel.auto:
+        raise ConfigError(UNDECIDED)
+    plan = run.parallel
+    check_executable(plan)
+    quiet_libraries()
+    from cornstarch.verify.twin_trial import TrialError, build_twin_run, choose_trial_size, run_trial
+
+    ranks, replicas = choose_trial_size(plan) if nproc is None else (nproc, Layout.of(plan, nproc).dp)
+    if ranks == 1:
+        print("The plan has one process; there is nothing to compare.")
+        return
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        twin = build_twin_run(run, place / "run", replicas)
+        print(f"{plan.describe()}\n\nA tiny twin of the model, {ranks} processes against one:", flush=True)
+        try:
+            found = run_trial(twin, ranks, place)
+        except TrialError as error:
+            if not error.is_shown:
+                print(error, file=sys.stderr)
+            raise typer.Exit(error.code) from None
+    print(_format_difference(found))
+    if not found.is_equal:
+        where = f" The difference begins in {found.begins}." if found.begins else ""
+        print(f"\nThe plan and one process compute different results.{where} Do not train with it.", file=sys.stderr)
+        raise typer.Exit(1)
+    print("\nThe plan computes the same as one process.")
+
+
+def _format_difference(found: Difference) -> str:
+    from cornstarch.verify.compare import TOLERANCE
+
+    width = max(len(one.part) for one in found.parts)
+    lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]
+    for one in found.parts:
+        missing = f"  only on one side: {', '.join(one.missing[:3])}" if one.missing else ""
+        lines.append(f"{one.part:{width}}  {one.gradients:.1e}  {one.parameters:.1e}{missing}")
+    lines.append(f"{'loss':{width}}  {found.loss:.1e}")
+    return "\n".join(lines)

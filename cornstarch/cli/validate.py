@@ -1,25 +1,24 @@
-"""`cornstarch validate` checks a config and the files it names; `cornstarch verify` checks that its plan is correct.
-
-The checks of files look only: no torch, no network.
-"""
+"""`cornstarch init` writes a starter config with every key explained; `validate` checks a config and the files that it
+names, by looking only: no torch, no network; `schema` prints the JSON schema."""
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
-import sys
+import shlex
+import textwrap
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cornstarch.cli import ConfigPath, Overrides, quiet_libraries, read_checked_config
+from cornstarch.cli import ConfigPath, Overrides, read_checked_config
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
     from cornstarch.config import yaml_tree as tree
     from cornstarch.config.yaml_tree import Node
     from cornstarch.plan.validation import Mistake
-    from cornstarch.verify.twin_trial import Difference
 
     _Get = Callable[[tree.Path], Node | None]  # the value at a path of the config, None if there is none
 
-DIFFERENT = 1
+_WIDTH = 110  # of a starter config
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[\w.]+")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "cornstarch_model.json")
@@ -96,64 +94,133 @@ def _describe_part(part: PartConfig) -> str:
     return f"{source}, train: {part.train}{rate}"
 
 
-# ------------------------------------------------------------------------------------------------ verify
+# ------------------------------------------------------------------------------------------------ starter
 
 
-def verify(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes. Default: two replicas of the plan, if few.")
-    ] = None,
+def schema() -> None:
+    """Print the JSON schema of a config. Editors complete and check YAML with it."""
+    from cornstarch.config.json_schema import run_schema
+
+    print(json.dumps(run_schema(), indent=2))
+
+
+def init(
+    language_model: Annotated[str, typer.Option(help="Folder or hub name of the language model.", show_default=False)],
+    data: Annotated[str, typer.Option(help="The training data: JSON, JSONL, tars.", show_default=False)],
+    vision: Annotated[str | None, typer.Option(help="Folder or hub name of a vision encoder.")] = None,
+    audio: Annotated[str | None, typer.Option(help="Folder or hub name of an audio encoder.")] = None,
+    output: Annotated[Path, typer.Option(help="The config to write.")] = Path("run.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Run the config's plan on a tiny twin of its model, in local processes, and compare it with one process.
+    """Write a starter config: every key with its default and its meaning."""
+    from cornstarch.config.config_file import load_config
+    from cornstarch.config.yaml_tree import tree_of
+    from cornstarch.plan.validation import COMMAND_LINE, raise_mistakes
 
-    The twin has the same classes and options, but few and narrow layers. Three steps on the first samples are compared,
-    some of them without their images and sounds: the loss, every gradient and every parameter. No GPU is needed.
-    """
-    from cornstarch.config.config_file import UNDECIDED
-    from cornstarch.plan.layout import Layout, check_executable
-
-    run = read_checked_config(config, overrides)
-    if run.parallel.auto:
-        raise ConfigError(UNDECIDED)
-    plan = run.parallel
-    check_executable(plan)
-    quiet_libraries()
-    from cornstarch.verify.twin_trial import TrialError, build_twin_run, choose_trial_size, run_trial
-
-    ranks, replicas = choose_trial_size(plan) if nproc is None else (nproc, Layout.of(plan, nproc).dp)
-    if ranks == 1:
-        print("The plan has one process; there is nothing to compare.")
-        return
-    with TemporaryDirectory() as folder:
-        place = Path(folder)
-        twin = build_twin_run(run, place / "run", replicas)
-        print(f"{plan.describe()}\n\nA tiny twin of the model, {ranks} processes against one:", flush=True)
-        try:
-            found = run_trial(twin, ranks, place)
-        except TrialError as error:
-            if not error.is_shown:
-                print(error, file=sys.stderr)
-            raise typer.Exit(error.code) from None
-    print(_format_difference(found))
-    if not found.is_equal:
-        where = f" The difference begins in {found.begins}." if found.begins else ""
-        print(f"\nThe plan and one process compute different results.{where} Do not train with it.", file=sys.stderr)
-        raise typer.Exit(DIFFERENT)
-    print("\nThe plan computes the same as one process.")
+    encoders = {name: path for name, path in (("vision", vision), ("audio", audio)) if path is not None}
+    # With encoders, train only the new projectors first: that is cheap and harms neither model. The second stage is a
+    # change of one word.
+    values: dict[str, Any] = {
+        "model": {
+            "encoders": {name: {"path": path} for name, path in encoders.items()},
+            "language_model": {"path": language_model, "train": "frozen" if encoders else "full"},
+        },
+        "data": {"train": [{"path": data}]},
+    }
+    raise_mistakes(find_path_mistakes(tree_of(values, COMMAND_LINE)))
+    config = load_config(None, base=values)
+    try:
+        with output.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(format_starter(config, output.name))
+    except FileExistsError as error:
+        raise ConfigError(f"{output} exists already.\n  Use --force to overwrite it, or --output another.") from error
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}.\n  Use --output another path.") from error
+    print(f"Wrote {output}. Review it, then run:")
+    for command, _ in _list_next_commands(str(output), str(config.folder)):
+        print(f"  {command}")
 
 
-def _format_difference(found: Difference) -> str:
-    from cornstarch.verify.twin_trial import TOLERANCE
+def _list_next_commands(config: str, folder: str) -> list[tuple[str, str]]:
+    """Return the commands to run with a config, in order, each with its purpose."""
+    name, run = shlex.quote(config), shlex.quote(folder)
+    return [
+        (f"cornstarch validate {name}", "check the config and the files it names"),
+        (f"cornstarch data check {name}", "check the data"),
+        (f"cornstarch train {name}", "train; after an interruption the same command resumes"),
+        (f"cornstarch generate {run}", "try the trained model"),
+    ]
 
-    width = max(len(one.part) for one in found.parts)
-    lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]
-    for one in found.parts:
-        missing = f"  only on one side: {', '.join(one.missing[:3])}" if one.missing else ""
-        lines.append(f"{one.part:{width}}  {one.gradients:.1e}  {one.parameters:.1e}{missing}")
-    lines.append(f"{'loss':{width}}  {found.loss:.1e}")
-    return "\n".join(lines)
+
+def format_starter(config: Any, name: str) -> str:
+    """Return a config as YAML in which every key is explained."""
+    from cornstarch.plan.validation import as_data
+
+    commands = _list_next_commands(name, str(config.folder))
+    longest = max(len(command) for command, _ in commands)
+    head = [
+        "# What is trained, on which data, and how. Every key is listed; those that you do not change can be removed.",
+        *(f"#   {command:<{longest}}  {purpose}" for command, purpose in commands),
+        "",
+    ]
+    return "\n".join([*head, *_format_section(as_data(config), (), "")]) + "\n"
+
+
+def _format_section(values: dict[str, Any], path: tuple[str | int, ...], indent: str) -> Iterator[str]:
+    from cornstarch.config.config_file import write_data
+
+    for key, value in values.items():
+        here = (*path, key)
+        if not path and isinstance(value, dict):
+            yield ""
+        if isinstance(value, dict) and value:
+            yield from _add_explanation(f"{indent}{key}:", here, indent)
+            yield from _format_section(value, here, f"{indent}  ")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            yield from _add_explanation(f"{indent}{key}:", here, indent)
+            for index, item in enumerate(value):
+                yield from _format_item(_format_section(item, (*here, index), f"{indent}    "), indent)
+        else:
+            yield from _add_explanation(f"{indent}{key}: {write_data(value, flow=True).strip()}", here, indent)
+
+
+def _format_item(lines: Iterator[str], indent: str) -> Iterator[str]:
+    """Yield the lines of one item of a list: a dash before its first key."""
+    started = False
+    for line in lines:
+        if not started and not line.lstrip().startswith("#"):
+            line = f"{indent}  - {line.lstrip()}"
+            started = True
+        yield line
+
+
+def _add_explanation(line: str, path: tuple[str | int, ...], indent: str) -> Iterator[str]:
+    """Yield a line with its explanation: behind it if there is room, else above it."""
+    text = explain_key(path)
+    if len(line) + len(text) + 4 <= _WIDTH:
+        yield f"{line}  # {text}"
+    else:
+        yield from (f"{indent}# {part}" for part in textwrap.wrap(text, _WIDTH - len(indent) - 2))
+        yield line
+
+
+def explain_key(path: tuple[str | int, ...]) -> str:
+    """Return the meaning of a key: the documentation of the field, and the values it takes."""
+    from cornstarch.config.json_schema import alternatives, describe, locate
+
+    found = locate(path)
+    assert found is not None
+    choices = list(alternatives(found))
+    sections = [choice for choice in choices if "properties" in choice]
+    if sections:
+        return found.get("description") or sections[0].get("description", "")
+    document = found.get("description", "")
+    if document and not any("enum" in choice or "enum" in choice.get("items", {}) for choice in choices):
+        return document
+    if any("patternProperties" in choice for choice in choices):
+        return "One section per name."
+    expected = describe(found)
+    return f"{document} {expected[:1].upper()}{expected[1:]}.".strip()
 
 
 # ------------------------------------------------------------------------------------------------ files in configs
