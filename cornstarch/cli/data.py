@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import WRONG_INPUT, ConfigPath, Overrides, quiet_libraries, wide_console
+from cornstarch.cli import WRONG_INPUT, ConfigPath, Overrides, build_figure_table, quiet_libraries, wide_console
+from cornstarch.report.number_format import format_flops, pluralize
 
 if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from cornstarch.planner.inspect_data import Inspection, LoadImbalance
+    from cornstarch.planner.inspect_data import Inspection
 
 _PERCENTILES = (50, 90, 99, 100)
 _MAX_LISTED = 10
@@ -79,7 +80,10 @@ def inspect_data(
 
     found = inspect_data(run, samples, show_progress)
     console = wide_console()
-    for table in (_build_source_table(found), _build_size_table(found), _build_waiting_table(found)):
+    sources = _build_table("source", "samples", "inspected", "trained on")
+    for one in found.sources:
+        sources.add_row(one.name, f"{one.samples:,}", f"{one.looked_at:,}", f"{one.good:,}")
+    for table in (sources, _build_size_table(found), _build_waiting_table(found)):
         console.print(table)
     for line in [*_list_unused(found), *recommend(found)]:
         console.print(line, soft_wrap=True)
@@ -91,20 +95,17 @@ def inspect_data(
 # ------------------------------------------------------------------------------------------------ tables
 
 
-def _build_source_table(found: Inspection) -> Table:
-    table = _new_table("source", "samples", "inspected", "trained on")
-    for one in found.sources:
-        table.add_row(one.name, f"{one.samples:,}", f"{one.looked_at:,}", f"{one.good:,}")
-    return table
+def _build_table(first: str, *names: str) -> Table:
+    from rich import box
+
+    return build_figure_table(first, *names, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
 def _build_size_table(found: Inspection) -> Table:
     """Build the table of sample sizes, module by module."""
     import numpy as np
 
-    from cornstarch.report.number_format import format_flops
-
-    table = _new_table("per sample", "mean", *(f"p{place}" for place in _PERCENTILES), "fraction")
+    table = _build_table("per sample", "mean", *(f"p{place}" for place in _PERCENTILES), "fraction")
 
     def add_row(name: str, values: np.ndarray) -> None:
         figures = np.percentile(values, _PERCENTILES, method="nearest")
@@ -128,21 +129,11 @@ def _build_waiting_table(found: Inspection) -> Table:
     ways |= {"packed": (True, False), "packed, balanced": (True, True)}
     configured = (data.packing, data.balance != "off")
     heads = [f"{name} *" if way == configured else name for name, way in ways.items()]
-    table = _new_table("replicas", "microbatch size", *heads, "dominated by one sample")
+    table = _build_table("replicas", "microbatch size", *heads, "dominated by one sample")
     table.title, table.title_justify = "Step time relative to the least possible (predicted; * as configured)", "left"
     for one in found.waits:
         times = [f"{one.time(*way):.2f}" for way in ways.values()]
         table.add_row(f"{one.replicas}", f"{one.samples:g}", *times, ", ".join(one.dominated))
-    return table
-
-
-def _new_table(first: str, *names: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(first, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in names:
-        table.add_column(name, justify="right")
     return table
 
 
@@ -151,8 +142,6 @@ def _new_table(first: str, *names: str) -> Table:
 
 def _list_unused(found: Inspection) -> list[str]:
     """Return lines about samples that are not trained on, or only in part."""
-    from cornstarch.report.number_format import pluralize
-
     lines = []
     effect = "truncated" if found.config.data.too_long == "cut" else "skipped"
     if found.config.data.too_long == "error":
@@ -171,10 +160,13 @@ def recommend(found: Inspection) -> list[str]:
     most = next((one for one in reversed(found.waits) if one.samples >= _MIN_SAMPLES), found.waits[0])
     is_balanced = data.balance != "off"
     now = most.time(data.packing, is_balanced)
-    if not data.packing and (gain := now / most.time(True, is_balanced)) > _MIN_GAIN:
-        lines.append(_describe_gain(most, "data.packing=true", gain))
-    if not is_balanced and (gain := now / most.time(data.packing, True)) > _MIN_GAIN:
-        lines.append(_describe_gain(most, "data.balance=cost", gain))
+    where = "in one process" if most.replicas == 1 else f"on {most.replicas} replicas"
+    for setting, is_set, way in (
+        ("data.packing=true", data.packing, (True, is_balanced)),
+        ("data.balance=cost", is_balanced, (data.packing, True)),
+    ):
+        if not is_set and (gain := now / most.time(*way)) > _MIN_GAIN:
+            lines.append(f"{setting} would make steps {gain:.2f} × as fast {where}.")
     for one in found.waits:
         if one.dominated:
             lines.append(
@@ -190,8 +182,3 @@ def recommend(found: Inspection) -> list[str]:
                 )
             break
     return lines
-
-
-def _describe_gain(one: LoadImbalance, setting: str, gain: float) -> str:
-    where = "in one process" if one.replicas == 1 else f"on {one.replicas} replicas"
-    return f"{setting} would make steps {gain:.2f} × as fast {where}."

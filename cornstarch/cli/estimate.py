@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import ConfigPath, Facts, Overrides, RanksPerNode, quiet_libraries, wide_console
+from cornstarch import cli
+from cornstarch.cli import ConfigPath, Facts, Overrides, RanksPerNode, build_figure_table, quiet_libraries
 from cornstarch.errors import ConfigError
+from cornstarch.report.number_format import format_bytes, pluralize
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from cornstarch.config import RunConfig
     from cornstarch.plan.cluster import Device, Link
     from cornstarch.plan.cost import RunCost
-    from cornstarch.planner.estimate import Estimate, KindEstimate, NetworkEstimate, PlanEstimate
+    from cornstarch.planner.estimate import Estimate, NetworkEstimate, PlanEstimate
 
 _COSTS = Path("costs.yaml")
 
@@ -47,7 +49,7 @@ def estimate(
     and the best way. Each rank has a link of that rate.
     """
     from cornstarch.config.config_file import load_config
-    from cornstarch.plan.cluster import device
+    from cornstarch.plan.cluster import device, this_cpu
     from cornstarch.plan.layout import Layout
 
     run = load_config(config, overrides or ())
@@ -67,7 +69,7 @@ def estimate(
     else:
         found = estimate(run, target, world, ranks_per_node, items)
         heading, table, notes = _describe_estimate(found), _build_kind_table(found), list(found.notes)
-    console = wide_console()
+    console = cli.wide_console()
     console.print(_build_part_table(found))
     console.print(heading, soft_wrap=True)
     console.print(table)
@@ -76,7 +78,9 @@ def estimate(
     if link is not None:
         from cornstarch.planner.estimate import estimate_network
 
-        over = estimate_network(run, _find_rated_device(requested, found.device), world, link)
+        # Over a network, each CPU rank has a machine of its own; only the catalogue knows the speed of a GPU.
+        rated = this_cpu() if found.device.is_cpu else requested or device(found.device.name)
+        over = estimate_network(run, rated, world, link)
         console.print(_describe_network(over), soft_wrap=True)
         console.print(_build_network_table(over))
         console.print(over.advice, soft_wrap=True)
@@ -93,15 +97,6 @@ def _parse_link(network: str | None, latency: str) -> Link | None:
     except ValueError as error:
         raise ConfigError(f"latency {latency!r}: {error}") from None
     return parse_network_link(network, seconds)
-
-
-def _find_rated_device(requested: Device | None, found: Device) -> Device:
-    """Return the device of a rank with its speed, which only the catalogue knows."""
-    from cornstarch.plan.cluster import device, this_cpu
-
-    if found.is_cpu:  # over a network, each rank has a machine of its own
-        return this_cpu()
-    return requested or device(found.name)
 
 
 def _detect_device(run: RunConfig) -> Device:
@@ -122,57 +117,40 @@ def _detect_device(run: RunConfig) -> Device:
 
 
 def _build_part_table(found: Estimate | PlanEstimate) -> Table:
-    from cornstarch.report.number_format import format_bytes
-
-    table = _new_table("part", "class", "parameters", "trained", "stored in")
+    table = build_figure_table("part", "class", "parameters", "trained", "stored in", left=("class",))
     for part in found.parts:
         table.add_row(part.name, part.kind, f"{part.count:,}", f"{part.trained_count:,}", format_bytes(part.bytes))
     return table
 
 
 def _describe_estimate(found: Estimate) -> str:
-    from cornstarch.report.number_format import format_bytes, pluralize
-
     tokens = f" of {found.tokens:,} tokens" if found.tokens is not None else ""
-    where = (
-        f"{pluralize(found.world, 'rank')} on {found.device.name}, {format_bytes(found.device.usable)} usable on each"
-    )
-    return f"{where}; {pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
+    usable = f"{format_bytes(found.device.usable)} usable on each"
+    rows = f"{pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
+    return f"{pluralize(found.world, 'rank')} on {found.device.name}, {usable}; {rows}"
 
 
 def _build_kind_table(found: Estimate) -> Table:
     """Build the table of memory per kind of data parallelism; the config's is marked."""
     averaged = any(kind.memory is not None and kind.memory.averages for kind in found.kinds)
     names = ["parameters", "gradients", "optimizer", *(["average"] if averaged else []), "gathered", "activations"]
-    table = _new_table("on each rank", *names, "peak", "fits")
+    table = build_figure_table("on each rank", *names, "peak", "fits", left=("fits",))
     for kind in found.kinds:
-        mark = " *" if kind is found.chosen and found.world > 1 else ""
-        table.add_row(f"{kind.label}{mark}", *_format_memory(kind, averaged), _format_fit(kind, found.device))
+        name = f"{kind.label}{' *' if kind is found.chosen and found.world > 1 else ''}"
+        memory = kind.memory
+        if memory is None:
+            table.add_row(name, *[""] * (len(names) + 1), "refused")
+            continue
+        states = [memory.parameters, memory.gradients, memory.optimizer, *([memory.averages] if averaged else [])]
+        activations, fits = "?", "yes, without activations"
+        if kind.activations is not None:
+            activations, fits = f"~ {format_bytes(kind.activations)}", "yes"
+        sizes = [*map(format_bytes, [*states, memory.gathered]), activations, format_bytes(kind.peak)]
+        table.add_row(name, *sizes, fits if kind.fits(found.device) else "no")
     return table
 
 
-def _format_memory(kind: KindEstimate, averaged: bool) -> list[str]:
-    from cornstarch.report.number_format import format_bytes
-
-    memory = kind.memory
-    if memory is None:
-        return [""] * (6 + averaged)
-    states = [memory.parameters, memory.gradients, memory.optimizer, *([memory.averages] if averaged else [])]
-    activations = "?" if kind.activations is None else f"~ {format_bytes(kind.activations)}"
-    return [*map(format_bytes, [*states, memory.gathered]), activations, format_bytes(kind.peak)]
-
-
-def _format_fit(kind: KindEstimate, device: Device) -> str:
-    if kind.memory is None:
-        return "refused"
-    if not kind.fits(device):
-        return "no"
-    return "yes" if kind.activations is not None else "yes, without activations"
-
-
 def _describe_plan(found: PlanEstimate) -> str:
-    from cornstarch.report.number_format import format_bytes, pluralize
-
     memory = format_bytes(found.device.usable)
     where = f"{pluralize(found.world, 'rank')} on {found.device.name}, {memory} each to plan with"
     return f"{where}; {found.prediction.candidate.describe()}, in {found.cost.precision}"
@@ -180,23 +158,17 @@ def _describe_plan(found: PlanEstimate) -> str:
 
 def _build_stage_table(found: PlanEstimate) -> Table:
     """Return the memory of the ranks of each stage; all ranks of a stage have the same."""
-    from cornstarch.report.number_format import format_bytes
-
     columns = ("parameters", "gradients", "optimizer", "gathered", "activations", "peak", "fits")
-    table = _new_table("on each rank of", *columns)
+    table = build_figure_table("on each rank of", *columns, left=("fits",))
     for one in found.prediction.memory:
-        states = one.states
+        states, activations = one.states, f"~ {format_bytes(one.activations)}"
         sizes = [states.parameters, states.gradients, states.optimizer, states.gathered]
         fits = "yes" if one.peak <= found.prediction.limit else "no"
-        table.add_row(
-            one.holds, *map(format_bytes, sizes), f"~ {format_bytes(one.activations)}", format_bytes(one.peak), fits
-        )
+        table.add_row(one.holds, *map(format_bytes, sizes), activations, format_bytes(one.peak), fits)
     return table
 
 
 def _describe_network(found: NetworkEstimate) -> str:
-    from cornstarch.report.number_format import format_bytes, pluralize
-
     mbit = found.link.bandwidth * 8 / 1e6
     rate = f"{mbit / 1000:,.4g} Gbit/s" if mbit >= 1000 else f"{mbit:.4g} Mbit/s"
     what = f"{found.exchanged.numbers:,} trained parameters ({format_bytes(found.exchanged.size)})"
@@ -204,15 +176,10 @@ def _describe_network(found: NetworkEstimate) -> str:
     return f"\n{pluralize(found.ranks, 'rank')} with {rate} each; {what}, {compute}"
 
 
-def _format_time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
 def _build_network_table(found: NetworkEstimate) -> Table:
     """Build the table of ways to synchronize replicas; the recommended one is marked."""
-    from cornstarch.report.number_format import format_bytes
-
-    table = _new_table("replicas synchronized by", "sent per step", "step", "vs ddp", "training")
+    columns = ("sent per step", "step", "vs ddp", "training")
+    table = build_figure_table("replicas synchronized by", *columns, left=("training",))
     plain = found.choices[0]
     for one in found.choices:
         mark = " *" if one is found.chosen else ""
@@ -221,13 +188,8 @@ def _build_network_table(found: NetworkEstimate) -> Table:
     return table
 
 
-def _new_table(first: str, *names: str) -> Table:
-    from rich.table import Table
-
-    table = Table(first)
-    for name in names:
-        table.add_column(name, justify="left" if name in ("class", "fits", "training") else "right")
-    return table
+def _format_time(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 # ------------------------------------------------------------------------------------------------ profile
@@ -255,7 +217,7 @@ def profile(
 
     quiet_libraries()
     check_output(output)
-    console, where = wide_console(), get_device_name(run)
+    console, where = cli.wide_console(), get_device_name(run)
     with console.status("") as status:
         found = profile_run(run, known, lambda words: status.update(f"measuring {words}"))
     write_costs(output, found, where)
@@ -269,13 +231,8 @@ def profile(
 
 def _build_cost_table(found: RunCost) -> Table:
     """Build the table of measured costs; layers of the same cost share a row."""
-    from rich.table import Table
-
-    from cornstarch.report.number_format import format_bytes
-
-    table = Table("module", "layer")
-    for name in ("layers", "forward ms", "inputs ms", "weights ms", "activations", "recomputed"):
-        table.add_column(name, justify="right")
+    names = ("layer", "layers", "forward ms", "inputs ms", "weights ms", "activations", "recomputed")
+    table = build_figure_table("module", *names, left=("layer",))
     for module in found.modules:
         for _, group in groupby(module.layers, key=lambda one: (one.forward, one.input_gradient, one.weight_gradient)):
             layers = list(group)

@@ -13,6 +13,7 @@ import typer
 
 from cornstarch.cli import ConfigPath, Facts, Overrides, quiet_libraries, wide_console, write_file
 from cornstarch.errors import ConfigError
+from cornstarch.report.number_format import format_bytes, format_count, format_percent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +67,7 @@ def plan(
     `loop.gradient_accumulation_steps` and activation checkpointing; everything else in the config is kept.
     """
     from cornstarch.config.config_file import load_config
-    from cornstarch.plan.cluster import resize_cluster
+    from cornstarch.plan.cluster import Cluster, format_cluster_name, resize_cluster
     from cornstarch.plan.data_statistics import read_data_statistics
 
     # All mistakes are reported before the wait for torch.
@@ -77,7 +78,11 @@ def plan(
         raise ConfigError("--costs and --facts: costs were measured for a certain sample size. Use one of them.")
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: expected dollars per GPU hour, above 0.")
-    machines = None if cluster is None else _parse_cluster(cluster)
+    machines = None
+    if cluster is not None:
+        machines = Cluster.parse(cluster)
+        name = format_cluster_name(machines.device, machines.nodes, machines.per_node)
+        machines = replace(machines, name=machines.name or name)
     sizes = [] if what_if is None else parse_sizes(what_if)
     data = None if facts is None else read_data_statistics(facts)
     for path, option in ((output, "--output"), (html, "--html")):
@@ -88,11 +93,11 @@ def plan(
             resize_cluster(machines, size)  # refuses a size that does not fill nodes
 
     from cornstarch.report.plan_page import render_plan
-    from cornstarch.report.plan_text import build_train_command
+    from cornstarch.report.plan_text import build_train_command, describe_auto_plan
 
     page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
     if quiet:
-        print(page.sentence)
+        print(describe_auto_plan(page.best, page.cluster))
     else:
         _print_plans(page, top, "measured" if costs is not None else "estimated", data)
     if sizes:
@@ -106,13 +111,6 @@ def plan(
     if html is not None:
         write_file("--html", html, render_plan(page))
         print(html)
-
-
-def _parse_cluster(text: str) -> Cluster:
-    from cornstarch.plan.cluster import Cluster, format_cluster_name
-
-    found = Cluster.parse(text)
-    return replace(found, name=found.name or format_cluster_name(found.device, found.nodes, found.per_node))
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -189,7 +187,6 @@ def _show_status(text: str) -> AbstractContextManager[object]:
 
 def _print_plans(page: PlanReport, top: int, costs: str, facts: DataStatistics | None) -> None:
     """Print the best plan, `top` plans of other kinds, the config's own, and the reasons."""
-    from cornstarch.report.number_format import format_count
     from cornstarch.report.plan_text import describe_layer_split, explain_choice
 
     console, best, devices = wide_console(), page.best, page.cluster.devices
@@ -234,7 +231,6 @@ def _build_plan_table(page: PlanReport, top: int) -> Table:
 
 
 def _format_prediction(page: PlanReport, one: Prediction, compared: str, reason: str) -> list[str]:
-    from cornstarch.report.number_format import format_bytes, format_percent
     from cornstarch.report.plan_text import describe_choice, format_rate, format_step_time
 
     return [
@@ -251,7 +247,6 @@ def _format_prediction(page: PlanReport, one: Prediction, compared: str, reason:
 def _compare_sizes(page: PlanReport, run: RunConfig, sizes: Sequence[int]) -> PlanReport:
     """Print the best plans on clusters of other sizes, and return the page with them."""
     from cornstarch.planner.search_run import what_if
-    from cornstarch.report.number_format import format_percent
     from cornstarch.report.plan_text import format_rate, format_step_time, select_rate_unit
 
     with _show_status("searching plans for other sizes"):

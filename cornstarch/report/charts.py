@@ -16,15 +16,8 @@ from typing import Literal
 
 from markupsafe import Markup
 
+from cornstarch.report import number_format as fmt
 from cornstarch.report.html import build_element, join_html
-from cornstarch.report.number_format import (
-    format_bytes,
-    format_count,
-    format_number,
-    format_percent,
-    format_tick,
-    pluralize,
-)
 
 Point = tuple[float, float]
 Unit = Literal["plain", "percent", "count", "size"]
@@ -37,7 +30,9 @@ _SIDE = 1000  # of the drawing, in its own units
 _LETTER = 0.027  # the width of a letter as a fraction of the drawing's, on a narrow screen
 _FLAG_ROWS = 3
 _MAX_LARGE_DOTS, _MAX_DOTS = 25, 100  # more points than these have small dots, or none
-_FORMATS = {"plain": format_number, "percent": format_percent, "count": format_count, "size": format_bytes}
+_FORMATS = {
+    "plain": fmt.format_number, "percent": fmt.format_percent, "count": fmt.format_count, "size": fmt.format_bytes,
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ points
@@ -185,17 +180,12 @@ def draw_chart(chart: Chart) -> Markup:
     first, last = min(steps), max(steps)
     across = build_linear_axis(0.0 if 0 < first < 0.1 * last else first, last)
     scales = _build_scales(chart, [value for _, value in known])
-    log_switch = build_element(
-        "label", build_element("input", type="checkbox", class_="log-choice"), "log scale", class_="switch"
-    )
+    box = build_element("input", type="checkbox", class_="log-choice")
+    log_switch = build_element("label", box, "log scale", class_="switch") if len(scales) > 1 else None
+    title = build_element("h3", chart.title)
     return build_element(
         "figure",
-        build_element(
-            "figcaption",
-            build_element("h3", chart.title),
-            log_switch if len(scales) > 1 else None,
-            _draw_legend(chart, lines, last),
-        ),
+        build_element("figcaption", title, log_switch, _draw_legend(chart, lines, last)),
         build_element("div", [_draw_plot(chart, lines, across, up) for up in scales], class_="plots"),
         _warn_of_gaps(chart),
         _build_script_data(chart, lines, across, scales),
@@ -217,21 +207,13 @@ def _build_scales(chart: Chart, values: Sequence[float]) -> list[Axis]:
 
 def _draw_legend(chart: Chart, lines: Sequence[ChartLine], last: float) -> Markup:
     """Name the curves with their last values; the script replaces them by the values under the pointer."""
-    return build_element(
-        "ul",
-        build_element("li", f"{chart.across} ", build_element("b", f"{last:,.0f}", class_="at")),
-        [
-            build_element(
-                "li",
-                build_element("i", class_=f"swatch {line.look} c{line.colour}", aria_hidden="true"),
-                f"{line.name} ",
-                build_element("b", _FORMATS[chart.unit](known[-1][1]), class_="value"),
-            )
-            for line in lines
-            if (known := keep_finite(line.points))
-        ],
-        class_="legend",
-    )
+    items = [build_element("li", f"{chart.across} ", build_element("b", f"{last:,.0f}", class_="at"))]
+    for line in lines:
+        if known := keep_finite(line.points):
+            swatch = build_element("i", class_=f"swatch {line.look} c{line.colour}", aria_hidden="true")
+            value = build_element("b", _FORMATS[chart.unit](known[-1][1]), class_="value")
+            items.append(build_element("li", swatch, f"{line.name} ", value))
+    return build_element("ul", items, class_="legend")
 
 
 def _draw_plot(chart: Chart, lines: Sequence[ChartLine], across: Axis, up: Axis) -> Markup:
@@ -250,13 +232,13 @@ def _draw_plot(chart: Chart, lines: Sequence[ChartLine], across: Axis, up: Axis)
         role="img",
         aria_label=_describe_chart(chart, lines, up),
     )
-    up_ticks = [
-        build_element("span", _format_tick(tick, chart.unit), style=f"top:{100 * (1 - up.place(tick)):.2f}%")
-        for tick in up.ticks
-    ]
-    across_ticks = [
-        build_element("span", format_tick(tick), style=f"left:{100 * across.place(tick):.2f}%") for tick in across.ticks
-    ]
+    up_ticks = []
+    for tick in up.ticks:
+        text = fmt.format_bytes(tick) if chart.unit == "size" else fmt.format_tick(tick)
+        text = f"{100 * tick:g}%" if chart.unit == "percent" else text
+        up_ticks.append(build_element("span", text, style=f"top:{100 * (1 - up.place(tick)):.2f}%"))
+    places = [(fmt.format_tick(tick), 100 * across.place(tick)) for tick in across.ticks]
+    across_ticks = [build_element("span", text, style=f"left:{percent:.2f}%") for text, percent in places]
     return build_element(
         "div",
         build_element("div", up_ticks, class_="up", aria_hidden="true"),
@@ -327,7 +309,7 @@ def _warn_of_gaps(chart: Chart) -> Markup | None:
     for line in chart.lines:
         lost = [step for step, value in line.points if not math.isfinite(value)]
         if lost:
-            values = pluralize(len(lost), "value is", "values are")
+            values = fmt.pluralize(len(lost), "value is", "values are")
             sentences.append(f"{line.name}: {values} NaN or infinite, first at step {lost[0]:,.0f}. ")
     return build_element("p", sentences, class_="note warning") if sentences else None
 
@@ -347,9 +329,3 @@ def _build_script_data(chart: Chart, lines: Sequence[ChartLine], across: Axis, s
     }
     text = json.dumps(content, separators=(",", ":"))  # numbers and fixed names: nothing in it can end the element
     return build_element("script", Markup(text), type="application/json")
-
-
-def _format_tick(value: float, unit: Unit) -> str:
-    if unit == "percent":
-        return f"{100 * value:g}%"
-    return format_bytes(value) if unit == "size" else format_tick(value)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import Markup, escape
 
 from cornstarch import __version__
-from cornstarch.report.number_format import MISSING, format_percent
+from cornstarch.report.number_format import MISSING
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -60,7 +60,11 @@ def _load_environment() -> Environment:
         undefined=StrictUndefined,
         finalize=_replace_nul,
     )
-    environment.filters |= {"percent": format_percent, "bar_width": _format_bar_width}
+
+    def format_bar_width(fraction: float | None) -> str:
+        return f"{100 * min(1.0, fraction) if fraction is not None and fraction > 0 else 0.0:.1f}%"
+
+    environment.filters["bar_width"] = format_bar_width
     environment.globals |= {"version": __version__, "MISSING": MISSING}
     return environment
 
@@ -68,11 +72,6 @@ def _load_environment() -> Environment:
 def _replace_nul(value: object) -> object:
     """Replace NUL, which no HTML document may contain."""
     return value.replace("\0", "\ufffd") if isinstance(value, str) and "\0" in value else value
-
-
-def _format_bar_width(fraction: float | None) -> str:
-    width = 100 * min(1.0, fraction) if fraction is not None and fraction > 0 else 0.0
-    return f"{width:.1f}%"
 
 
 def build_element(tag: str, /, *content: str | Iterable[str] | None, **attributes: str | float | bool | None) -> Markup:

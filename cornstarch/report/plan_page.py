@@ -12,23 +12,10 @@ from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.predict import PlaceMemory, Prediction
 from cornstarch.plan.search import SearchResult
 from cornstarch.plan.simulate import Timeline
+from cornstarch.report import plan_text
 from cornstarch.report.charts import Chart, ChartLine, draw_chart
 from cornstarch.report.html import Table, TableCell, render_page
 from cornstarch.report.number_format import MISSING, format_bytes, format_count, format_percent, pluralize
-from cornstarch.report.plan_text import (
-    TIME_PARTS,
-    build_train_command,
-    compare_with_best,
-    compute_token_price,
-    describe_auto_plan,
-    describe_choice,
-    describe_encoder_ranks,
-    describe_layer_split,
-    explain_choice,
-    format_rate,
-    format_step_time,
-    select_rate_unit,
-)
 from cornstarch.report.timelines import AFTER, KINDS, PipelineTimelines, StepTimeline, TimelineBar, draw_gantt
 
 if TYPE_CHECKING:
@@ -46,13 +33,9 @@ _SECTIONS = {
     "sizes": "Other sizes",
     "file": "The plan",
 }
-_FILTERS = {
-    "encoders": "encoders",
-    "tp": "tp",
-    "stages": "stages",
-    "data": "data parallelism",
-    "again": "checkpointing",
-}
+_FILTERS = {  # traits of a plan
+    "encoders": "encoders", "tp": "tp", "stages": "stages", "data": "data parallelism", "again": "checkpointing",
+}  # fmt: skip
 _MEMORY_COLOURS = {"parameters": 1, "optimizer": 2, "gathered and buffers": 3, "gradients": 4, "activations": 5}
 
 
@@ -78,17 +61,19 @@ class PlanReport:
         assert self.found.best is not None
         return self.found.best
 
-    @property
-    def sentence(self) -> str:
-        """The plan on one line."""
-        return describe_auto_plan(self.best, self.cluster)
-
 
 def render_plan(report: PlanReport) -> str:
     """Render the page."""
     cost, cluster = report.cost, report.cluster
     tokens = f" of {format_count(cost.tokens)} tokens" if cost.tokens else ""
     sizes = _build_sizes(report) if report.scaled else None
+    best = report.best
+    why = {
+        "The plan": [*plan_text.describe_choice(best.candidate), *plan_text.describe_layer_split(best)],
+        "Reasons": plan_text.explain_choice(report.found),
+        "Too large": [f"{text}." for text in report.found.refused],
+    }
+    command = plan_text.build_train_command(best, cluster, "CONFIG", "plan.yaml")
     return render_page(
         "plan.html",
         title=f"{report.name} on {cluster.name}",
@@ -98,42 +83,33 @@ def render_plan(report: PlanReport) -> str:
         cluster={"name": cluster.name[:80], "description": cluster.describe()},
         facts=[("batch", f"{cost.batch:,} samples{tokens}"), ("precision", cost.precision)],
         key_figures=list(_build_key_figures(report)),
-        why=_build_reasons(report),
-        timeline=_build_timeline(report.best),
+        why=[(title, lines) for title, lines in why.items() if lines],
+        timeline=_build_timeline(best),
         memory=_build_memory(report),
-        times=_build_times(report.best),
+        times=_build_times(best),
         candidates=_build_candidates(report),
         sizes=sizes,
-        file={
-            "plan": report.plan,
-            "lead": "Save it as plan.yaml, and train with it: "
-            + build_train_command(report.best, cluster, "CONFIG", "plan.yaml"),
-        },
+        file={"plan": report.plan, "lead": f"Save it as plan.yaml, and train with it: {command}"},
     )
 
 
 def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     best, devices = report.best, report.cluster.devices
     idle = devices - best.candidate.world
-    yield "Step", format_step_time(best.step), f"{best.samples_per_second:.3g} samples a second"
-    yield f"{select_rate_unit(best).capitalize()} a second", format_rate(best), "of the whole cluster"
+    yield "Step", plan_text.format_step_time(best.step), f"{best.samples_per_second:.3g} samples a second"
+    yield (
+        f"{plan_text.select_rate_unit(best).capitalize()} a second",
+        plan_text.format_rate(best),
+        "of the whole cluster",
+    )
     yield "MFU", format_percent(best.mfu), "of the peak FLOPs of the devices"
     yield "Memory", format_bytes(best.peak), f"of {format_bytes(best.limit)} on the fullest device"
     yield "Devices", f"{best.candidate.world:,}", f"{idle:,} more are idle" if idle else "all of them"
-    paid = None if report.price is None else compute_token_price(best, devices, report.price)
+    paid = None if report.price is None else plan_text.compute_token_price(best, devices, report.price)
     if paid is not None:
         yield "A million tokens", f"${paid:.3g}", f"at ${report.price:g} per device and hour"
     else:
         yield "Waiting", format_percent(best.timeline.bubble), "of the pipeline's time"
-
-
-def _build_reasons(report: PlanReport) -> list[tuple[str, list[str]]]:
-    blocks = [
-        ("The plan", [*describe_choice(report.best.candidate), *describe_layer_split(report.best)]),
-        ("Reasons", explain_choice(report.found)),
-        ("Too large", [f"{text}." for text in report.found.refused]),
-    ]
-    return [(title, lines) for title, lines in blocks if lines]
 
 
 # ------------------------------------------------------------------------------------------------ time and memory
@@ -208,8 +184,8 @@ def _split_memory(place: PlaceMemory) -> list[tuple[str, int]]:
 
 
 def _build_times(best: Prediction) -> list[tuple[str, float, str]]:
-    parts = sorted(((getattr(best.breakdown, name), text) for name, text in TIME_PARTS.items()), reverse=True)
-    return [(text, seconds / best.step, format_step_time(seconds)) for seconds, text in parts if seconds > 0]
+    parts = sorted(((getattr(best.breakdown, name), text) for name, text in plan_text.TIME_PARTS.items()), reverse=True)
+    return [(text, seconds / best.step, plan_text.format_step_time(seconds)) for seconds, text in parts if seconds > 0]
 
 
 # ------------------------------------------------------------------------------------------------ candidates
@@ -221,16 +197,16 @@ def _build_candidates(report: PlanReport) -> dict[str, Any]:
     found = [("best", best, "")]
     found += [(str(n), one.prediction, one.reason) for n, one in enumerate(report.found.runners_up, 2)]
     if own is not None and own.prediction is not None:
-        found.append(("config", own.prediction, compare_with_best(own.prediction, best)))
+        found.append(("config", own.prediction, plan_text.compare_with_best(own.prediction, best)))
     rows = [
         {
             "name": name,
             "traits": _collect_traits(one.candidate),
-            "lines": describe_choice(one.candidate),
+            "lines": plan_text.describe_choice(one.candidate),
             "numbers": [
                 f"{one.candidate.world:,}",
-                format_step_time(one.step),
-                format_rate(one),
+                plan_text.format_step_time(one.step),
+                plan_text.format_rate(one),
                 format_percent(one.mfu),
                 TableCell(format_bytes(one.peak), fraction=one.peak / one.limit, colour=1 if one.fits else 2),
             ],
@@ -239,14 +215,17 @@ def _build_candidates(report: PlanReport) -> dict[str, Any]:
         for name, one, reason in found
     ]
     traits = [_collect_traits(one.candidate) for _, one, _ in found]
-    filters = [(key, label, sorted({one[key] for one in traits}, key=_order_value)) for key, label in _FILTERS.items()]
+
+    def order(value: str) -> tuple[bool, int, str]:
+        return not value.isdigit(), int(value) if value.isdigit() else 0, value
+
+    filters = [(key, label, sorted({one[key] for one in traits}, key=order)) for key, label in _FILTERS.items()]
+    unpredicted = own is not None and not own.prediction
     return {
         "filters": [one for one in filters if len(one[2]) > 1],
-        "numbers": ["devices", "a step", f"{select_rate_unit(best)}/s", "MFU", "memory"],
+        "numbers": ["devices", "a step", f"{plan_text.select_rate_unit(best)}/s", "MFU", "memory"],
         "rows": rows,
-        "note": f"There is no prediction of the config's own plan: {own.trouble}"
-        if own is not None and not own.prediction
-        else "",
+        "note": f"There is no prediction of the config's own plan: {own.trouble}" if own and unpredicted else "",
     }
 
 
@@ -254,16 +233,12 @@ def _collect_traits(choice: Candidate) -> dict[str, str]:
     last = choice.modules[-1][1]
     checkpointed = [name for name, plan in choice.modules if plan.activation_checkpointing]
     return {
-        "encoders": describe_encoder_ranks(choice) if len(choice.modules) > 1 else "",
+        "encoders": plan_text.describe_encoder_ranks(choice) if len(choice.modules) > 1 else "",
         "tp": str(last.tp),
         "stages": str(last.stages),
         "data": choice.kind,
         "again": "all" if len(checkpointed) == len(choice.modules) else " and ".join(checkpointed) or "none",
     }
-
-
-def _order_value(value: str) -> tuple[bool, int, str]:
-    return not value.isdigit(), int(value) if value.isdigit() else 0, value
 
 
 # ------------------------------------------------------------------------------------------------ other sizes
@@ -272,19 +247,18 @@ def _order_value(value: str) -> tuple[bool, int, str]:
 def _build_sizes(report: PlanReport) -> dict[str, Any]:
     rows: list[list[str | TableCell]] = []
     for one in report.scaled:
-        best, price = one.best, ""
-        cells: list[str | TableCell] = ["", "", "", "", "nothing fits"]
-        if best is not None:
-            text = TableCell(best.candidate.describe(), "span", "text")
-            cells = [
-                format_step_time(best.step), format_rate(best), format_percent(one.efficiency),
-                format_percent(best.mfu), text,
-            ]  # fmt: skip
+        best, price = one.best, []
         if report.price is not None:
-            paid = None if best is None else compute_token_price(best, one.cluster.devices, report.price)
-            price = MISSING if paid is None else f"${paid:.3g}"
-        rows.append([one.cluster.name, *cells[:4], *([price] if price else []), cells[4]])
-    rate = select_rate_unit(report.best)
+            paid = None if best is None else plan_text.compute_token_price(best, one.cluster.devices, report.price)
+            price = [MISSING if paid is None else f"${paid:.3g}"]
+        if best is None:
+            rows.append([one.cluster.name, "", "", "", "", *price, "nothing fits"])
+            continue
+        figures = [plan_text.format_step_time(best.step), plan_text.format_rate(best)]
+        percents = [format_percent(one.efficiency), format_percent(best.mfu)]
+        text = TableCell(best.candidate.describe(), "span", "text")
+        rows.append([one.cluster.name, *figures, *percents, *price, text])
+    rate = plan_text.select_rate_unit(report.best)
     cost = ["a million tokens#"] if report.price is not None else []
     columns = ["cluster", "a step#", f"{rate}/s#", "efficiency#", "MFU#", *cost, "plan"]
     fitting = [(one.cluster.devices, one.best, one.efficiency) for one in report.scaled if one.best is not None]

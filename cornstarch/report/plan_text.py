@@ -64,11 +64,8 @@ def describe_layer_split(best: Prediction) -> list[str]:
 
 def describe_encoder_ranks(choice: Candidate) -> str:
     """Return on which ranks the encoders run."""
-    return _ENCODER_RANKS.get(choice.ranks, _ENCODER_RANKS["own"]).format(whose=_select_pronoun(choice))
-
-
-def _select_pronoun(choice: Candidate) -> str:
-    return "its" if len(choice.modules) == 2 else "their"
+    whose = "its" if len(choice.modules) == 2 else "their"
+    return _ENCODER_RANKS.get(choice.ranks, _ENCODER_RANKS["own"]).format(whose=whose)
 
 
 def describe_auto_plan(best: Prediction, cluster: Cluster) -> str:
@@ -128,7 +125,11 @@ def explain_choice(found: SearchResult) -> list[str]:
     if best is None:
         return []
     others = [one.prediction for one in found.runners_up]
-    return [text for text in (*_compare_traits(best, others), *_describe_times(best)) if text]
+    fractions = [(getattr(best.breakdown, name) / best.step, text) for name, text in TIME_PARTS.items()]
+    fractions.sort(key=lambda part: -part[0])
+    parts = [f"{text} {fraction:.0%}" for fraction, text in fractions if fraction >= 0.005]
+    times = [f"Where the time of the busiest device goes: {', '.join(parts)}."] if parts else []
+    return [*filter(None, _compare_traits(best, others)), *times]
 
 
 def _compare_traits(best: Prediction, others: Sequence[Prediction]) -> Iterator[str | None]:
@@ -175,7 +176,8 @@ def _compare_placement(best: Prediction, others: Sequence[Prediction]) -> str | 
     where = f"{names} {'runs' if len(encoders) == 1 else 'run'} {describe_encoder_ranks(choice)}"
     if choice.ranks == "own":
         ranks = " and ".join(pluralize(plan.ranks * choice.dp, "device") for _, plan in encoders)
-        where = f"{names} {'has' if len(encoders) == 1 else 'have'} {ranks} of {_select_pronoun(choice)} own"
+        has, whose = ("has", "its") if len(encoders) == 1 else ("have", "their")
+        where = f"{names} {has} {ranks} of {whose} own"
     return f"{where}: {describe_encoder_ranks(rival.candidate)} a step takes {_format_slowdown(rival, best)}."
 
 
@@ -184,14 +186,6 @@ def _format_slowdown(one: Prediction, best: Prediction) -> str:
     if slower >= 1:
         return f"{1 + slower:.3g} times as long"
     return f"{slower:.1%} longer" if slower >= 0.0005 else "as long"
-
-
-def _describe_times(best: Prediction) -> Iterator[str]:
-    fractions = sorted(((getattr(best.breakdown, name) / best.step, text) for name, text in TIME_PARTS.items()),
-                       key=lambda part: -part[0])  # fmt: skip
-    parts = [f"{text} {fraction:.0%}" for fraction, text in fractions if fraction >= 0.005]
-    if parts:
-        yield f"Where the time of the busiest device goes: {', '.join(parts)}."
 
 
 def build_train_command(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cornstarch.cli.explain import NAMES
+from cornstarch.cli.layout import TOPIC_NAMES
 from cornstarch.cli.main import main
 from cornstarch.explain import TOPICS, explain
 from cornstarch.explain.page import render
@@ -99,7 +99,7 @@ def test_command_prints_writes_and_rejects(capsys: pytest.CaptureFixture[str], t
 
 
 def test_help_names_every_topic() -> None:
-    assert NAMES.split(", ") == [*TOPICS]
+    assert TOPIC_NAMES.split(", ") == [*TOPICS]
 
 
 # What a reader does: click, use the keyboard, ask for all.

@@ -85,7 +85,7 @@ def find_imports(path: Path, name: str) -> Iterator[ast.AST]:
     [
         ("matplotlib", {"report/run_report.py"}),
         ("jinja2", {"report/html.py"}),
-        ("cornstarch.explain", {"cli/explain.py", "explain"}),
+        ("cornstarch.explain", {"cli/layout.py", "explain"}),
     ],
 )
 def test_training_imports_no_plots_templates_or_explanations(name: str, importers: set[str]) -> None:
