@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -162,11 +163,8 @@ def packages() -> Iterator[Finding]:
         else:
             yield Finding(name, "ok", version)
     for name in CORE:
-        version = get_version(name)
-        if version is None:
-            yield Finding(name, "fail", "not installed", f"pip install {name}")
-        else:
-            yield Finding(name, "ok", version)
+        version, advice = get_version(name), f"pip install {name}"
+        yield Finding(name, "ok", version) if version else Finding(name, "fail", "not installed", advice)
     for name, purpose in OPTIONAL.items():
         yield Finding(name, "ok", get_version(name) or f"not installed; only for {purpose}")
 
@@ -219,11 +217,9 @@ def process_groups_and_devices() -> Iterator[Finding]:
     ended = _run_python(["-P", __file__])
     results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     for probe in results:
-        name = f"{probe['name']} probe"
-        if probe["status"] == "fail":
-            yield Finding(name, "fail", probe["detail"], _PROBE_ADVICE[probe["name"]])
-        else:
-            yield Finding(name, "ok", probe["detail"])
+        failed = probe["status"] == "fail"
+        advice = _PROBE_ADVICE[probe["name"]] if failed else ""
+        yield Finding(f"{probe['name']} probe", "fail" if failed else "ok", probe["detail"], advice)
     names = {probe["name"] for probe in results}
     for name, advice in _PROBE_ADVICE.items():
         if name not in names:
@@ -246,10 +242,6 @@ def _probe_torch() -> str:
     import torch
 
     return f"torch {torch.__version__} imports"
-
-
-def _probe_gloo() -> str:
-    return _all_reduce("gloo", "cpu")
 
 
 def _probe_cuda() -> str:
@@ -301,7 +293,8 @@ def _all_reduce(backend: str, device: str) -> str:
 
 def _run_probes() -> None:
     """Print one line of JSON per probe, at once, so that a later crash or hang does not lose it."""
-    probes = {"torch": _probe_torch, "gloo": _probe_gloo, "cuda": _probe_cuda, "nccl": _probe_nccl}
+    gloo = partial(_all_reduce, "gloo", "cpu")
+    probes = {"torch": _probe_torch, "gloo": gloo, "cuda": _probe_cuda, "nccl": _probe_nccl}
     for name, probe in probes.items():
         try:
             status, detail = "ok", probe()

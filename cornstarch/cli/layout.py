@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -85,9 +85,6 @@ def explain(
         show(story, Console(highlight=False), step)
 
 
-# ------------------------------------------------------------------------------------------------ plan files
-
-
 def read_plan_file(path: Path) -> Plan:
     """Return the plan in a YAML file; one ConfigError names every mistake with its line."""
     from cornstarch.config import yaml_tree as tree
@@ -156,15 +153,10 @@ def _find_plan(values: Node) -> tuple[tuple[str, ...], Node]:
         others = ("verify", "auto", "cluster", "costs")
         section = Node({name: node for name, node in section.value.items() if name not in others}, section.where)
     if isinstance(section.value, dict) and "modules" not in section.value:
-        modules = tree_of(_list_modules(values.value.get("model")), section.where)
-        section = Node({**section.value, "modules": modules}, section.where)
+        model = values.value.get("model")
+        parts = model.value if model is not None and isinstance(model.value, dict) else {}
+        encoders = parts["encoders"].value if "encoders" in parts else None
+        names = [*(encoders if isinstance(encoders, dict) else ()), "language_model"]
+        modules = {name: {} for name in (names if "language_model" in parts else ["model"])}
+        section = Node({**section.value, "modules": tree_of(modules, section.where)}, section.where)
     return ("parallel",), section
-
-
-def _list_modules(model: Node | None) -> dict[str, Any]:
-    """Return the modules of a config's model, each with an empty plan."""
-    parts = model.value if model is not None and isinstance(model.value, dict) else {}
-    if "language_model" not in parts:
-        return {"model": {}}
-    encoders = parts["encoders"].value if "encoders" in parts else None
-    return {name: {} for name in [*(encoders if isinstance(encoders, dict) else ()), "language_model"]}

@@ -182,9 +182,6 @@ def _show_status(text: str) -> AbstractContextManager[object]:
     return Console(stderr=True).status(f"{text} …")
 
 
-# ------------------------------------------------------------------------------------------------ tables
-
-
 def _print_plans(page: PlanReport, top: int, costs: str, facts: DataStatistics | None) -> None:
     """Print the best plan, `top` plans of other kinds, the config's own, and the reasons."""
     from cornstarch.report.plan_text import describe_layer_split, explain_choice

@@ -151,9 +151,6 @@ def _fit(run: RunConfig, options: dict[str, bool], device: torch.device | None =
     return result.status == "stopped" and trainer.stop_signal.by_keyboard
 
 
-# ------------------------------------------------------------------------------------------------ verify
-
-
 def verify(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -69,9 +69,6 @@ def _parse_checkpoint(checkpoint: str) -> Literal["best", "last"] | int:
     return int(checkpoint)
 
 
-# ------------------------------------------------------------------------------------------------ generate
-
-
 def generate(
     run: _RunFolder,
     prompt: Annotated[
@@ -194,9 +191,6 @@ def _build_reply(loaded: LoadedRun, most: int, temperature: float) -> Callable[[
         return answers[0]
 
     return converse if isinstance(task, ConversationTask) else answer
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 def list_checkpoints(folder: _Folder) -> None:

@@ -55,9 +55,8 @@ def summarize(config: RunConfig) -> list[tuple[str, str]]:
     loop, optimizer, schedule = config.loop, config.optimizer, config.schedule
     epochs = loop.epochs or 1
     length = f"{loop.steps} steps" if loop.steps is not None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
-    microbatches = (
-        f" in {loop.gradient_accumulation_steps} microbatches" if loop.gradient_accumulation_steps > 1 else ""
-    )
+    count = loop.gradient_accumulation_steps
+    microbatches = f" in {count} microbatches" if count > 1 else ""
     return [
         ("run", f"{config.name}, seed {config.seed}, output {config.folder}"),
         *_summarize_model(config),
@@ -284,7 +283,10 @@ def find_model_problem(path: str, trained: bool) -> str:
     from cornstarch.files import find_damaged_weights
 
     if is_hub_name(path):
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not _is_cached(path):
+        home = os.environ.get("HF_HOME", os.path.join(os.path.expanduser("~"), ".cache", "huggingface"))
+        cache = os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))
+        is_cached = os.path.isdir(os.path.join(cache, f"models--{path.replace('/', '--')}"))
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") and not is_cached:
             return "It is neither a folder nor in the cache, and HF_HUB_OFFLINE forbids a download."
         return ""
     if not os.path.isdir(path):
@@ -297,12 +299,6 @@ def find_model_problem(path: str, trained: bool) -> str:
     if trained and (problem := find_damaged_weights(Path(path))):
         return problem
     return "" if names else "The folder is empty."
-
-
-def _is_cached(name: str) -> bool:
-    home = os.environ.get("HF_HOME", os.path.join(os.path.expanduser("~"), ".cache", "huggingface"))
-    cache = os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))
-    return os.path.isdir(os.path.join(cache, f"models--{name.replace('/', '--')}"))
 
 
 def _check_data(get: _Get) -> Iterator[tuple[tree.Path, str]]:

@@ -95,9 +95,6 @@ def build_example(ranks: int, elements: int) -> list[list[Chunk]]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------ stories
-
-
 def build_reduce_scatter(ranks: int, elements: int) -> Story:
     """Return the ring in which each rank receives one chunk of the sum."""
     ring = RingSimulation([[*own] for own in build_example(ranks, elements)])

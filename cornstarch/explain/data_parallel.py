@@ -144,9 +144,6 @@ class ShardedModel:
         return StoryStep(title, description, rows, head, [sent] * self.ranks if sent else ())
 
 
-# ------------------------------------------------------------------------------------------------ stories
-
-
 def build_ddp(ranks: int, parameters: int) -> Story:
     """Return DDP: everything on every rank."""
     model = ShardedModel(DataPlan("ddp"), parameters, ranks)

@@ -103,9 +103,6 @@ def _build_formulas(topic: str, timeline: Timeline, steps: list[StoryStep], elem
     ]  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ steps
-
-
 def _build_step(timeline: Timeline, moment: float, elements: int) -> StoryStep:
     """Return the state after the actions of a moment have begun."""
     graph = timeline.schedule.graph

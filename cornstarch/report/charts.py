@@ -35,9 +35,6 @@ _FORMATS = {
 }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ points
-
-
 def keep_finite(points: Iterable[Point]) -> list[Point]:
     """Return the points that can be drawn."""
     return [point for point in points if abs(point[1]) < _LARGEST]
@@ -80,9 +77,6 @@ def smooth_points(points: Sequence[Point], fraction: float = 0.04, most: int = _
         first, last = index - min(half, index), index + after + 1
         smoothed.append((known[index][0], (sums[last] - sums[first]) / (last - first)))
     return smoothed
-
-
-# ------------------------------------------------------------------------------------------------ axes
 
 
 @dataclass(frozen=True)
@@ -134,9 +128,6 @@ def build_log_axis(low: float, high: float) -> Axis:
             break
     every = -(-len(ticks) // 8)  # many decades: every second one, every third one, …
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), tuple(ticks[::every]), log=True)
-
-
-# ------------------------------------------------------------------------------------------------ charts
 
 
 @dataclass(frozen=True)

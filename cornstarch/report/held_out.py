@@ -36,9 +36,6 @@ _BROWSER_FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "GIF": "image/gif"
 _HEAT = ((13, 22, 45), (22, 78, 99), (15, 133, 124), (134, 187, 88), (253, 231, 120))  # dark is low
 
 
-# ------------------------------------------------------------------------------------------------ shuffled media
-
-
 class MediaComparison(NamedTuple):
     """One source with its true items and with items shuffled between samples."""
 
@@ -122,9 +119,6 @@ def _build_comparison(row: MediaComparison, items: str) -> dict[str, Any]:
         "change": change.replace("-", "−"),
         "verdict": verdict,
     }
-
-
-# ------------------------------------------------------------------------------------------------ samples
 
 
 def build_samples_view(run: RunRecord) -> dict[str, Any]:

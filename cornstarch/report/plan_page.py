@@ -112,9 +112,6 @@ def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
         yield "Waiting", format_percent(best.timeline.bubble), "of the pipeline's time"
 
 
-# ------------------------------------------------------------------------------------------------ time and memory
-
-
 def _build_timeline(best: Prediction) -> dict[str, Any]:
     timeline, choice = best.timeline, best.candidate
     names = tuple(place.holds for place in best.memory)
@@ -188,9 +185,6 @@ def _build_times(best: Prediction) -> list[tuple[str, float, str]]:
     return [(text, seconds / best.step, plan_text.format_step_time(seconds)) for seconds, text in parts if seconds > 0]
 
 
-# ------------------------------------------------------------------------------------------------ candidates
-
-
 def _build_candidates(report: PlanReport) -> dict[str, Any]:
     """Return all plans that were found, with the traits by which the page filters them."""
     best, own = report.best, report.own
@@ -239,9 +233,6 @@ def _collect_traits(choice: Candidate) -> dict[str, str]:
         "data": choice.kind,
         "again": "all" if len(checkpointed) == len(choice.modules) else " and ".join(checkpointed) or "none",
     }
-
-
-# ------------------------------------------------------------------------------------------------ other sizes
 
 
 def _build_sizes(report: PlanReport) -> dict[str, Any]:

@@ -116,9 +116,6 @@ def compute_token_price(one: Prediction, devices: int, price: float) -> float | 
     return price * devices / 3600 / one.tokens_per_second * 1e6 if one.tokens_per_second else None
 
 
-# ------------------------------------------------------------------------------------------------ why it won
-
-
 def explain_choice(found: SearchResult) -> list[str]:
     """Return what decided for the best plan: each of its traits, against the best plan that differs in it."""
     best = found.best

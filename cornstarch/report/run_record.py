@@ -224,9 +224,6 @@ def _read_json(
     return None
 
 
-# ------------------------------------------------------------------------------------------------ metrics
-
-
 def read_metrics(path: Path) -> MetricsHistory:
     """Read all lines; for a step that was logged again after a resume, the last line counts."""
     train: dict[str, dict[int, float]] = {key: {} for key in CURVES}
@@ -306,9 +303,6 @@ def _read_evaluation(line: Mapping[str, Any]) -> EvaluationRecord | None:
     modality = as_text(line.get("modality")) or "unknown" if line.get("kind") == "shuffled" else None
     measures = {key: value for key, value in _select_numbers(line).items() if key not in _OTHER_KEYS}
     return EvaluationRecord(step, measures, sources, modality)
-
-
-# ------------------------------------------------------------------------------------------------ run.json
 
 
 def _read_part(part: Mapping[str, Any]) -> ReportedPart:

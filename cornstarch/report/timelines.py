@@ -88,9 +88,6 @@ class PipelineTimelines:
     steps: tuple[StepComparison, ...]
 
 
-# ------------------------------------------------------------------------------------------------ data and trace
-
-
 def read_timelines(data: Mapping[str, Any]) -> PipelineTimelines:
     """Read the content of timeline.json; raise ValueError if it is malformed."""
     places = [as_mapping(place) for place in as_list(data.get("places"))]
@@ -162,9 +159,6 @@ def _build_trace_event(bar: TimelineBar, place: int, step: StepComparison, offse
         "tid": bar.stage,
         "args": {"step": step.step, "microbatch": bar.microbatch, "kind": bar.kind},
     }
-
-
-# ------------------------------------------------------------------------------------------------ Gantt charts
 
 
 def build_pipeline_view(timelines: PipelineTimelines | None) -> dict[str, Any] | None:
