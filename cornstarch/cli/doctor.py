@@ -293,8 +293,9 @@ def _all_reduce(backend: str, device: str) -> str:
 
 def _run_probes() -> None:
     """Print one line of JSON per probe, at once, so that a later crash or hang does not lose it."""
-    gloo = partial(_all_reduce, "gloo", "cpu")
-    probes = {"torch": _probe_torch, "gloo": gloo, "cuda": _probe_cuda, "nccl": _probe_nccl}
+    probes: dict[str, Callable[[], str]] = {
+        "torch": _probe_torch, "gloo": partial(_all_reduce, "gloo", "cpu"), "cuda": _probe_cuda, "nccl": _probe_nccl,
+    }  # fmt: skip
     for name, probe in probes.items():
         try:
             status, detail = "ok", probe()

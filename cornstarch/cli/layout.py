@@ -157,6 +157,8 @@ def _find_plan(values: Node) -> tuple[tuple[str, ...], Node]:
         parts = model.value if model is not None and isinstance(model.value, dict) else {}
         encoders = parts["encoders"].value if "encoders" in parts else None
         names = [*(encoders if isinstance(encoders, dict) else ()), "language_model"]
-        modules = {name: {} for name in (names if "language_model" in parts else ["model"])}
+        modules: dict[str, dict[str, object]] = {
+            name: {} for name in (names if "language_model" in parts else ["model"])
+        }
         section = Node({**section.value, "modules": tree_of(modules, section.where)}, section.where)
     return ("parallel",), section

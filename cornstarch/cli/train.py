@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -119,7 +119,7 @@ def _launch_processes(run: RunConfig, command: list[str], count: int, plan: Path
     return launch([*command, *plan_arguments], count, run.folder / "logs")
 
 
-def _train_process(run: RunConfig, options: dict[str, bool], layout: Layout | None) -> bool:
+def _train_process(run: RunConfig, options: dict[str, Any], layout: Layout | None) -> bool:
     """Train in this process, in a process group if there are others; return whether Ctrl-C ended the run."""
     from cornstarch.launch import agree, current_world, start_process_group
     from cornstarch.plan.validation import as_data
@@ -139,7 +139,7 @@ def _train_process(run: RunConfig, options: dict[str, bool], layout: Layout | No
         return _fit(run, options, device)
 
 
-def _fit(run: RunConfig, options: dict[str, bool], device: torch.device | None = None) -> bool:
+def _fit(run: RunConfig, options: dict[str, Any], device: torch.device | None = None) -> bool:
     quiet_libraries()
     from cornstarch.train import Trainer
 
