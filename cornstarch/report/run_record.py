@@ -160,12 +160,25 @@ class RunRecord:
 
     @property
     def parts(self) -> list[ReportedPart]:
-        return [_read_part(as_mapping(part)) for part in as_list(self.summary.get("parts"))]
+        numbers = ("parameters", "trainable", "bytes", "learning_rate", "weight_decay", "flops")
+        parts = []
+        for part in map(as_mapping, as_list(self.summary.get("parts"))):
+            name, kind, train = (as_text(part.get(key)) for key in ("name", "kind", "train"))
+            parts.append(ReportedPart(name, kind, train, **{key: as_number(part.get(key)) for key in numbers}))
+        return parts
 
     @property
     def answers(self) -> list[SampleAnswer]:
         """The answers to samples at the end of the run."""
-        return [_read_answer(as_mapping(answer)) for answer in as_list(self.summary.get("answers"))]
+        answers = []
+        for answer in map(as_mapping, as_list(self.summary.get("answers"))):
+            question, right = answer.get("question"), answer.get("right")
+            pieces = [{"text": question}] if isinstance(question, str) else map(as_mapping, as_list(question))
+            asked = tuple((kind, as_text(value)) for piece in pieces for kind, value in piece.items())
+            id, source, truth, text = (as_text(answer.get(key)) for key in ("id", "source", "truth", "answer"))
+            verdict = right if isinstance(right, bool) else None
+            answers.append(SampleAnswer(id, source, asked, truth, text, verdict))
+        return answers
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -303,26 +316,6 @@ def _read_evaluation(line: Mapping[str, Any]) -> EvaluationRecord | None:
     modality = as_text(line.get("modality")) or "unknown" if line.get("kind") == "shuffled" else None
     measures = {key: value for key, value in _select_numbers(line).items() if key not in _OTHER_KEYS}
     return EvaluationRecord(step, measures, sources, modality)
-
-
-def _read_part(part: Mapping[str, Any]) -> ReportedPart:
-    names = ("parameters", "trainable", "bytes", "learning_rate", "weight_decay", "flops")
-    numbers = {name: as_number(part.get(name)) for name in names}
-    return ReportedPart(as_text(part.get("name")), as_text(part.get("kind")), as_text(part.get("train")), **numbers)
-
-
-def _read_answer(answer: Mapping[str, Any]) -> SampleAnswer:
-    question = answer.get("question")
-    pieces = [{"text": question}] if isinstance(question, str) else [as_mapping(piece) for piece in as_list(question)]
-    right = answer.get("right")
-    return SampleAnswer(
-        id=as_text(answer.get("id")),
-        source=as_text(answer.get("source")),
-        question=tuple((kind, as_text(value)) for piece in pieces for kind, value in piece.items()),
-        truth=as_text(answer.get("truth")),
-        answer=as_text(answer.get("answer")),
-        right=right if isinstance(right, bool) else None,
-    )
 
 
 def _select_numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -382,15 +382,15 @@ def plot_loss(run: RunRecord) -> bytes:
     trained = keep_finite(run.metrics.train.get("loss", []))
     evaluated = keep_finite(_collect_measure(run, "loss"))
     if len(trained) > charts.LONG:
-        axes.plot(*_split_columns(charts.thin_points(trained)), color=train_colour, alpha=0.3, linewidth=1)
-        smoothed = _split_columns(smooth_points(trained))
-        axes.plot(*smoothed, color=train_colour, linewidth=2, label="training (smoothed)")
+        axes.plot(*zip(*charts.thin_points(trained), strict=True), color=train_colour, alpha=0.3, linewidth=1)
+        smoothed = smooth_points(trained)
+        axes.plot(*zip(*smoothed, strict=True), color=train_colour, linewidth=2, label="training (smoothed)")
     elif trained:
         marker = "o" if len(trained) < 3 else ""  # a line of one point would not be seen
-        axes.plot(*_split_columns(trained), color=train_colour, linewidth=2, label="training", marker=marker)
+        axes.plot(*zip(*trained, strict=True), color=train_colour, linewidth=2, label="training", marker=marker)
     if evaluated:
-        points = _split_columns(charts.thin_points(evaluated))
-        axes.plot(*points, color=evaluation_colour, marker="o", markersize=4, label="evaluation")
+        points = charts.thin_points(evaluated)
+        axes.plot(*zip(*points, strict=True), color=evaluation_colour, marker="o", markersize=4, label="evaluation")
     if trained or evaluated:
         axes.legend(frameon=False)
     else:
@@ -410,7 +410,3 @@ def plot_loss(run: RunRecord) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
-
-
-def _split_columns(points: Curve) -> tuple[list[float], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
