@@ -109,7 +109,6 @@ def _build_sample_table(first: str, *names: str) -> Table:
 
 
 def _build_size_table(found: Inspection) -> Table:
-    """Build the table of sample sizes, module by module."""
     import numpy as np
 
     table = _build_sample_table("per sample", "mean", *(f"p{place}" for place in _PERCENTILES), "fraction")
@@ -231,13 +230,18 @@ def estimate(
     found: Estimate | PlanEstimate
     if needs_prediction(run.parallel):
         found = estimate_plan(run, target, world, ranks_per_node, items)
-        heading, table, notes = _describe_plan(found), _build_stage_table(found), list(found.prediction.reasons)
+        planned = f"{found.prediction.candidate.describe()}, in {found.cost.precision}"
+        heading = f"{format_bytes(found.device.usable)} each to plan with; {planned}"
+        table, notes = _build_stage_table(found), list(found.prediction.reasons)
     else:
         found = estimate(run, target, world, ranks_per_node, items)
-        heading, table, notes = _describe_estimate(found), _build_kind_table(found), list(found.notes)
+        tokens = f" of {found.tokens:,} tokens" if found.tokens is not None else ""
+        rows = f"{pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
+        heading = f"{format_bytes(found.device.usable)} usable on each; {rows}"
+        table, notes = _build_kind_table(found), list(found.notes)
     console = wide_console()
     console.print(_build_part_table(found))
-    console.print(heading, soft_wrap=True)
+    console.print(f"{pluralize(found.world, 'rank')} on {found.device.name}, {heading}", soft_wrap=True)
     console.print(table)
     for line in [*(f"note: {note}" for note in notes), found.advice]:
         console.print(line, soft_wrap=True)
@@ -247,7 +251,11 @@ def estimate(
         # Over a network, each CPU rank has a machine of its own; only the catalogue knows the speed of a GPU.
         rated = this_cpu() if found.device.is_cpu else requested or device(found.device.name)
         over = estimate_network(run, rated, world, link)
-        console.print(_describe_network(over), soft_wrap=True)
+        mbit = over.link.bandwidth * 8 / 1e6
+        rate = f"{mbit / 1000:,.4g} Gbit/s" if mbit >= 1000 else f"{mbit:.4g} Mbit/s"
+        what = f"{over.exchanged.numbers:,} trained parameters ({format_bytes(over.exchanged.size)})"
+        compute = f"{_format_time(over.step.seconds)} compute per step"
+        console.print(f"\n{pluralize(over.ranks, 'rank')} with {rate} each; {what}, {compute}", soft_wrap=True)
         console.print(_build_network_table(over))
         console.print(over.advice, soft_wrap=True)
 
@@ -266,7 +274,6 @@ def _parse_link(network: str | None, latency: str) -> Link | None:
 
 
 def _detect_device(run: RunConfig) -> Device:
-    """Return the device of this machine that a run would use."""
     from cornstarch.parallel.device import choose_placement
     from cornstarch.plan.cluster import Device, this_cpu
 
@@ -284,13 +291,6 @@ def _build_part_table(found: Estimate | PlanEstimate) -> Table:
     for part in found.parts:
         table.add_row(part.name, part.kind, f"{part.count:,}", f"{part.trained_count:,}", format_bytes(part.bytes))
     return table
-
-
-def _describe_estimate(found: Estimate) -> str:
-    tokens = f" of {found.tokens:,} tokens" if found.tokens is not None else ""
-    usable = f"{format_bytes(found.device.usable)} usable on each"
-    rows = f"{pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
-    return f"{pluralize(found.world, 'rank')} on {found.device.name}, {usable}; {rows}"
 
 
 def _build_kind_table(found: Estimate) -> Table:
@@ -313,12 +313,6 @@ def _build_kind_table(found: Estimate) -> Table:
     return table
 
 
-def _describe_plan(found: PlanEstimate) -> str:
-    memory = format_bytes(found.device.usable)
-    where = f"{pluralize(found.world, 'rank')} on {found.device.name}, {memory} each to plan with"
-    return f"{where}; {found.prediction.candidate.describe()}, in {found.cost.precision}"
-
-
 def _build_stage_table(found: PlanEstimate) -> Table:
     """Return the memory of the ranks of each stage; all ranks of a stage have the same."""
     columns = ("parameters", "gradients", "optimizer", "gathered", "activations", "peak", "fits")
@@ -329,14 +323,6 @@ def _build_stage_table(found: PlanEstimate) -> Table:
         fits = "yes" if one.peak <= found.prediction.limit else "no"
         table.add_row(one.holds, *map(format_bytes, sizes), activations, format_bytes(one.peak), fits)
     return table
-
-
-def _describe_network(found: NetworkEstimate) -> str:
-    mbit = found.link.bandwidth * 8 / 1e6
-    rate = f"{mbit / 1000:,.4g} Gbit/s" if mbit >= 1000 else f"{mbit:.4g} Mbit/s"
-    what = f"{found.exchanged.numbers:,} trained parameters ({format_bytes(found.exchanged.size)})"
-    compute = f"{_format_time(found.step.seconds)} compute per step"
-    return f"\n{pluralize(found.ranks, 'rank')} with {rate} each; {what}, {compute}"
 
 
 def _build_network_table(found: NetworkEstimate) -> Table:

@@ -113,7 +113,6 @@ def explain(
 
 
 def _resolve_name(topic: str) -> str:
-    """Return the name of a topic, whose spelling may differ."""
     plain = topic.strip().lower().replace("_", "-").replace(" ", "-")
     name = plain if plain in TOPICS else _ALIASES.get(plain, plain)
     if name in TOPICS:

@@ -27,7 +27,6 @@ class RingMessage:
 
     @property
     def bytes(self) -> int:
-        """The size of the message."""
         return story.NUMBER_BYTES * len(self.numbers)
 
 

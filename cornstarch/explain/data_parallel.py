@@ -75,7 +75,6 @@ class ShardedModel:
 
     @property
     def bytes(self) -> int:
-        """The size of all parameters."""
         return NUMBER_BYTES * self.parameters
 
     @cached_property

@@ -106,7 +106,6 @@ class StepDiagram:
 
 
 def _draw_line(x: float, begin: float, end: float, kind: str = "near") -> Markup:
-    """Return a straight arrow with its point at the end."""
     back = -4 if end > begin else 4
     path = f"M{x:.1f} {begin:.1f}V{end:.1f}m-3.5 {back}L{x:.1f} {end:.1f}l3.5 {back}"
     return build_element("path", d=path, class_=f"arrow {kind}")

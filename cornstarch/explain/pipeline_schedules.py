@@ -186,7 +186,6 @@ def _describe_moment(
 
 
 def _find_missing_input(timeline: Timeline, place: int, at: int) -> str:
-    """Return what the next action of a place waits for."""
     event = timeline.events[place][at]
     graph = timeline.schedule.graph
     whose = f"rank {place}'s next action, the {_ACTIONS[event.kind]} of microbatch {event.microbatch}, needs"

@@ -306,7 +306,6 @@ def _warn_of_gaps(chart: Chart) -> Markup | None:
 
 
 def _build_script_data(chart: Chart, lines: Sequence[ChartLine], across: Axis, scales: Sequence[Axis]) -> Markup:
-    """Return the drawn points as JSON for the script."""
 
     def shorten(value: float) -> float:
         return int(value) if value == round(value) and abs(value) < 2**53 else float(f"{value:.5g}")

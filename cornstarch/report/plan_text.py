@@ -158,7 +158,6 @@ def _compare_traits(best: Prediction, others: Sequence[Prediction]) -> Iterator[
 
 
 def _compare_placement(best: Prediction, others: Sequence[Prediction]) -> str | None:
-    """Return why the encoders run on the ranks that they have."""
     choice = best.candidate
     inside = ("shared", "first_stage")
 

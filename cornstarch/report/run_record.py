@@ -121,7 +121,6 @@ class RunRecord:
         return as_text(self.summary.get("status")) or "unknown"
 
     def number(self, key: str) -> float | None:
-        """Return a number of run.json."""
         return as_number(self.summary.get(key))
 
     @property
@@ -140,7 +139,6 @@ class RunRecord:
 
     @property
     def evaluation(self) -> EvaluationRecord | None:
-        """The last evaluation."""
         if self.metrics.evaluations:
             return self.metrics.evaluations[-1]
         return _read_evaluation(as_mapping(self.summary.get("evaluation")))

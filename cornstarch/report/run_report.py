@@ -285,7 +285,6 @@ def _build_times(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _build_model_table(parts: Sequence[ReportedPart]) -> Table:
-    """Return the parts of the model with their parameters, memory and FLOPs."""
 
     def total(value: Callable[[ReportedPart], float | None]) -> float | None:
         known = [one for part in parts if (one := value(part)) is not None]
