@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cornstarch.config import RunConfig
     from cornstarch.plan.layout import Layout
-    from cornstarch.verify.compare import Difference
+    from cornstarch.verify.twin_trial import Difference
 
 
 def train(
@@ -197,7 +197,7 @@ def verify(
 
 
 def _format_difference(found: Difference) -> str:
-    from cornstarch.verify.compare import TOLERANCE
+    from cornstarch.verify.twin_trial import TOLERANCE
 
     width = max(len(one.part) for one in found.parts)
     lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]
