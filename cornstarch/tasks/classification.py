@@ -273,7 +273,6 @@ def get_label(sample: Sample) -> Any:
 
 
 def format_label(label: Any) -> str:
-    """Return the name of a label."""
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
@@ -313,8 +312,8 @@ def find_labels(
         numbered = tuple(map(str, range(len(own))))
         fitting = [names for names in (numbered, own) if found.names and set(found.names) <= set(names)]
         found = Labels(fitting[0]) if fitting else found
-    known = set(found.names)
-    for name, label in _read_labels(evaluation()) if known else ():
+    known, source = set(found.names), evaluation()
+    for name, label in _read_labels(source) if known else ():
         if format_label(label) not in known:
             raise ConfigError(
                 f"{name} of the evaluation data has the label {label!r}, which no row of the training data has "
