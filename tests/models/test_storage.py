@@ -403,6 +403,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def test_a_projector_is_found_that_another_module_had_when_it_was_saved(saved: Path) -> None:
+    path = "cornstarch.models.multimodal_language_model.projector.MultimodalProjector"
+    rewrite(saved, lambda content: content["parts"]["vision_projector"].update(class_path=path))
+    assert type(MultimodalModel.from_pretrained(saved).encoders["vision"].projector) is MultimodalProjector
+
+
 def _no_folder(saved: Path) -> None:
     shutil.rmtree(saved)
 
