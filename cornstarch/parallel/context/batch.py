@@ -70,14 +70,24 @@ class TokenBatch:
 def read_batch(named: dict[str, Any], inner: nn.Module) -> TokenBatch:
     """Sort the arguments of a forward pass; refuse those that cannot be sharded."""
     named = {name: value for name, value in named.items() if value is not None}
-    _check_options(named, inner)
+    keep = named.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise ConfigError(
+            "logits_to_keep cannot be used where tokens are cut: each rank has the logits of its "
+            "own. To generate without a cache, do it within use_whole_rows(model)."
+        )
+    for name, why in (
+        ("output_attentions", "no rank has all weights"),
+        ("output_router_logits", "the loss of a router needs all tokens of the batch in one place"),
+    ):
+        if named.get(name, getattr(inner.config, name, False)):
+            raise ConfigError(f"{name} = True cannot be used where tokens are cut: {why}. Set it to False.")
     labels, shifted = named.pop("labels", None), named.pop("shift_labels", None)
     mask, count = named.pop("attention_mask", None), named.pop("num_items_in_batch", None)
     order = [name for name in ("input_ids", "inputs_embeds") if name in named]
     if len(order) != 1:
         raise ConfigError("Give a model whose tokens are cut either input_ids or inputs_embeds.")
-    tensors = {name: named.pop(name) for name in [*order, *(name for name in _TOKENS_AT if name not in order)]
-               if name in named}  # fmt: skip
+    tensors = {name: named.pop(name) for name in dict.fromkeys([*order, *_TOKENS_AT]) if name in named}
     rows, tokens = tensors[order[0]].shape[:2]
     for name, value in {**tensors, "labels": labels, "shift_labels": shifted}.items():
         if value is not None and value.shape[_TOKENS_AT.get(name, 1)] != tokens:
@@ -98,22 +108,6 @@ def read_batch(named: dict[str, Any], inner: nn.Module) -> TokenBatch:
         shifted = torch.full_like(labels, IGNORE_INDEX)
         shifted[:, :-1] = labels[:, 1:]
     return TokenBatch(tensors, mask, shifted, count, named)
-
-
-def _check_options(named: dict[str, Any], inner: nn.Module) -> None:
-    config: Any = inner.config
-    keep = named.get("logits_to_keep", 0)
-    if isinstance(keep, Tensor) or keep:
-        raise ConfigError(
-            "logits_to_keep cannot be used where tokens are cut: each rank has the logits of its "
-            "own. To generate without a cache, do it within use_whole_rows(model)."
-        )
-    for name, why in (
-        ("output_attentions", "no rank has all weights"),
-        ("output_router_logits", "the loss of a router needs all tokens of the batch in one place"),
-    ):
-        if named.get(name, getattr(config, name, False)):
-            raise ConfigError(f"{name} = True cannot be used where tokens are cut: {why}. Set it to False.")
 
 
 def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Module) -> MaskSpec:

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter, to_local_parameter
@@ -185,6 +186,8 @@ class ShardedLayer(nn.Module):
     @classmethod
     def _convert(cls, linear: nn.Module, mesh: DeviceMesh, **attributes: Any) -> Self:
         _check_mesh(mesh, cls.__name__)
+        if isinstance(linear, Conv1D):  # it has other names for them
+            linear.__dict__.update(zip(("in_features", "out_features"), linear.weight.shape, strict=True))
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear.__dict__.update(group=mesh.get_group(), **attributes)
@@ -341,10 +344,6 @@ class ColumnParallelConv1D(ColumnParallelLinear):
 
     _output_dim = 1
 
-    def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
-        self.in_features, self.out_features = self.weight.shape  # Conv1D has other names for them
-        super()._shard(mesh, parts, gather)
-
     def _compute(self, x: Tensor) -> Tensor:
         return x @ to_local_parameter(self.weight) + to_local_parameter(self.bias)
 
@@ -353,10 +352,6 @@ class RowParallelConv1D(RowParallelLinear):
     """A row-parallel layer with a transposed weight, as in GPT-2."""
 
     _input_dim = 0
-
-    def _shard(self, mesh: DeviceMesh, split: bool) -> None:
-        self.in_features, self.out_features = self.weight.shape
-        super()._shard(mesh, split)
 
     def _compute(self, x: Tensor) -> Tensor:
         return x @ to_local_parameter(self.weight)

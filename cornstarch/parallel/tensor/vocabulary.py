@@ -124,20 +124,17 @@ class VocabularyHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = to_local_parameter(self.weight), to_local_parameter(self.bias)
         input = copy_to_ranks(input, self.group)
-        # A frozen model is not in train mode, and gradients flow through it all the same.
-        if not (torch.is_grad_enabled() and (self.training or input.requires_grad)):
-            return self._gather_logits(nn.functional.linear(input, weight, bias))
 
         def logits(hidden: Tensor) -> Tensor:
-            return self._gather_logits(nn.functional.linear(hidden, weight, bias))
+            own = nn.functional.linear(hidden, weight, bias)
+            padded = nn.functional.pad(own, (0, -(-self.words // self.group.size()) - own.shape[-1]))
+            return gather_from_ranks(padded, self.group)[..., : self.words]
 
+        # A frozen model is not in train mode, and gradients flow through it all the same.
+        if not (torch.is_grad_enabled() and (self.training or input.requires_grad)):
+            return logits(input)
         words = VocabularyShard(self.group, local_vocabulary(self.words, self.group)[0])
         return LazyLogits(input, weight, bias, logits, words)  # type: ignore[return-value]
-
-    def _gather_logits(self, logits: Tensor) -> Tensor:
-        step = -(-self.words // self.group.size())
-        padded = nn.functional.pad(logits, (0, step - logits.shape[-1]))
-        return gather_from_ranks(padded, self.group)[..., : self.words]
 
 
 def vocabulary_cross_entropy(
