@@ -55,10 +55,7 @@ def assign_surplus(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
 
     Only surplus moves: an owner keeps its largest items up to an even part of the total, and at least one item. The
     rest goes, largest first, to the rank with the smallest load, which may be the owner. If that does not reduce the
-    largest load by 5 %, nothing moves.
-
-    Args:
-        sizes: The sizes of each owner's items; an owner without items only receives.
+    largest load by 5 %, nothing moves. An owner without items only receives.
     """
     unmoved = [[owner] * len(own) for owner, own in enumerate(sizes)]
     before = [sum(own) for own in sizes]
@@ -85,11 +82,7 @@ def assign_surplus(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
 def assign_in_order(count: int, ranks: int, microbatches: int, size: int | None = None) -> SampleAssignment:
     """Return samples in their order: each microbatch is the next `size` samples, split evenly over the replicas.
 
-    Args:
-        count: Samples of the step.
-        ranks: Replicas.
-        microbatches: Microbatches of each replica.
-        size: Samples of a microbatch over all replicas. Default: equal microbatches.
+    `size` counts the samples of a microbatch over all replicas (`ranks`). Default: equal microbatches.
     """
     size = size or max(-(-count // microbatches), 1)
     pieces = [np.array_split(np.arange(count)[m * size : (m + 1) * size], ranks) for m in range(microbatches)]
@@ -105,7 +98,7 @@ def balance(costs: SampleCosts, ranks: int, microbatches: int = 1, padded: bool 
     Args:
         costs: [D, N], the cost of each sample in each phase, in any unit.
         ranks: Replicas.
-        microbatches: Microbatches of each replica.
+        microbatches: Of each replica.
         padded: Whether rows of the language model are padded to the longest of their microbatch, so that each costs
             as much as the most expensive one.
     """
@@ -136,10 +129,8 @@ def compute_loads(costs: SampleCosts, assignment: SampleAssignment, padded: bool
 def compute_step_work(work: NDArray[np.float64], every_microbatch: bool = False) -> float:
     """Return the time of a step in units of work: in each phase, that of the slowest replica.
 
-    Args:
-        work: [R, M, D], from `compute_loads`.
-        every_microbatch: Whether replicas wait for one another in each microbatch (sharded parameters), and not only
-            at the end of a step.
+    `work` is [R, M, D], from `compute_loads`. `every_microbatch`: replicas wait for one another in each microbatch
+    (sharded parameters), and not only at the end of a step.
     """
     return float(work.max(0).sum() if every_microbatch else work.sum(1).max(0).sum())
 
@@ -147,9 +138,7 @@ def compute_step_work(work: NDArray[np.float64], every_microbatch: bool = False)
 def compute_efficiency(work: NDArray[np.float64], needed: float | None = None) -> float:
     """Return the mean work over the work of the slowest replica, phase by phase: 1 if no replica waits.
 
-    Args:
-        work: [R, M, D], from `compute_loads`.
-        needed: The work of the samples without padding. Default: the sum of `work`.
+    `work` is [R, M, D], from `compute_loads`; `needed` is the work without padding. Default: the sum of `work`.
     """
     time = compute_step_work(work)
     return (float(work.sum()) if needed is None else needed) / len(work) / time if time else 1.0

@@ -16,7 +16,7 @@ from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.data_options import REPLICATED, SPLIT_BACKWARD
 from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan, group_by_ranks
 from cornstarch.plan.plan import RankPlacement as RankMode
-from cornstarch.plan.rank_order import Span, copies_in_nodes
+from cornstarch.plan.rank_order import Span, build_spans, copies_in_nodes
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
@@ -75,13 +75,7 @@ class Candidate:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The ranks of each group of modules in a replica."""
-        plans = dict(self.modules)
-        first = tuple(plans)[:-1] if self.ranks == "first_stage" else ()
-        spans = []
-        for names in self.sharing:
-            stages, cp, tp = (max(getattr(plans[n], axis) for n in names) for axis in ("stages", "cp", "tp"))
-            spans.append(Span(names, stages, cp, tp, first=first))
-        return tuple(spans)
+        return build_spans(dict(self.modules), self.sharing, self.ranks)
 
     @property
     def replica(self) -> int:
@@ -323,11 +317,3 @@ def complete_sizes(
             splits_backward = schedule in SPLIT_BACKWARD
             if not splits_backward or (kind in REPLICATED and not any(checkpointing)):
                 yield Candidate(modules, sizes.ranks, kind, schedule, sizes.dp, microbatches)
-
-
-def enumerate_candidates(cost: RunCost, cluster: Cluster, space: SearchSpace | None = None) -> Iterator[Candidate]:
-    space = space or SearchSpace()
-    for sizes in enumerate_sizes(cost, cluster, space):
-        for microbatches in list_microbatches(sizes, cost, space):
-            for checkpointing in list_checkpointing(cost, space):
-                yield from complete_sizes(sizes, checkpointing, microbatches, cost, space)

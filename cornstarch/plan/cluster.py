@@ -247,7 +247,17 @@ class Cluster:
                 f"cluster {text!r}: {per_node} GPUs in one node. The first of two numbers counts nodes: "
                 f"write {split}, or describe such a node in a YAML file."
             )
-        return Cluster(nodes, per_node, one, find_node_link(one), LINKS[BETWEEN_NODES], name=text)
+        return replace(Cluster.of(one, nodes, per_node), name=text)
+
+    @staticmethod
+    def of(one: Device, nodes: int, per_node: int) -> Cluster:
+        """Return nodes of a device with the links of the catalogue."""
+        name = format_cluster_name(one, nodes, per_node)
+        return Cluster(nodes, per_node, one, find_node_link(one), LINKS[BETWEEN_NODES], name=name)
+
+    def resize(self, nodes: int, per_node: int) -> Cluster:
+        """Return another number of the same devices and links."""
+        return replace(self, nodes=nodes, per_node=per_node, name=format_cluster_name(self.device, nodes, per_node))
 
     @property
     def devices(self) -> int:
@@ -286,8 +296,7 @@ def resize_cluster(cluster: Cluster, devices: int) -> Cluster:
             f"{devices} devices do not fill nodes of {cluster.per_node}; {nodes * cluster.per_node} and "
             f"{(nodes + 1) * cluster.per_node} do."
         )
-    nodes, each = (nodes, cluster.per_node) if nodes else (1, devices)
-    return replace(cluster, nodes=nodes, per_node=each, name=format_cluster_name(cluster.device, nodes, each))
+    return cluster.resize(nodes, cluster.per_node) if nodes else cluster.resize(1, devices)
 
 
 def format_cluster_name(device: Device, nodes: int, per_node: int) -> str:

@@ -278,7 +278,6 @@ class _Reader:
 
 
 def as_yaml(cluster: Cluster) -> str:
-    """Return a cluster as YAML."""
     one = cluster.device
     rates = dict(one.rates) or {"fp16": one.flops_of("fp16")}
     lines = [

@@ -292,7 +292,6 @@ class RankCost:
 
 
 def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -> RankCost:
-    """Return the costs of a module's layers on one rank."""
     upstream = cost.has_trained_input(sharding.module)
     rows: list[tuple[float, ...]] = []
     layers: list[LayerCost] = []

@@ -17,17 +17,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from cornstarch.errors import ConfigError
+from cornstarch.plan import rank_order
 from cornstarch.plan.data_options import REPLICATED, SHARDED, SPLIT_BACKWARD, UNSYNCHRONIZED
 from cornstarch.plan.plan import Plan
-from cornstarch.plan.rank_order import (
-    Placement,
-    Ranks,
-    Span,
-    copies_in_nodes,
-    group_starts,
-    nodes_of,
-    place_spans,
-)
+from cornstarch.plan.rank_order import Placement, Ranks, Span
 from cornstarch.plan.validation import format_value, nearest
 
 MOST_RANKS = 10_000_000
@@ -72,7 +65,9 @@ class Layout:
             if type(number) is not int or not 1 <= number <= most:
                 raise ConfigError(f"{name} = {format_value(number)}: expected a whole number from 1 to {most:,}.")
         dp = _infer_dp(plan, world)
-        placement = place_spans(_spans(plan), dp, ranks_per_node)
+        placement = rank_order.place_spans(
+            rank_order.build_spans(plan.modules, plan.sharing, plan.ranks), dp, ranks_per_node
+        )
         layout = cls(plan, world, ranks_per_node, _infer_replicate(plan, dp, ranks_per_node), placement)
         layout._check_resharding()
         return layout
@@ -188,20 +183,6 @@ class Layout:
         starts = self.placement.starts(span) if 1 in free else np.array([self.placement.start(span, place.dp)])
         return starts.reshape(1, -1, 1, 1) + (stage * span.cp + cp) * span.tp + tp
 
-    def every_group(self) -> dict[tuple[str, Axis], Ranks]:
-        """Return all groups by (module, axis); modules that share their ranks have the same arrays."""
-        found: dict[tuple[str, Axis], Ranks] = {}
-        for span in self.placement.spans:
-            meshes = {span.stages_of(module): self.mesh(module) for module in span.modules}
-            for axis in AXES:
-                shapes: dict[tuple[int, ...], Ranks] = {}
-                for module in span.modules:
-                    stages, shape = span.stages_of(module), self.data_shape(module)
-                    if (stages, *shape) not in shapes:
-                        shapes[stages, *shape] = _groups(meshes[stages], axis, shape)
-                    found[module, axis] = shapes[stages, *shape]
-        return found
-
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Groups that cross nodes, which slows the run down: one line for the innermost axis of each module."""
@@ -211,13 +192,13 @@ class Layout:
         node, name = self.ranks_per_node, " and ".join(span.modules)
         starts = self.placement.starts(span)
         nested = [
-            ("tp", f"tp {span.tp}", span.tp, group_starts(starts, span.stages * span.cp, span.tp)),
+            ("tp", f"tp {span.tp}", span.tp, rank_order.group_starts(starts, span.stages * span.cp, span.tp)),
             ("cp", f"cp {span.cp} × tp {span.tp} = {span.stage_ranks}", span.stage_ranks,
-             group_starts(starts, span.stages, span.stage_ranks)),
+             rank_order.group_starts(starts, span.stages, span.stage_ranks)),
             ("pp", f"{span.stages} stages × cp {span.cp} × tp {span.tp} = {span.ranks}", span.ranks, starts),
         ]  # fmt: skip
         for axis, sizes, ranks, groups in nested:
-            nodes = nodes_of(groups, ranks, node)
+            nodes = rank_order.nodes_of(groups, ranks, node)
             crossing = int((nodes > 1).sum())
             if not crossing or (axis == "pp" and ranks > node):  # pipelines are made for crossing nodes
                 continue
@@ -354,12 +335,6 @@ def check_executable(plan: Plan) -> None:
         raise ConfigError("parallel: this plan cannot be run yet.\n  " + "\n  ".join(reasons))
 
 
-def _spans(plan: Plan) -> list[Span]:
-    """Return the sizes of each set of modules with its own ranks, in the plan's order."""
-    encoders = tuple(plan.modules)[:-1] if plan.ranks == "first_stage" else ()
-    return [Span(modules, *plan.sizes(modules), first=encoders) for modules in plan.sharing]
-
-
 def _infer_dp(plan: Plan, world: int) -> int:
     """Return the number of replicas; ConfigError that names sizes that work, if the ranks do not fit."""
     step = plan.replica * (plan.data.replicate or 1)
@@ -380,7 +355,7 @@ def _infer_dp(plan: Plan, world: int) -> int:
 def _describe_replica(plan: Plan) -> str:
     """Return how the ranks of a replica add up: ` (vision 2 + language_model 3 × 2 × 4 = 24)`."""
     words = []
-    for span in _spans(plan):
+    for span in rank_order.build_spans(plan.modules, plan.sharing, plan.ranks):
         sizes = [("stages", span.stages), ("cp", span.cp), ("tp", span.tp)]
         factors = [f"{size} stages" if axis == "stages" else f"{axis} {size}" for axis, size in sizes if size > 1]
         name = "" if len(plan.sharing) == 1 else f"{' and '.join(span.modules)} "
@@ -392,7 +367,7 @@ def _infer_replicate(plan: Plan, dp: int, ranks_per_node: int) -> int | None:
     """Return the number of copies under hsdp: the plan's, or as many as keep a copy within a node."""
     if plan.data.kind != "hsdp" or plan.data.replicate is not None:
         return plan.data.replicate
-    copies = copies_in_nodes(plan.replica, dp, ranks_per_node)
+    copies = rank_order.copies_in_nodes(plan.replica, dp, ranks_per_node)
     if copies == dp > 1:
         raise ConfigError(
             f"data.kind = hsdp: {dp:,} replicas of {plan.replica:,} ranks cannot be cut into copies that each lie in a "

@@ -88,7 +88,6 @@ class StateSize:
     """Step counters."""
 
     def of(self, shape: Sequence[int]) -> int:
-        """Return the bytes for a tensor of this shape."""
         rows, columns = prod(shape[:-1]), prod((*shape[:-2], *shape[-1:]))
         return self.per_element * prod(shape) + self.per_row * rows + self.per_column * columns + self.constant
 
@@ -147,12 +146,8 @@ class Memory:
         """Return the peak bytes of a step on the device.
 
         In a backward pass gradients appear as activations are freed, so they do not add up, unless gradients exist
-        before: in persistent buckets, or those of an earlier microbatch (`accumulated`).
-
-        Args:
-            activations: The peak of activations.
-            accumulated: Whether a step has several microbatches.
-            last: Activations that live until all gradients exist: those of the layer whose backward pass is last.
+        before: in persistent buckets, or those of an earlier microbatch (`accumulated`). `last`: activations that live
+        until all gradients exist, those of the layer whose backward pass is last.
         """
         gradients = 0 if self.offloaded else self.gradients
         resting = self.buffers if self.offloaded else self.persistent - gradients + self.buckets + self.exchanged

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from itertools import chain
 from textwrap import wrap
@@ -92,7 +93,7 @@ def _format_range(span: Range) -> str:
 def rows(layout: Layout, replicas: int) -> list[RankRow]:
     """Return the ranks of the first replicas: by tp group and node, or coarser where that is too long."""
     found: list[RankRow] = []
-    for fine in (_rows_by_group, _rows_by_stage, _rows_by_module):
+    for fine in (_rows_by_group, _rows_by_stage, partial(_rows_by_stage, merged=True)):
         every = chain.from_iterable(fine(layout, span, replicas) for span in layout.placement.spans)
         found = sorted(every, key=lambda row: row.ranks)
         if len(found) <= MOST_ROWS:
@@ -124,17 +125,12 @@ def _rows_by_group(layout: Layout, span: Span, replicas: int) -> Iterator[RankRo
                 low = high + 1
 
 
-def _rows_by_stage(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
-    return _rows_of_stages(layout, span, replicas, [(stage, stage) for stage in range(span.stages)])
-
-
-def _rows_by_module(layout: Layout, span: Span, replicas: int) -> Iterator[RankRow]:
+def _rows_by_stage(layout: Layout, span: Span, replicas: int, merged: bool = False) -> Iterator[RankRow]:
+    """Yield a row for each stage; merged: stages with the same modules become one row."""
     last = span.stages - 1
-    # Stages with the same modules become one row.
-    return _rows_of_stages(layout, span, replicas, [(0, 0), (1, last)] if span.first and last else [(0, last)])
-
-
-def _rows_of_stages(layout: Layout, span: Span, replicas: int, runs: list[Range]) -> Iterator[RankRow]:
+    runs = [(stage, stage) for stage in range(span.stages)]
+    if merged:
+        runs = [(0, 0), (1, last)] if span.first and last else [(0, last)]
     for dp in range(replicas):
         start = layout.placement.start(span, dp)
         for low, high in runs:

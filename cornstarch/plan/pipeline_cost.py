@@ -230,7 +230,6 @@ class PipelineCost:
 
     @cached_property
     def places(self) -> tuple[tuple[StageCost, ...], ...]:
-        """The stages of each place."""
         found: list[list[StageCost]] = [[] for _ in range(sum(span.stages for span in self.candidate.spans))]
         for stages in self.stages.values():
             for stage in stages:

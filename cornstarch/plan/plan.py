@@ -191,29 +191,9 @@ class DataPlan:
             yield (option,), text
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether every rank has full parameters that each step keeps equal: torch's DistributedDataParallel."""
-        return self.kind in data_options.REPLICATED
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters are sharded over the replicas."""
-        return self.kind in data_options.SHARDED
-
-    @property
-    def uses_fully_shard(self) -> bool:
-        """Whether torch's `fully_shard` shards the parameters."""
-        return self.kind in data_options.FULLY_SHARD
-
-    @property
     def is_unsynchronized(self) -> bool:
         """Whether every rank has parameters of its own between exchanges."""
         return self.kind in data_options.UNSYNCHRONIZED
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether optimizer states are sharded over the replicas."""
-        return self.kind == "zero1" or self.is_sharded
 
     def describe(self) -> str:
         """Return the kind, and the options that differ from their defaults, on one line."""

@@ -163,12 +163,16 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
     breakdown, step = replace(breakdown, uneven=late), timeline.step + late
     samples = costs.cost.batch / step if step else float("inf")
     kept, working = _list_stage_bytes(pipeline, timeline)
+    try:
+        peak = costs.cluster.device.flops_of(costs.cost.precision)
+    except ConfigError:  # unknown
+        peak = None
     return Prediction(
         candidate=candidate,
         step=step,
         samples_per_second=samples,
         tokens_per_second=samples * costs.cost.tokens,
-        mfu=_compute_mfu(costs, samples),
+        mfu=samples * costs.cost.flops / (peak * costs.cluster.devices) if peak and costs.cost.flops else None,
         memory=_list_memory(pipeline, timeline),
         limit=costs.cluster.device.usable,
         breakdown=breakdown,
@@ -205,7 +209,6 @@ def _list_memory(pipeline: PipelineCost, timeline: Timeline) -> tuple[PlaceMemor
 
 
 def _break_down(pipeline: PipelineCost, step: float) -> TimeBreakdown:
-    """Return where the time of the busiest place goes."""
     many = pipeline.candidate.microbatches
     work = [many * sum(stage.total for stage in stages) for stages in pipeline.places]
     busy = [one + tail for one, tail in zip(work, pipeline.tails, strict=True)]
@@ -228,16 +231,6 @@ def _break_down(pipeline: PipelineCost, step: float) -> TimeBreakdown:
     )
 
 
-def _compute_mfu(costs: CostModel, samples_per_second: float) -> float | None:
-    if not costs.cost.flops:
-        return None
-    try:
-        peak = costs.cluster.device.flops_of(costs.cost.precision)
-    except ConfigError:  # unknown
-        return None
-    return samples_per_second * costs.cost.flops / (peak * costs.cluster.devices)
-
-
 def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
     """Return why a plan is slower than the best: the part of the step that takes most more time than there."""
     slower = one.step / best.step - 1
@@ -250,7 +243,6 @@ def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
 
 
 def _explain_part(one: Prediction, best: Prediction, name: str, part: float, cluster: Cluster) -> str:
-    """Return what takes a part of the step, and why."""
     candidate = one.candidate
     last_name, last = candidate.modules[-1]
     link = find_links(candidate.spans, candidate.dp, cluster).groups[last_name].tp

@@ -22,6 +22,7 @@ from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Link
+    from cornstarch.plan.plan import ModulePlan
 
 Ranks = NDArray[np.int64]
 
@@ -54,6 +55,15 @@ class Span:
     @property
     def ranks(self) -> int:
         return self.stages * self.cp * self.tp
+
+
+def build_spans(modules: Mapping[str, ModulePlan], sharing: Sequence[tuple[str, ...]], ranks: str) -> tuple[Span, ...]:
+    """Return the span of each group of modules on the same ranks: the largest sizes of each."""
+    first, spans = tuple(modules)[:-1] if ranks == "first_stage" else (), []
+    for names in sharing:
+        stages, cp, tp = (max(getattr(modules[name], axis) for name in names) for axis in ("stages", "cp", "tp"))
+        spans.append(Span(names, stages, cp, tp, first=first))
+    return tuple(spans)
 
 
 @dataclass(frozen=True)

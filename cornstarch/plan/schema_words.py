@@ -67,7 +67,6 @@ def _child(schema: Schema, step: str | int) -> Schema | None:
 
 
 def names_at(schema: Schema, path: Path) -> list[str]:
-    """Return the keys of the section at `path`."""
     found = locate(schema, path)
     return [name for choice in alternatives(found or {}) for name in choice.get("properties", {})]
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from cornstarch.errors import ConfigError
 from cornstarch.plan import candidates
 from cornstarch.plan.candidates import Candidate, ParallelSizes, SearchSpace
-from cornstarch.plan.cluster import format_cluster_name
 from cornstarch.plan.cost import ModuleSharding, RankCost, RunCost
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.plan import DataKind, Plan
@@ -124,7 +123,11 @@ def search(
     if polish:
         best = _polish(best, best_first.seen, costs, space)
     refused = tuple(_explain_refusal(one, peak, usable) for peak, one in best_first.refused.values())
-    return SearchResult(best, _list_runners_up(best, others, cluster, runners_up), refused, None, best_first.tried)
+    kept = {_kind_of(best): best}
+    for one in sorted(others, key=lambda one: one.step):
+        kept.setdefault(_kind_of(one), one)
+    losers = [RunnerUp(one, explain_slower(one, best, cluster)) for one in [*kept.values()][1 : runners_up + 1]]
+    return SearchResult(best, tuple(losers), refused, None, best_first.tried)
 
 
 def _explain_refusal(candidate: Candidate, peak: int, usable: int) -> str:
@@ -268,8 +271,7 @@ def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -
     """
 
     def try_size(nodes: int, per_node: int) -> Cluster | None:
-        name = format_cluster_name(cluster.device, nodes, per_node)
-        one = replace(cluster, nodes=nodes, per_node=per_node, name=name)
+        one = cluster.resize(nodes, per_node)
         return one if can_fit(CostModel(cost, one), space) else None
 
     largest = [max(m.tp_sizes) * max(m.cp_sizes) * min(candidates.MOST_STAGES, len(m.layers)) for m in cost.modules]
@@ -329,12 +331,18 @@ class _BestFirstSearch:
             if bound >= limit:
                 break
             if isinstance(entry, PipelineCost):
-                best = self._simulate(entry, best)
-                limit = self._limit(best)
+                self.tried += 1
+                one = predict(entry.candidate, self.costs, self.costs.cluster)
+                if one.fits:
+                    self.seen.append(one)
+                    best = one if best is None or one.step < best.step else best
+                    limit = self._limit(best)
+                else:
+                    self._refuse(one.peak, entry.candidate)
                 continue
-            for below, one in self._expand(entry, limit):
+            for below, inner in self._expand(entry, limit):
                 if max(bound, below) < limit:
-                    heappush(heap, (max(bound, below), next(self.numbers), one))
+                    heappush(heap, (max(bound, below), next(self.numbers), inner))
         return best
 
     def _limit(self, best: Prediction | None) -> float:
@@ -360,15 +368,6 @@ class _BestFirstSearch:
                     yield pipeline.least, pipeline
                 else:
                     self._refuse(pipeline.least_peak, candidate)
-
-    def _simulate(self, pipeline: PipelineCost, best: Prediction | None) -> Prediction | None:
-        self.tried += 1
-        one = predict(pipeline.candidate, self.costs, self.costs.cluster)
-        if not one.fits:
-            self._refuse(one.peak, pipeline.candidate)
-            return best
-        self.seen.append(one)
-        return one if best is None or one.step < best.step else best
 
     def _refuse(self, peak: int, candidate: Candidate) -> None:
         """Remember the candidate of its kind that came nearest to fitting."""
@@ -401,13 +400,6 @@ def _kind_of(prediction: Prediction) -> tuple[Any, ...]:
     candidate = prediction.candidate
     last = candidate.modules[-1][1]
     return candidate.ranks, last.tp, last.stages > 1, last.cp > 1, candidate.kind in ("zero2", "zero3", "hsdp")
-
-
-def _list_runners_up(best: Prediction, others: list[Prediction], cluster: Cluster, most: int) -> tuple[RunnerUp, ...]:
-    kept = {_kind_of(best): best}
-    for one in sorted(others, key=lambda one: one.step):
-        kept.setdefault(_kind_of(one), one)
-    return tuple(RunnerUp(one, explain_slower(one, best, cluster)) for one in [*kept.values()][1 : most + 1])
 
 
 # ------------------------------------------------------------------------------------------------ refinement

@@ -89,7 +89,6 @@ class StepEnd:
         return late + self.earlier * max(0.0, self.reduction - backward)
 
     def tail(self, backward: float) -> float:
-        """Return the time after the last backward pass."""
         return self.get_exposed_seconds(backward) + self.optimizer + self.gather
 
     def other_work(self, end: float, backward: float) -> Iterator[Interval]:

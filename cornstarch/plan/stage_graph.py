@@ -98,7 +98,6 @@ def place_of(layout: Layout, rank: int) -> int:
 
 
 def _first_places(plan: Plan) -> dict[str, int]:
-    """Return the place of each module's first stage."""
     found: dict[str, int] = {}
     start = 0
     for modules in plan.sharing:

@@ -166,12 +166,9 @@ def _count_earlier(keys: NDArray[np.integer], lengths: Integers) -> Integers:
 def distribute(work: BlockWork, ranks: int, how: str = "auto") -> TokenDistribution:
     """Distribute the blocks of a row over ranks.
 
-    Args:
-        work: The cost of each block.
-        ranks: Ranks of the context-parallel group; each gets at least one block.
-        how: "uniform": one piece each; "zigzag": one piece from the front and its mirror image from the back, even
-            for causal text; "makespan_min": the most even under this mask; "auto": the first of these that is even
-            within 5 %.
+    Each rank of the context-parallel group gets at least one block. uniform: one piece each; zigzag: one piece from the
+    front and its mirror image from the back, even for causal text; makespan_min: the most even under this mask; auto:
+    the first of these that is even within 5 %.
     """
     if how not in get_args(DistributionMethod):
         raise ConfigError(f"distribution = {how!r}: expected one of {', '.join(get_args(DistributionMethod))}.")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,11 +28,9 @@ from cornstarch.parallel.tensor.regions import plan_regions
 from cornstarch.plan import cluster
 from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
+from cornstarch.plan.data_statistics import DataStatistics, load_yaml, write_text
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
 from cornstarch.tasks.build import build_calls, build_meta_model
-
-if TYPE_CHECKING:
-    from cornstarch.plan.data_statistics import DataStatistics
 
 _MEASURED_ON = "measured_on"
 _TUPLES = ("feeds", "tp_sizes", "cp_sizes")
@@ -40,9 +38,6 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 CostModel = Callable[[ModuleCall], CallCost]
 """Returns the cost of a call: `AnalyticCost` or `ProfiledCost`."""
-
-
-# ---------------------------------------------------------------------------------------------------- microbatches
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,6 @@ class MicrobatchShape:
     """Tokens of all rows that have a label; the head computes no others. Default: all."""
 
     def count(self, encoder: str) -> int:
-        """Return the number of an encoder's items."""
         return max(1, self.items.get(encoder, self.rows))
 
     @property
@@ -82,9 +76,6 @@ def build_microbatch_shape(config: RunConfig, model: nn.Module, facts: DataStati
     items = {name: round(rows * facts.items.get(name, 1.0)) for name in encoders}
     placeholders = sum(rows * facts.items.get(name, 1.0) * facts.item_tokens.get(name, 0.0) for name in encoders)
     return MicrobatchShape(rows, tokens, items, max(1, round(rows * tokens - placeholders)))
-
-
-# ---------------------------------------------------------------------------------------------------- runs and models
 
 
 def run_cost(
@@ -114,16 +105,10 @@ def run_cost(
     return cost if facts is None else replace(cost, straggler=tuple(sorted(facts.straggler.items())))
 
 
-def choose_precision(config: RunConfig, device: Device) -> Precision:
-    """Return the precision of a run on a device."""
-    if config.precision != "auto":
-        return config.precision
-    return "bf16" if device.has_bf16 else "fp32"
-
-
 def build_run_model(config: RunConfig, device: Device) -> tuple[nn.Module, Precision]:
     """Return a run's model on the meta device, its weights in the precisions of a device, and the run's precision."""
-    precision = choose_precision(config, device)
+    usual: Precision = "bf16" if device.has_bf16 else "fp32"
+    precision = usual if config.precision == "auto" else config.precision
     model = build_meta_model(config)
     cast_parts(split_into_parts(model, config.model, config.optimizer), DTYPES[precision])
     return model, precision
@@ -187,8 +172,8 @@ def build_cost(
         seen: set[int] = set()
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
         layers = tuple(_build_layer(segment, own, seen, items) for segment, own in zip(segments, costs, strict=True))
-        sizes = _find_tp_sizes(part), _find_cp_sizes(part, is_language_model)
-        modules.append(ModuleCost(name, layers, tp_sizes=sizes[0], cp_sizes=sizes[1]))
+        tp, cp = _find_tp_sizes(part), _find_cp_sizes(part, is_language_model)
+        modules.append(ModuleCost(name, layers, tp_sizes=tp, cp_sizes=cp))
     return RunCost(
         tuple(modules),
         samples=microbatch.rows,
@@ -294,9 +279,6 @@ def _count_state_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
     return state_size(optimizer, counts.most_common(1)[0][0], is_matrix=True).per_element if counts else 0
 
 
-# ---------------------------------------------------------------------------------------------------- profiles
-
-
 def profile_run(
     config: RunConfig, facts: DataStatistics | None = None, on_measure: Callable[[str], None] = lambda words: None
 ) -> RunCost:
@@ -377,9 +359,6 @@ def get_device_name(config: RunConfig) -> str:
     return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
 
 
-# ---------------------------------------------------------------------------------------------------- files
-
-
 def check_output(path: Path) -> None:
     """Refuse a file that cannot be written, before anything is measured."""
     if path.is_dir():
@@ -401,52 +380,27 @@ def write_costs(path: str | Path, cost: RunCost, measured_on: str) -> None:
             {name: value for name, value in one.items() if value != usual[name]} for one in module["layers"]
         ]
     text = yaml.safe_dump({_MEASURED_ON: measured_on, **data, "modules": modules}, sort_keys=False, width=200)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
+    write_text(path, text)
 
 
 def read_costs(path: str | Path, on: Device | None = None) -> RunCost:
-    """Read the costs in a file.
-
-    Args:
-        path: A file of `cornstarch profile`.
-        on: The device that they are used for; costs of another device are refused.
-    """
-    import yaml
-
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}. To write it: cornstarch profile CONFIG --output {path}"
-        ) from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: this is not YAML: {str(error).splitlines()[0]}.") from error
+    """Read a file of `cornstarch profile`; costs of another device than `on` are refused."""
+    data = load_yaml(path, "profile")
     if not isinstance(data, Mapping) or not isinstance(data.get("modules"), Mapping):
         raise ConfigError(f"{path}: the file has no costs; `cornstarch profile CONFIG --output {path}` writes them.")
     try:
-        _check_device(str(data.get(_MEASURED_ON, "")), on)
+        measured_on = str(data.get(_MEASURED_ON, ""))
+        found = cluster.find_device_or_unknown(measured_on).name
+        if on is not None and measured_on and on.name not in (found, measured_on):
+            raise ConfigError(
+                f"the costs were measured on {measured_on}; they do not apply to {on.name}. Measure them there "
+                "(cornstarch profile), or leave them out: costs are then computed from shapes."
+            )
         modules = tuple(_read_module(name, one) for name, one in data["modules"].items())
         given = {name: value for name, value in data.items() if name not in ("modules", _MEASURED_ON)}
         return _read(RunCost, "the run", {**given, "modules": modules})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def _check_device(measured_on: str, on: Device | None) -> None:
-    if on is None or not measured_on:
-        return
-    try:
-        found = cluster.device(measured_on).name
-    except ConfigError:  # a device that is not in the catalogue
-        found = measured_on
-    if found != on.name and measured_on != on.name:
-        raise ConfigError(
-            f"the costs were measured on {measured_on}; they do not apply to {on.name}. Measure them there "
-            "(cornstarch profile), or leave them out: costs are then computed from shapes."
-        )
 
 
 def _read_module(name: str, data: Any) -> ModuleCost:
@@ -467,13 +421,9 @@ def _read(kind: type, where: str, data: Any) -> Any:
     wrong = [
         f"{name} = {value!r}"
         for name, value in data.items()
-        if name in known and str(known[name].type) in ("int", "float") and not _is_number(value)
+        if name in known and str(known[name].type) in ("int", "float") and type(value) not in (int, float)
     ]
     for found, words in ((unknown, "unknown"), (missing, "missing"), (wrong, "expected a number")):
         if found:
             raise ConfigError(f"{where}: {', '.join(found)}: {words}.")
     return kind(**data)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

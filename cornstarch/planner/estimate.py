@@ -24,8 +24,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel.ddp_fsdp import check_data_plan
 from cornstarch.parallel.device import DTYPES
 from cornstarch.plan import DataKind, DataPlan, Layout, Plan
-from cornstarch.plan.cluster import Cluster, Device, Link, find_node_link, format_cluster_name, this_cpu
-from cornstarch.plan.communication import BETWEEN_NODES, LINKS
+from cornstarch.plan.cluster import Cluster, Device, Link, this_cpu
 from cornstarch.plan.cost import ModuleSharding, RunCost, compute_rank_cost
 from cornstarch.plan.data_options import data_conflicts
 from cornstarch.plan.data_statistics import DataStatistics
@@ -72,7 +71,6 @@ class KindEstimate:
         return self.memory.peak(self.activations or 0, self.accumulated, self.last)
 
     def fits(self, device: Device) -> bool:
-        """Return whether a device has enough memory."""
         return self.memory is not None and self.peak <= device.usable
 
 
@@ -173,19 +171,17 @@ def _list_data_plans(plan: Plan, world: int, ranks_per_node: int) -> Iterator[tu
     if world == 1:
         yield plan.data, 1
         return
+    defaults = {field.name: field.default for field in dataclasses.fields(DataPlan)}
     for kind in dict.fromkeys((*_KINDS, own)):
-        data = plan.data if kind == own else _with_kind(plan.data, kind)
+        data = plan.data
+        if kind != own:
+            values = {**vars(data), "kind": kind}
+            for option, _ in list(data_conflicts(values, defaults)):
+                values[option] = defaults[option]
+            data = DataPlan(**values)
         copies = _count_copies(plan, data, world, ranks_per_node) if kind == "hsdp" else 1
         if kind == own or (kind != "fsdp1" and copies is not None):
             yield data, copies or 1
-
-
-def _with_kind(data: DataPlan, kind: DataKind) -> DataPlan:
-    defaults = {field.name: field.default for field in dataclasses.fields(DataPlan)}
-    values = {**vars(data), "kind": kind}
-    for option, _ in list(data_conflicts(values, defaults)):
-        values[option] = defaults[option]
-    return DataPlan(**values)
 
 
 def _count_copies(plan: Plan, data: DataPlan, world: int, ranks_per_node: int) -> int | None:
@@ -332,9 +328,8 @@ def estimate_plan(
     model, _ = build_run_model(config, device)
     if device.is_cpu:  # its processes share the cores
         device = replace(this_cpu(per_node), memory=device.memory)
-    device, nodes = DeviceSpeed.of(device).device, world // per_node
-    name = format_cluster_name(device, nodes, per_node)
-    cluster = Cluster(nodes, per_node, device, find_node_link(device), LINKS[BETWEEN_NODES], name=name)
+    device = DeviceSpeed.of(device).device
+    cluster = Cluster.of(device, world // per_node, per_node)
     facts = None if items == 1 else DataStatistics(config.data.max_length, dict.fromkeys(config.model.encoders, items))
     cost = cost_of(config, cluster, config.parallel.costs, facts)
     own = own_plan(config, cluster, cost)
@@ -364,12 +359,10 @@ class NetworkEstimate:
 
     @property
     def advice(self) -> str:
-        """What to do, on one line."""
         plain, chosen = self.choices[0], self.chosen
         if chosen is plain:
             return "ddp is about as fast as anything here: sending less would not help."
-        times = plain.seconds / chosen.seconds
-        gain = f"a step would be {times:.1f} times as fast as with ddp"
+        gain = f"a step would be {plain.seconds / chosen.seconds:.1f} times as fast as with ddp"
         return f"{chosen.label}: {gain}; in the config: {list_overrides(chosen)}."
 
 

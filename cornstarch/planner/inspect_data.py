@@ -28,15 +28,8 @@ from cornstarch.engine.recompute import recompute_activations
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing
-from cornstarch.plan.balancing import (
-    SampleAssignment,
-    SampleCosts,
-    assign_in_order,
-    balance,
-    compute_loads,
-    compute_step_work,
-    find_dominated_phases,
-)
+from cornstarch.plan import balancing
+from cornstarch.plan.balancing import SampleAssignment, SampleCosts, balance, compute_loads
 from cornstarch.plan.data_statistics import DataStatistics
 from cornstarch.tasks.build import build_task
 from cornstarch.tasks.build_model import build_model
@@ -65,7 +58,6 @@ class LoadImbalance:
     """Phases in which one sample alone exceeds the even load of a replica, in some of the steps."""
 
     def time(self, packing: bool, balanced: bool) -> float:
-        """Return one of the four times."""
         if packing:
             return self.packed_balanced if balanced else self.packed
         return self.padded_balanced if balanced else self.padded
@@ -112,7 +104,6 @@ class Inspection:
 
     @property
     def facts(self) -> DataStatistics:
-        """The facts for the planner."""
         weights = [one.weight * one.samples / one.good for one in self.sources for _ in range(one.good)]
 
         def mean(values: Iterable[float]) -> float:
@@ -214,7 +205,7 @@ def _compute_imbalance(
 ) -> LoadImbalance:
     times, least, heavy = np.zeros(4), 0.0, np.zeros(len(found.phases), bool)
     for costs, lengths in steps:
-        in_order = assign_in_order(costs.shape[1], replicas, microbatches)
+        in_order = balancing.assign_in_order(costs.shape[1], replicas, microbatches)
         limit = found.config.data.max_length
         ways = [
             compute_loads(costs, in_order, True),
@@ -222,9 +213,9 @@ def _compute_imbalance(
             _pack_loads(costs, lengths, in_order, limit),
             _pack_loads(costs, lengths, balance(costs, replicas, microbatches), limit),
         ]
-        times += [compute_step_work(way) for way in ways]
+        times += [balancing.compute_step_work(way) for way in ways]
         least += float(costs.sum()) / replicas
-        heavy |= np.array(find_dominated_phases(costs, replicas)) & (replicas > 1)
+        heavy |= np.array(balancing.find_dominated_phases(costs, replicas)) & (replicas > 1)
     ratios = times / max(least, 1e-30)
     names = tuple(name for name, is_heavy in zip(found.phases, heavy, strict=True) if is_heavy)
     samples = steps[0][0].shape[1] / replicas / microbatches

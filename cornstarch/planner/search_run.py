@@ -19,19 +19,10 @@ from cornstarch.config import ParallelConfig, RunConfig
 from cornstarch.config.config_file import plan_sections, replace_sections, with_plan, write_plan
 from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate, SearchSpace
-from cornstarch.plan.cluster import (
-    Cluster,
-    Device,
-    device,
-    find_node_link,
-    format_cluster_name,
-    resize_cluster,
-    this_cpu,
-)
-from cornstarch.plan.communication import BETWEEN_NODES, LINKS
-from cornstarch.plan.cost import ModuleCost, RunCost
+from cornstarch.plan.cluster import Cluster, device, resize_cluster, this_cpu
+from cornstarch.plan.cost import RunCost
 from cornstarch.plan.layout import Layout, unexecutable
-from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
+from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, Plan
 from cornstarch.plan.predict import Prediction, predict
 from cornstarch.plan.search import RUNNERS_UP, OwnPlan, ScalingPoint, SearchResult, search
 from cornstarch.report.plan_text import build_train_command, describe_auto_plan, describe_prediction
@@ -56,7 +47,11 @@ def cost_of(
     if costs is None:
         from cornstarch.planner import run_cost
 
-        split = _with_microbatches(config, cluster.devices)
+        # Costs are those of a microbatch: they are counted for one of about the size that a device gets.
+        batch = config.loop.batch_size
+        rows = next(rows for rows in range(max(1, batch // cluster.devices), 0, -1) if batch % rows == 0)
+        loop = config.loop.model_copy(update={"gradient_accumulation_steps": batch // rows})
+        split = config.model_copy(update={"loop": loop})
         return run_cost(split, cluster.device, facts, is_measured=cluster.measured)
     from cornstarch.planner import read_costs
 
@@ -68,14 +63,6 @@ def cost_of(
             "cornstarch profile CONFIG --output FILE."
         )
     return replace(measured, batch=config.loop.batch_size)
-
-
-def _with_microbatches(config: RunConfig, devices: int) -> RunConfig:
-    """Return a config with microbatches of about the size that a device gets: costs are those of a microbatch."""
-    batch = config.loop.batch_size
-    rows = next(rows for rows in range(max(1, batch // devices), 0, -1) if batch % rows == 0)
-    loop = config.loop.model_copy(update={"gradient_accumulation_steps": batch // rows})
-    return config.model_copy(update={"loop": loop})
 
 
 def plan_run(
@@ -97,7 +84,15 @@ def plan_run(
     cost = cost or cost_of(config, cluster)
     # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
     polish = config.fp8 == "off"
-    return search(_restrict_sizes(config, cost), cluster, space or _space(config), runners_up, polish=polish)
+    needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
+    no_tp = needs_whole_modules or config.fp8 != "off"
+    modules = [
+        replace(one, tp_sizes=(1,) if no_tp else one.tp_sizes, cp_sizes=(1,) if needs_whole_modules else one.cp_sizes)
+        for one in cost.modules
+    ]
+    allowed = replace(cost, modules=tuple(modules), batch=config.loop.batch_size)
+    space = space or (WITHOUT_PIPELINE if needs_whole_modules else SearchSpace())
+    return search(allowed, cluster, space, runners_up, polish=polish)
 
 
 def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | None:
@@ -110,7 +105,11 @@ def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | No
         if reasons := unexecutable(plan):
             raise ConfigError(reasons[0])
         for module in cost.modules:
-            _check_layers(plan.modules[module.name], module)
+            layers = plan.modules[module.name].layers
+            if layers is not None and sum(layers) != len(module.layers):
+                raise ConfigError(
+                    f"modules.{module.name}.layers add up to {sum(layers)}; the module has {len(module.layers)}."
+                )
         dp = Layout.of(plan, cluster.devices, cluster.per_node).dp
         return OwnPlan(
             plan, predict(Candidate.of(plan, dp, loop.gradient_accumulation_steps, _starts(plan)), cost, cluster)
@@ -130,27 +129,6 @@ def what_if(config: RunConfig, cluster: Cluster, cost: RunCost, sizes: Sequence[
         yield ScalingPoint(one, best, rate / first if rate is not None and first else None)
 
 
-def _space(config: RunConfig) -> SearchSpace:
-    """Return the choices that the rest of a config leaves."""
-    return WITHOUT_PIPELINE if _needs_whole_modules(config) else SearchSpace()
-
-
-def _needs_whole_modules(config: RunConfig) -> bool:
-    """Return whether every process must have whole modules: see the checks of `RunConfig`."""
-    return config.features.cache or config.data.balance_encoders
-
-
-def _restrict_sizes(config: RunConfig, cost: RunCost) -> RunCost:
-    """Return costs with only the sizes that the rest of a config allows."""
-    no_tp, no_cp = _needs_whole_modules(config) or config.fp8 != "off", _needs_whole_modules(config)
-
-    def restrict(module: ModuleCost) -> ModuleCost:
-        tp, cp = ((1,) if no_tp else module.tp_sizes), ((1,) if no_cp else module.cp_sizes)
-        return replace(module, tp_sizes=tp, cp_sizes=cp)
-
-    return replace(cost, modules=tuple(map(restrict, cost.modules)), batch=config.loop.batch_size)
-
-
 def module_names(config: RunConfig) -> list[str]:
     """Return the modules of a run's plan: encoders and the language model, or the whole model."""
     return [*config.model.encoders, LANGUAGE_MODEL] if config.model.encoders else [WHOLE_MODEL]
@@ -164,13 +142,6 @@ def _with_every_module(plan: Plan, names: Sequence[str], again: bool) -> Plan:
         modules = {name: replace(module, activation_checkpointing=True) for name, module in modules.items()}
     ranks = "shared" if plan.shared and len(names) > 1 else plan.ranks
     return Plan(modules, plan.data, ranks, plan.schedule)
-
-
-def _check_layers(plan: ModulePlan, module: ModuleCost) -> None:
-    if plan.layers is not None and sum(plan.layers) != len(module.layers):
-        raise ConfigError(
-            f"modules.{module.name}.layers add up to {sum(plan.layers)}; the module has {len(module.layers)}."
-        )
 
 
 def _starts(plan: Plan) -> dict[str, tuple[int, ...]] | None:
@@ -253,7 +224,6 @@ def use_all_devices(found: SearchResult, config: RunConfig, cluster: Cluster, co
 
 
 def explain_failure(found: SearchResult, cluster: Cluster) -> str:
-    """Explain why no plan fits, and what would help."""
     lines = [f"No plan of this run fits {cluster.name or 'the cluster'} ({cluster.describe()})."]
     lines += [f"  nearest: {one}" for one in found.refused[:3]]
     if found.smallest is not None:
@@ -273,18 +243,12 @@ def build_cluster(config: RunConfig, ranks: int, per_node: int, own: torch.devic
         )
     nodes = ranks // per_node
     if config.parallel.cluster is not None:
-        named = Cluster.parse(config.parallel.cluster)
-        return replace(named, nodes=nodes, per_node=per_node, name=format_cluster_name(named.device, nodes, per_node))
+        return Cluster.parse(config.parallel.cluster).resize(nodes, per_node)
     from cornstarch.parallel.device import choose_placement
 
     place = choose_placement(str(own or config.device), "auto").device
-    one = _describe_gpu(place) if place.type == "cuda" else this_cpu(per_node)
-    return Cluster(
-        nodes, per_node, one, find_node_link(one), LINKS[BETWEEN_NODES], name=format_cluster_name(one, nodes, per_node)
-    )
-
-
-def _describe_gpu(place: torch.device) -> Device:
+    if place.type != "cuda":
+        return Cluster.of(this_cpu(per_node), nodes, per_node)
     import torch
 
     properties = torch.cuda.get_device_properties(place)
@@ -295,7 +259,7 @@ def _describe_gpu(place: torch.device) -> Device:
             f"parallel: auto: {error}\n  Measure this machine: cornstarch doctor --measure --output cluster.yaml; then "
             "parallel.cluster=cluster.yaml."
         ) from None
-    return replace(known, memory=int(properties.total_memory))
+    return Cluster.of(replace(known, memory=int(properties.total_memory)), nodes, per_node)
 
 
 __all__ = [

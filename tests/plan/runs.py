@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
+from cornstarch.plan import candidates
+from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, Device, Link
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 
@@ -77,3 +80,12 @@ def random_run(draw: random.Random) -> tuple[RunCost, Cluster]:
     nodes, per_node = draw.choice([(1, 2), (1, 4), (2, 2), (1, 3)])
     inside, between = draw.choice([(1e9, 1e8), (1e10, 1e9), (1e8, 1e7)])
     return cost, cluster(nodes, per_node, memory, inside, between, 1e-6)
+
+
+def enumerate_candidates(cost: RunCost, cluster: Cluster, space: SearchSpace | None = None) -> Iterator[Candidate]:
+    """Yield every candidate of a space."""
+    space = space or SearchSpace()
+    for sizes in candidates.enumerate_sizes(cost, cluster, space):
+        for microbatches in candidates.list_microbatches(sizes, cost, space):
+            for checkpointing in candidates.list_checkpointing(cost, space):
+                yield from candidates.complete_sizes(sizes, checkpointing, microbatches, cost, space)

@@ -10,14 +10,14 @@ import pytest
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan import DataPlan, Layout, ModulePlan, Plan
-from cornstarch.plan.candidates import Candidate, SearchSpace, enumerate_candidates
+from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.memory import textbook
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.predict import predict
 from cornstarch.plan.rank_order import find_links
 from cornstarch.plan.simulate import StepEnd
-from tests.plan.runs import cluster, layer, module, random_run
+from tests.plan.runs import cluster, enumerate_candidates, layer, module, random_run
 
 CHAIN = RunCost((module("model", 4),), batch=8, tokens=10, flops=1e12)
 FAST = {"inside": 1e30, "between": 1e30}

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from cornstarch.plan.candidates import SearchSpace, enumerate_candidates
+from cornstarch.plan.candidates import SearchSpace
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.layout import unexecutable
 from cornstarch.plan.pipeline_cost import CostModel
 from cornstarch.plan.predict import predict
 from cornstarch.plan.search import search
-from tests.plan.runs import cluster, module, random_run
+from tests.plan.runs import cluster, enumerate_candidates, module, random_run
 
 INSTANCES = 200
 SMALL = SearchSpace(kinds=("ddp", "zero3", "hsdp"))

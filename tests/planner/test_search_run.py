@@ -13,7 +13,7 @@ from cornstarch.config.config_file import load_config, plan_sections, with_plan
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.plan.candidates import Candidate, SearchSpace, enumerate_candidates
+from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, resize_cluster
 from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.plan import Plan
@@ -30,7 +30,7 @@ from cornstarch.planner.search_run import (
     what_if,
 )
 from cornstarch.tasks.build import build_meta_model
-from tests.plan.runs import cluster, module, random_run
+from tests.plan.runs import cluster, enumerate_candidates, module, random_run
 from tests.trainer.tiny import tiny_config
 
 MODEL = {
