@@ -92,8 +92,8 @@ class HuggingFaceModel(nn.Module):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Return the number of parameters, optionally only trained ones or without the token embeddings."""
-        embeddings: nn.Module = unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
-        left_out = {id(one) for one in embeddings.parameters()} if exclude_embeddings else set()
+        model = cast("MultimodalModel", self)
+        left_out = {id(one) for one in model.get_input_embeddings().parameters()} if exclude_embeddings else set()
         counted = [one for one in self.parameters() if one.requires_grad or not only_trainable]
         return sum(one.numel() for one in counted if id(one) not in left_out)
 
