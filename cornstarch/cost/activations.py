@@ -48,28 +48,18 @@ class Activations:
     """Copies of weights that autocast keeps until the forward pass ends."""
 
     def __add__(self, other: Activations) -> Activations:
-        return Activations(
-            self.saved + other.saved,
-            max(self.largest, other.largest),
-            self.outside + other.outside,
-            self.inputs + other.inputs,
-            max(self.layer, other.layer),
-            self.copies + other.copies,
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        sums |= {"largest": max(self.largest, other.largest), "layer": max(self.layer, other.layer)}
+        return Activations(**sums)
 
     def peak(self, recomputed: bool, budget: int | None = None) -> int:
         """Return the peak in bytes.
 
-        Args:
-            recomputed: Whether all layers are recomputed and keep their inputs only (activation checkpointing).
-            budget: Recompute as many layers as are needed to keep no more than this.
+        With `recomputed`, all layers keep their inputs only; with a `budget` as many as are needed to keep no more.
         """
         least = min(self.saved, self.outside + self.inputs + max(self.layer, self.copies))
         kept = least if recomputed else self.saved if budget is None else max(least, min(self.saved, budget))
         return kept + _GRADIENTS * self.largest
-
-
-# ---------------------------------------------------------------------------------------------------- by layer
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,6 @@ class LayerActivations:
     stored: tuple[StoredTensor, ...]
 
     def __add__(self, other: LayerActivations) -> LayerActivations:
-        """Return both, one after the other."""
         first = len(self.names)
 
         def shift(layers: frozenset[int]) -> frozenset[int]:
@@ -109,15 +98,13 @@ class LayerActivations:
     def scale(self, fractions: Mapping[int, float]) -> LayerActivations:
         """Return the same with a fraction of what each layer alone saves; 1 if a layer is missing."""
 
-        def fraction(one: StoredTensor) -> float:
-            owner = next(iter(one.savers), OUTSIDE) if len(one.savers) == 1 and not one.readers else OUTSIDE
-            return fractions.get(owner, 1.0)
+        def rescale(one: StoredTensor) -> StoredTensor:
+            owner = next(iter(one.savers)) if len(one.savers) == 1 and not one.readers else OUTSIDE
+            return replace(one, size=round(one.size * fractions.get(owner, 1.0)))
 
-        stored = (StoredTensor(round(one.size * fraction(one)), one.savers, one.readers) for one in self.stored)
-        return replace(self, stored=tuple(stored))
+        return replace(self, stored=tuple(map(rescale, self.stored)))
 
     def own_bytes(self, layer: int) -> int:
-        """Return the bytes that a layer alone saves."""
         return sum(one.size for one in self.stored if one.savers == {layer} and not one.readers)
 
     def bytes_after_forward(self, recomputed: frozenset[int] = frozenset()) -> int:
@@ -129,16 +116,14 @@ class LayerActivations:
         most = self.bytes_after_forward(recomputed)
         for layer in recomputed:
             # The backward pass has freed the layers behind it by then.
-            most = max(
-                most,
-                sum(
-                    one.size
-                    for one in self.stored
-                    if layer in one.savers
-                    or any(saver < layer for saver in one.savers - recomputed)
-                    or any(reader <= layer for reader in one.readers & recomputed)
-                ),
+            there = (
+                one.size
+                for one in self.stored
+                if layer in one.savers
+                or any(saver < layer for saver in one.savers - recomputed)
+                or any(reader <= layer for reader in one.readers & recomputed)
             )
+            most = max(most, sum(there))
         return most
 
     def recomputable_layers(self) -> list[int]:
@@ -155,19 +140,13 @@ class LayerActivations:
         )
 
 
-# ---------------------------------------------------------------------------------------------------- recording
-
-
 class SavedTensors:
     """Records the storages that autograd saves, and the layer that saved each; those of the model do not count.
 
-        saved = SavedTensors(model)
-        with saved_tensors_hooks(saved.add, lambda tensor: tensor):
-            model(**batch)
-        saved.activations().saved
-
-    Args:
-        model: The model whose parameters and buffers do not count.
+    saved = SavedTensors(model)
+    with saved_tensors_hooks(saved.add, lambda tensor: tensor):
+        model(**batch)
+    saved.activations().saved
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -196,11 +175,9 @@ class SavedTensors:
         return tensor
 
     def add_copy(self, weight: Tensor) -> None:
-        """Record autocast's copy of a weight."""
         self._copies += weight.nbytes
 
     def add_flops(self, flops: float) -> None:
-        """Record the FLOPs of the layer that is running."""
         if self._layer is not None:
             self._layers[self._layer] += flops
 
@@ -228,12 +205,8 @@ class SavedTensors:
         def end(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             self._layer = None
 
-        handles = [layer.register_forward_pre_hook(begin, with_kwargs=True), layer.register_forward_hook(end)]
-        try:
+        with layer.register_forward_pre_hook(begin, with_kwargs=True), layer.register_forward_hook(end):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def activations(self) -> Activations:
         """Return the totals; a storage that several layers saved counts for the first."""
@@ -270,22 +243,14 @@ class SavedTensors:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Return the identity of a tensor's memory."""
     return StorageWeakRef(tensor.untyped_storage())
-
-
-# ---------------------------------------------------------------------------------------------------- compiled layers
 
 
 def measure_compiled_bytes(call: LayerCall, placement: DevicePlacement, **options: Any) -> int:
     """Return the bytes that a layer saves beside its inputs if it is compiled; plainly, if it cannot be.
 
-    Only the compiler knows what it saves, so the layer is compiled and run on the run's device with random numbers.
-
-    Args:
-        call: The layer and its arguments, on the meta device.
-        placement: The device and the precision.
-        options: Of `torch.compile`.
+    Only the compiler knows what it saves, so the layer, given on the meta device, is compiled (`options` are those of
+    `torch.compile`) and run on the run's device with random numbers.
     """
     bare, arguments, named = call
     set_activation_budget(1.0)
@@ -309,7 +274,6 @@ def measure_compiled_bytes(call: LayerCall, placement: DevicePlacement, **option
 
 
 def materialize(module: nn.Module, device: torch.device) -> Any:
-    """Return a copy of a module on a device, with small random weights."""
     real = copy.deepcopy(module).to_empty(device=device)
     for tensor in (*real.parameters(), *real.buffers()):
         _fill(tensor)

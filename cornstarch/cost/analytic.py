@@ -47,21 +47,9 @@ class CallCost:
     """Of the forward and the backward pass."""
 
     def __add__(self, other: CallCost) -> CallCost:
-        """Return the cost of both, one after the other."""
-        return CallCost(
-            self.forward + other.forward,
-            self.input_gradient + other.input_gradient,
-            self.weight_gradient + other.weight_gradient,
-            self.kept + other.kept,
-            self.recomputed + other.recomputed,
-            max(self.working, other.working),
-            other.output or self.output,
-            self.keys + other.keys,
-            self.flops + other.flops,
-        )
-
-
-# ---------------------------------------------------------------------------------------------------- the device
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        sums |= {"working": max(self.working, other.working), "output": other.output or self.output}
+        return CallCost(**sums)
 
 
 @dataclass(frozen=True)
@@ -87,8 +75,6 @@ ON_CPU = Efficiency(matrices=0.85, attention=0.35, attention_backward=0.35, memo
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """A device and its efficiency."""
-
     device: Device
     efficiency: Efficiency
 
@@ -113,7 +99,7 @@ class DeviceSpeed:
             return 0.0
         busy = one.tiles / (one.tiles + self.efficiency.few_tiles)
         computing = one.flops / (self.device.flops_of(one.dtype) * self.efficiency.matrices * busy)
-        moving = self._transfer(sum(access.bytes for access in (*one.reads, *one.writes)))
+        moving = self._transfer(sum(one.reads.values()) + sum(one.writes.values()))
         return max(computing, moving) + self.efficiency.start
 
     def attention(self, one: Operation, is_backward: bool = False) -> float:
@@ -148,14 +134,11 @@ class ComputeSetting:
 
 
 class AnalyticCost:
-    """Computes the cost of calls, once for each kind."""
-
     def __init__(self, speed: DeviceSpeed, setting: ComputeSetting) -> None:
         self.speed, self.setting = speed, setting
         self._known: dict[str, CallCost] = {}
 
     def __call__(self, call: ModuleCall) -> CallCost:
-        """Return the cost of a call."""
         if call.kind not in self._known:
             self._known[call.kind] = self._compute(call)
         return self._known[call.kind]
@@ -265,9 +248,6 @@ def _embedding_cost(call: ModuleCall, speed: DeviceSpeed) -> CallCost:
     )
 
 
-# ---------------------------------------------------------------------------------------------------- kernels
-
-
 @dataclass(frozen=True)
 class MemoryKernel:
     """A kernel that only moves memory, and its backward pass."""
@@ -295,12 +275,12 @@ def list_memory_kernels(trace: Trace, is_fused: bool) -> Iterator[MemoryKernel]:
     readers: dict[StorageWeakRef, set[int]] = {}
     for number, group in enumerate(groups):
         for one in group:
-            for access in one.reads:
-                readers.setdefault(access.storage, set()).add(number)
-    by_products = {access.storage: one.is_trained for one in trace.operations if one.flops for access in one.reads}
+            for storage in one.reads:
+                readers.setdefault(storage, set()).add(number)
+    by_products = {storage: one.is_trained for one in trace.operations if one.flops for storage in one.reads}
     for number, group in enumerate(groups):
-        made = {access.storage: access.bytes for one in group for access in one.writes}
-        read = {access.storage: access.bytes for one in group for access in one.reads if access.storage not in made}
+        made = {storage: size for one in group for storage, size in one.writes.items()}
+        read = {storage: size for one in group for storage, size in one.reads.items() if storage not in made}
         out = {
             storage: size
             for storage, size in made.items()
@@ -324,20 +304,16 @@ def _fuse(operations: Sequence[Operation]) -> list[list[Operation]]:
     group_of: dict[StorageWeakRef, int] = {}
     groups: dict[int, list[Operation]] = {}
     for number, one in enumerate(operations):
-        level = max((depth.get(access.storage, 0) for access in one.reads), default=0)
+        level = max((depth.get(storage, 0) for storage in one.reads), default=0)
         if one.flops:
-            depth.update({access.storage: level + 1 for access in one.writes})
+            depth.update(dict.fromkeys(one.writes, level + 1))
             continue
-        near = {
-            group_of[access.storage]
-            for access in one.reads
-            if access.storage in group_of and depth.get(access.storage, 0) == level
-        }
+        near = {group_of[read] for read in one.reads if read in group_of and depth.get(read, 0) == level}
         home = min(near, default=number)
         groups[home] = [*(other for group in sorted(near) for other in groups.pop(group)), one]
         for other in groups[home]:
-            for access in other.writes:
-                depth[access.storage], group_of[access.storage] = level, home
+            for storage in other.writes:
+                depth[storage], group_of[storage] = level, home
     return list(groups.values())
 
 
@@ -353,8 +329,8 @@ def count_kept_bytes(trace: Trace, is_fused: bool) -> int:
     kept: dict[StorageWeakRef, int] = {}
     for one in trace.operations:
         if one.is_attention:
-            kept.update({access.storage: access.bytes for access in (*one.reads, *one.writes)})
-    makers = {access.storage: (one, access.bytes) for one in trace.operations for access in one.writes}
+            kept.update({**one.reads, **one.writes})
+    makers = {storage: (one, size) for one in trace.operations for storage, size in one.writes.items()}
     for storage, size in saved.items():
         kept.update(_find_smallest(storage, size, makers, kept, trace, {}))
     return sum(kept.values())
@@ -376,8 +352,8 @@ def _find_smallest(
     maker, size = makers[storage]
     if storage not in known:
         sources: dict[StorageWeakRef, int] = {}
-        for access in maker.reads if not maker.flops else ():
-            sources.update(_find_smallest(access.storage, access.bytes, makers, kept, trace, known))
+        for source, bytes_read in maker.reads.items() if not maker.flops else ():
+            sources.update(_find_smallest(source, bytes_read, makers, kept, trace, known))
         is_recomputed = not maker.flops and sum(sources.values()) <= size
         known[storage] = sources if is_recomputed else {storage: size}
     return known[storage]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,46 +39,20 @@ Loss = Callable[[nn.Module, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class StepFlops:
-    """FLOPs of a step."""
+class StepFlops(PartFlops):
+    """FLOPs of a step: the sum of its parts."""
 
     parts: Mapping[str, PartFlops] = field(default_factory=dict)
     """By name: `vision encoder`, `vision projector`, `language model`; `model`."""
 
-    @cached_property
-    def all(self) -> PartFlops:
-        """All parts together."""
-        return sum(self.parts.values(), PartFlops())
+    @classmethod
+    def of(cls, parts: Mapping[str, PartFlops]) -> StepFlops:
+        return cls(**vars(sum(parts.values(), PartFlops())), parts=parts)
 
-    @property
-    def total(self) -> float:
-        """The FLOPs that the model needs: MFU is computed from them."""
-        return self.all.total
-
-    @property
-    def attention(self) -> float:
-        """Attention's part of the total."""
-        return self.all.attention
-
-    @property
-    def recomputed(self) -> float:
-        """Recomputed in the backward pass; not in the total."""
-        return self.all.recomputed
-
-    @property
-    def untrained_head(self) -> float:
-        """The head for tokens without a label; not in the total."""
-        return self.all.untrained_head
-
-    @property
-    def hardware(self) -> float:
-        """The FLOPs of a program that skips nothing."""
-        return self.all.hardware
-
-    def __add__(self, other: StepFlops) -> StepFlops:
-        names = {**self.parts, **other.parts}
-        none = PartFlops()
-        return StepFlops({name: self.parts.get(name, none) + other.parts.get(name, none) for name in names})
+    def __add__(self, other: PartFlops) -> StepFlops:
+        assert isinstance(other, StepFlops)
+        names, none = {**self.parts, **other.parts}, PartFlops()
+        return StepFlops.of({name: self.parts.get(name, none) + other.parts.get(name, none) for name in names})
 
 
 def flops_of_step(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> StepFlops:
@@ -91,35 +64,26 @@ class FlopCounter:
     """Counts the FLOPs of training steps.
 
     It copies the model without weights, so later changes of the model (sharding, compiling, freezing) do not count.
-    Build it from the whole model, after `requires_grad` is set. The model may be on the meta device.
-
-    Args:
-        model: The model.
-        loss: Runs a model that is not a `MultimodalModel`; default: `model(**batch)`.
+    Build it from the whole model, after `requires_grad` is set. The model may be on the meta device. `loss` runs a
+    model that is not a `MultimodalModel`; default: `model(**batch)`.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None = None) -> None:
         self._parts: _Multimodal | _Whole
-        self._parts = _Multimodal(model) if isinstance(model, MultimodalModel) else _Whole(model, loss or _call_model)
+        if isinstance(model, MultimodalModel):
+            self._parts = _Multimodal(model)
+        else:
+            self._parts = _Whole(model, loss or (lambda whole, batch: whole(**batch)))
 
     def step(self, batch: Mapping[str, Any]) -> StepFlops:
         """Return the FLOPs of the forward and the backward pass of a batch.
 
         Raises UnsupportedModelError if a part cannot be run on shapes.
         """
-        return StepFlops(self._parts.step(batch))
-
-
-def _call_model(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    return model(**batch)
-
-
-# ---------------------------------------------------------------------------------------------------- whole models
+        return StepFlops.of(self._parts.step(batch))
 
 
 class _Multimodal:
-    """Encoders, projectors and a language model."""
-
     def __init__(self, model: MultimodalModel) -> None:
         self._encoders = {name: EncoderWork(encoder) for name, encoder in model.encoders.items()}
         self._attention = {name: encoder.attention for name, encoder in model.encoders.items()}
@@ -141,7 +105,9 @@ class _Multimodal:
             lengths[name] = [length for item in items for length in item.lengths]
             is_trained = is_trained or any(item.needs_gradient for item in items)
         spec = self._build_spec(batch, lengths)
-        parts["language model"] = self._get_rows(is_trained).part(spec, self._count_labels(batch, spec))
+        if is_trained not in self._by_upstream:
+            self._by_upstream[is_trained] = RowWork(lambda tokens: self._trace(tokens, is_trained), CAUSAL)
+        parts["language model"] = self._by_upstream[is_trained].part(spec, self._count_labels(batch, spec))
         return parts
 
     def _build_spec(self, batch: Mapping[str, Any], lengths: Mapping[str, list[int]]) -> MaskSpec:
@@ -168,11 +134,6 @@ class _Multimodal:
         # No token predicts the first token of a document.
         return int((is_trained[:, 1:] & (spec.documents[:, 1:] == spec.documents[:, :-1])).sum())
 
-    def _get_rows(self, upstream: bool) -> RowWork:
-        if upstream not in self._by_upstream:
-            self._by_upstream[upstream] = RowWork(lambda tokens: self._trace(tokens, upstream), CAUSAL)
-        return self._by_upstream[upstream]
-
     def _trace(self, tokens: int, upstream: bool) -> Trace:
         model: Any = self._language_model
         ids = torch.zeros(1, tokens, dtype=torch.long)
@@ -190,8 +151,6 @@ class _Multimodal:
 
 
 class _Whole:
-    """Any other model."""
-
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self._loss, self._model = loss, copy_as_shapes(model)
         self._has_decoder = bool(getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False))
@@ -205,7 +164,9 @@ class _Whole:
             return {"model": sum((item.part("") for item in items), PartFlops())}
         rows, tokens = ids.shape
         forms = {name: value.shape for name, value in batch.items() if isinstance(value, Tensor)}
-        kinds = {name: tuple(_letter(size, rows, tokens) for size in form) for name, form in forms.items()}
+        # Tokens come before rows, because rows are traced at other lengths.
+        letters = {rows: "B", tokens: "S"}
+        kinds = {name: tuple(letters.get(size, size) for size in form) for name, form in forms.items()}
         key = tuple(kinds.items())
         if key not in self._rows:
             self._rows[key] = RowWork(lambda length: self._trace(_build_row(batch, kinds, length)), EVERYTHING)
@@ -213,12 +174,11 @@ class _Whole:
         return {"model": self._rows[key].part(build_mask_spec(on_cpu(ids), mask, None, None))}
 
     def _trace(self, inputs: Mapping[str, Any]) -> Trace:
-        return trace_flops(self._model, lambda: self._loss(self._model, inputs), _get_loss, {})
+        def get_loss(output: Any) -> Any:
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            return output if loss is None else loss
 
-
-def _letter(size: int, rows: int, tokens: int) -> str | int:
-    """Name a size; tokens come before rows, because rows are traced at other lengths."""
-    return "S" if size == tokens else "B" if size == rows else size
+        return trace_flops(self._model, lambda: self._loss(self._model, inputs), get_loss, {})
 
 
 def _build_row(batch: Mapping[str, Any], kinds: Mapping[str, tuple[Any, ...]], length: int) -> dict[str, Any]:
@@ -229,8 +189,3 @@ def _build_row(batch: Mapping[str, Any], kinds: Mapping[str, tuple[Any, ...]], l
         form = [sizes.get(size, size) for size in ("B", *kind[1:])]
         made[name] = torch.full(form, int("mask" in name), dtype=batch[name].dtype)
     return made
-
-
-def _get_loss(output: Any) -> Any:
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    return output if loss is None else loss

@@ -46,9 +46,6 @@ EVERYTHING = MaskPattern(causal=False)
 """Every token sees all of its document."""
 
 
-# ---------------------------------------------------------------------------------------------------- on shapes
-
-
 class AttentionShape(torch.autograd.Function):
     """Attention on shapes: a result and gradients of the right shapes."""
 
@@ -73,9 +70,6 @@ def infer_grouped_shape(rows: Tensor, matrices: Tensor, *others: Any) -> Tensor:
     return ShapeTensor.of((len(ends), rows.shape[0], matrices.shape[-1]), rows.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ on the meta device
-
-
 class MetaKernels(TorchFunctionMode):
     """Casts as autocast does (`dtype` None: off), and replaces attention and grouped products.
 
@@ -96,7 +90,11 @@ class MetaKernels(TorchFunctionMode):
         if function is F.scaled_dot_product_attention:
             inputs = [arguments[n] if n < len(arguments) else named[name] for n, name in enumerate(_QKV)]
             with self._tracer.pause():
-                output = self._attend(*(self._cast(value, self._dtype) for value in inputs))
+                query, key, value = (self._cast(value, self._dtype) for value in inputs)
+                # On a GPU, no fused kernel takes float32 with fewer heads for keys than for queries.
+                same_heads = query.dim() < 4 or query.shape[1] == key.shape[1]
+                is_fused = same_heads or query.dtype != torch.float32 or not self._on_gpu
+                output = _Attention.apply(query, key, value, is_fused)
             self._tracer.record_attention(inputs[0], inputs[1], inputs[2], output)
             return output
         if getattr(function, "__name__", "") in _GROUPED:  # it has kernels for some precisions only, and no autocast
@@ -110,11 +108,6 @@ class MetaKernels(TorchFunctionMode):
             return function(*arguments, **named)
         arguments = tuple(self._cast(value, wanted) for value in arguments)
         return function(*arguments, **{name: self._cast(value, wanted) for name, value in named.items()})
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        # On a GPU, no fused kernel takes float32 with fewer heads for keys than for queries.
-        same_heads = query.dim() < 4 or query.shape[1] == key.shape[1]
-        return _Attention.apply(query, key, value, same_heads or query.dtype != torch.float32 or not self._on_gpu)
 
     def _cast(self, value: Any, dtype: torch.dtype | None) -> Any:
         if dtype is None or not isinstance(value, Tensor) or value.dtype not in _CAST or value.dtype is dtype:
@@ -206,9 +199,6 @@ def attend_without_masks(model: nn.Module) -> Iterator[None]:
         for module, implementation in before:
             if module.config._attn_implementation != implementation:
                 module.set_attn_implementation(implementation)
-
-
-# ------------------------------------------------------------------------------------------------ mask patterns
 
 
 def recognize_pattern(rule: MaskFunction) -> MaskPattern | None:

@@ -38,13 +38,8 @@ _NOMINAL = Device("", 1, flops=5e14, rates=(("fp32", 5e13),), bandwidth=3e12)
 class ProfiledCost:
     """Measures the cost of calls, once for each kind.
 
-    Everything but the times is analytic, and so is the ratio of input gradients to weight gradients.
-
-    Args:
-        placement: The device and the precision.
-        setting: How calls are computed.
-        known: Earlier measurements by kind; new ones are added.
-        on_measure: Called with a description of each call that is measured.
+    Everything but the times is analytic, and so is the ratio of input gradients to weight gradients. `known` has
+    earlier measurements by kind, and new ones are added; `on_measure` is called with a description of each new one.
     """
 
     def __init__(
@@ -61,7 +56,6 @@ class ProfiledCost:
         self._analytic = AnalyticCost(DeviceSpeed(_NOMINAL, ON_GPU if setting.on_gpu else ON_CPU), setting)
 
     def __call__(self, call: ModuleCall) -> CallCost:
-        """Return the cost of a call."""
         key = f"{call.kind} {self.setting.labels if call.is_head else ''}"
         if key not in self._known:
             self._on_measure(f"{type(call.module).__name__}{' with its loss' if call.is_head else ''}")
@@ -114,17 +108,14 @@ class _DeviceCall:
             self._module: Any = materialize(call.module, self.device)
             if call.is_head:
                 self._use_head(call, setting.labels)
-            else:
-                self._use_module(call, setting.compiled)
-
-    def _use_module(self, call: ModuleCall, compiled: bool) -> None:
-        module = self._module
-        words = module.num_embeddings if isinstance(module, nn.Embedding) else 1
-        given = map_tensors(lambda tensor: self._randomize(tensor, words), (list(call.arguments), call.named))
-        if call.is_layer and compiled:
-            set_activation_budget(1.0)
-            compile_layers([module], lambda reason: None)
-        self._call, self._inputs = lambda: module(*given[0], **given[1]), tensors_in(list(given))
+                return
+            module = self._module
+            words = module.num_embeddings if isinstance(module, nn.Embedding) else 1
+            given = map_tensors(lambda tensor: self._randomize(tensor, words), (list(call.arguments), call.named))
+            if call.is_layer and setting.compiled:
+                set_activation_budget(1.0)
+                compile_layers([module], lambda reason: None)
+            self._call, self._inputs = lambda: module(*given[0], **given[1]), tensors_in(list(given))
 
     def _use_head(self, call: ModuleCall, labels: int) -> None:
         module, states = self._module, self._randomize(call.inputs[0], 1)
@@ -143,7 +134,6 @@ class _DeviceCall:
         return real.random_(0, words) if words > 1 else real.zero_()
 
     def forward(self) -> Any:
-        """Run the forward pass."""
         with self.placement.forward_context(), nullcontext() if self.has_backward else torch.no_grad():
             return self._call()
 
@@ -176,7 +166,6 @@ class _DeviceCall:
         return kept, torch.cuda.max_memory_allocated(self.device) - before
 
     def free(self) -> None:
-        """Free the memory."""
         self._module, self._call, self._inputs = nn.Identity(), lambda: None, []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -187,26 +176,20 @@ def measure_seconds(run: Callable[[], Any], device: torch.device, rounds: int = 
 
     On a CPU with one thread it is processor time, so that waiting for other programs does not count.
     """
-    if device.type == "cuda":
-        for _ in range(3):  # the first one compiles
-            run()
-        return _take_median(rounds, lambda times: _time_on_gpu(run, times, device))
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    run()
-    return _take_median(rounds, lambda times: _time_on_cpu(run, times, clock))
 
+    def measure(times: int) -> float:
+        if device.type == "cuda":
+            return _time_on_gpu(run, times, device)
+        begin = clock()
+        for _ in range(times):
+            run()
+        return clock() - begin
 
-def _take_median(rounds: int, seconds: Callable[[int], float]) -> float:
-    """Return the median of some rounds, each of as many runs as fit into `_SECONDS`."""
-    times = max(2, min(_MOST, int(_SECONDS / max(seconds(1), 1e-9))))
-    return median(seconds(times) / times for _ in range(rounds))
-
-
-def _time_on_cpu(run: Callable[[], Any], times: int, clock: Callable[[], float]) -> float:
-    begin = clock()
-    for _ in range(times):
+    for _ in range(3 if device.type == "cuda" else 1):  # the first one compiles
         run()
-    return clock() - begin
+    times = max(2, min(_MOST, int(_SECONDS / max(measure(1), 1e-9))))  # as many runs as fit into a round
+    return median(measure(times) / times for _ in range(rounds))
 
 
 def _time_on_gpu(run: Callable[[], Any], times: int, device: torch.device) -> float:

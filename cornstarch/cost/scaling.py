@@ -160,9 +160,6 @@ def _split(short: FlopCounts, long: FlopCounts, row: FlopCounts, token: FlopCoun
     return row + short * 2 + long * -1, token + (long + short * -1) * (1 / _TOKENS)
 
 
-# ---------------------------------------------------------------------------------------------------- items
-
-
 @dataclass(frozen=True)
 class _ItemFlops:
     matrices: Mapping[str, FlopCounts]
@@ -233,8 +230,6 @@ class ItemWork:
 
 
 class EncoderWork(ItemWork):
-    """The work of an encoder with its projector."""
-
     def __init__(self, encoder: ModalEncoderModule) -> None:
         self._select, self._arguments = encoder.select_inputs, encoder.rename_inputs
         keep, encoder.keep = encoder.keep, None  # a feature cache must not be copied

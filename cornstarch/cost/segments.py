@@ -20,7 +20,6 @@ from cornstarch.kernels.fused_loss import has_inline_loss
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.ddp_fsdp import wrapping_units
-from cornstarch.pipeline.model_analysis import ModelAnalysis
 from cornstarch.pipeline.split import analyze_model
 from cornstarch.trees import map_tensors, tensors_in
 
@@ -41,12 +40,10 @@ class ModuleCall:
     """Whether the fused loss takes its place."""
 
     def run(self) -> Any:
-        """Call the module."""
         return self.module(*self.arguments, **self.named)
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors among the arguments."""
         return tensors_in([self.arguments, self.named])
 
     @property
@@ -56,7 +53,6 @@ class ModuleCall:
 
     @property
     def is_trained(self) -> bool:
-        """Whether some parameters are trained."""
         return any(parameter.requires_grad for parameter in self.module.parameters())
 
     @property
@@ -91,7 +87,16 @@ def find_segments(
         return [ModelSegment(WHOLE, tuple(_record_calls(part, [part], call, compute_dtype, on_gpu)), (part,))]
     modules = {name: part.get_submodule(name) for name in found.modules}
     calls = _record_calls(part, list(modules.values()), call, compute_dtype, on_gpu)
-    return list(_split_calls(found, modules, [*_find_lookup(part, modules, calls), *calls]))
+    calls = [*_find_lookup(part, modules, calls), *calls]
+    segments = []
+    starts = [0, *found.boundaries]
+    for start, end in zip(starts, [*starts[1:], len(found.layers) + 1], strict=True):
+        names = [name for name in modules if start <= found.segment_of(name) < end]
+        own = [modules[name] for name in names]
+        layer = next((name for name in found.layers[start:end] if name in modules), names[-1] if names else "")
+        inside = {id(module) for module in own}
+        segments.append(ModelSegment(layer, tuple(one for one in calls if id(one.module) in inside), tuple(own)))
+    return segments
 
 
 def _find_lookup(part: nn.Module, modules: dict[str, nn.Module], calls: Sequence[ModuleCall]) -> Iterator[ModuleCall]:
@@ -107,19 +112,6 @@ def _find_lookup(part: nn.Module, modules: dict[str, nn.Module], calls: Sequence
         yield ModuleCall(table, (torch.zeros(states.shape[:-1], dtype=torch.long, device="meta"),), {})
 
 
-def _split_calls(
-    found: ModelAnalysis, modules: dict[str, nn.Module], calls: Sequence[ModuleCall]
-) -> Iterator[ModelSegment]:
-    """Yield the segments between the boundaries of a survey."""
-    starts = [0, *found.boundaries]
-    for start, end in zip(starts, [*starts[1:], len(found.layers) + 1], strict=True):
-        names = [name for name in modules if start <= found.segment_of(name) < end]
-        own = [modules[name] for name in names]
-        layer = next((name for name in found.layers[start:end] if name in modules), names[-1] if names else "")
-        inside = {id(module) for module in own}
-        yield ModelSegment(layer, tuple(one for one in calls if id(one.module) in inside), tuple(own))
-
-
 def _record_calls(
     part: nn.Module, modules: Sequence[nn.Module], call: Callable[[], Any], compute_dtype: torch.dtype, on_gpu: bool
 ) -> list[ModuleCall]:
@@ -127,26 +119,21 @@ def _record_calls(
     found: dict[int, ModuleCall] = {}
     with_layers = part.module if isinstance(part, ModalEncoderModule) else part
     layers = {id(layer) for layer in wrapping_units(unwrap(with_layers))}
-    head = _find_fused_head(part)
+    inner: Any = unwrap(part)
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    # By the rule of `fuse_head_with_loss`:
+    is_fused = type(head) is nn.Linear and hasattr(inner, "loss_function") and not has_inline_loss(type(inner))
 
     def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if id(module) not in found:
             given = map_tensors(
                 lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), (list(arguments), dict(named))
             )
-            found[id(module)] = ModuleCall(module, tuple(given[0]), given[1], id(module) in layers, module is head)
+            is_head = is_fused and module is head
+            found[id(module)] = ModuleCall(module, tuple(given[0]), given[1], id(module) in layers, is_head)
 
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
         trace_memory(part, call, compute_dtype, on_gpu)
     return list(found.values())
-
-
-def _find_fused_head(part: nn.Module) -> nn.Module | None:
-    """Return the head of a language model whose loss is fused, by the rule of `fuse_head_with_loss`."""
-    inner: Any = unwrap(part)
-    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
-    if type(head) is not nn.Linear or not hasattr(inner, "loss_function") or has_inline_loss(type(inner)):
-        return None
-    return head

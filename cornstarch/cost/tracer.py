@@ -52,14 +52,6 @@ _TILE = 128**2
 
 
 @dataclass(frozen=True)
-class Access:
-    """Memory that an operation reads or writes."""
-
-    storage: StorageWeakRef
-    bytes: int
-
-
-@dataclass(frozen=True)
 class AttentionCall:
     """The sizes and the mask of one attention call."""
 
@@ -72,7 +64,6 @@ class AttentionCall:
 
     @property
     def pairs(self) -> float:
-        """All pairs of a query and a key, visible or not."""
         return float(self.rows * self.queries * self.keys)
 
 
@@ -85,8 +76,9 @@ class Operation:
     dtype: str = "fp32"
     tiles: float = 1.0
     """Tiles of 128 × 128 in the result: few of them do not keep a large device busy."""
-    reads: tuple[Access, ...] = ()
-    writes: tuple[Access, ...] = ()
+    reads: Mapping[StorageWeakRef, int] = field(default_factory=dict)
+    """Bytes by storage."""
+    writes: Mapping[StorageWeakRef, int] = field(default_factory=dict)
     is_attention: bool = False
     has_weights: bool = False
     """Whether one of the operands is a weight."""
@@ -133,11 +125,8 @@ def trace_flops(
 ) -> Trace:
     """Run a shape-only copy of a module, forward and backward, and return its products and attention calls.
 
-    Args:
-        module: The copy (`copy_as_shapes`).
-        call: Runs it.
-        roots: Returns the part of the result that the loss depends on.
-        sections: Modules inside it whose operations are counted separately, by name.
+    `call` runs the copy (`copy_as_shapes`), `roots` returns the part of the result that the loss depends on, and
+    `sections` names modules inside whose operations are counted separately.
     """
 
     def run(is_backward: bool) -> Trace:
@@ -183,13 +172,9 @@ def trace_memory(
 ) -> Trace:
     """Run a module on the meta device, forward only, and return its operations and the tensors that autograd saves.
 
-    Args:
-        module: On the meta device.
-        call: Runs it.
-        compute_dtype: The precision of autocast; float32: no autocast.
-        on_gpu: Whether the kernels of a GPU are simulated.
-        casts_weights: Whether autocast copies weights. It does not if FSDP gathers them in `param_dtype`.
-        is_causal: Whether attention sees only earlier tokens.
+    `compute_dtype` is the precision of autocast (float32: no autocast), `on_gpu` simulates the kernels of a GPU, and
+    `is_causal` attention sees only earlier tokens. Autocast copies weights, except (`casts_weights`) where FSDP gathers
+    them in `param_dtype`.
     """
     tracer = Tracer(module, SavedTensors(module), is_causal)
     saved = tracer.trace.saved
@@ -209,20 +194,14 @@ def trace_memory(
     return tracer.trace
 
 
-def _as_values(result: Any) -> Any:
-    return list(result.values()) if isinstance(result, Mapping) else result
-
-
 # ---------------------------------------------------------------------------------------------------- the tracer
 
 
 class Tracer(TorchDispatchMode):
     """Records every operation of a module.
 
-    Args:
-        module: The module.
-        saved: Where saved tensors are recorded (memory); None: FLOPs only.
-        is_causal: Whether attention sees only earlier tokens, if masks are not traced.
+    Saved tensors are recorded in `saved` (memory); None: FLOPs only, and no memory traffic. If masks are not traced,
+    `is_causal` says whether attention sees only earlier tokens.
     """
 
     def __init__(self, module: nn.Module, saved: SavedTensors | None = None, is_causal: bool = False) -> None:
@@ -245,7 +224,6 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the shape of a result and record the operation."""
         named, packet = named or {}, function.overloadpacket
         if self._has_bytes:
             result = function(*arguments, **named)
@@ -275,9 +253,8 @@ class Tracer(TorchDispatchMode):
             size, stride, dtype = self._forms[key]
             return ShapeTensor(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
         result = function(*arguments, **named)
-        if isinstance(result, ShapeTensor) and storage_of(result) not in map(
-            storage_of, given
-        ):  # no view, not in place
+        is_new = isinstance(result, ShapeTensor) and storage_of(result) not in map(storage_of, given)
+        if is_new:  # no view, not in place
             self._forms[key] = (tuple(result.shape), result.stride(), result.dtype)
         return result
 
@@ -290,7 +267,7 @@ class Tracer(TorchDispatchMode):
             self.record_product(given, made, _count_flops(packet, arguments, named, result))
         elif given and made:
             self._inherit(given, made)
-            self.trace.operations.append(Operation(reads=_list_accesses(given), writes=_list_accesses(made)))
+            self.trace.operations.append(Operation(reads=_measure_storages(given), writes=_measure_storages(made)))
 
     def _inherit(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """Treat what is computed from weights alone as weights."""
@@ -299,7 +276,6 @@ class Tracer(TorchDispatchMode):
             self._own.update({storage_of(one): trained for one in made})
 
     def record_product(self, given: Sequence[Tensor], made: Sequence[Tensor], flops: float, idle: float = 0.0) -> None:
-        """Record a product of matrices or a convolution."""
         own = [self._own.get(storage_of(one)) for one in given]
         needed = [weight is not None for one, weight in zip(given, own, strict=True) if one.requires_grad]
         self._record(
@@ -318,14 +294,12 @@ class Tracer(TorchDispatchMode):
 
     def _record(self, operation: Operation, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         if self._has_bytes:
-            operation.reads, operation.writes = _list_accesses(given), _list_accesses(made)
+            operation.reads, operation.writes = _measure_storages(given), _measure_storages(made)
             self.trace.saved.add_flops(operation.flops)
         else:
             operation.section, operation.is_recomputed = self._section, self.is_backward
             operation.output = None if self.is_backward else made[0]
         self.trace.operations.append(operation)
-
-    # ------------------------------------------------------------------ attention
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -337,7 +311,6 @@ class Tracer(TorchDispatchMode):
             self._is_paused = False
 
     def record_attention(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Record a call of `scaled_dot_product_attention`."""
         queries, keys = query.shape[-2], key.shape[-2]
         visible = (1 + 1 / queries) / 2 if self._is_causal and queries == keys else 1.0
         rows = query.numel() // query.shape[-1] // queries
@@ -345,7 +318,7 @@ class Tracer(TorchDispatchMode):
         self._alive.append(output.detach())
         dtype = _DTYPES.get(output.dtype, "fp32")
         self._record(Operation(flops, dtype, is_attention=True), [query, key, value], [output])
-        self.trace.kv_bytes += sum(one.bytes for one in _list_accesses([key, value]))
+        self.trace.kv_bytes += sum(_measure_storages([key, value]).values())
 
     def make_mask(
         self,
@@ -372,7 +345,17 @@ class Tracer(TorchDispatchMode):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> tuple[Tensor, None]:
         """Attend for a layer on shapes (`attention.interface.attend_by`)."""
-        pattern, spec = self._find_mask(module, mask, options, query.shape[2] == key.shape[2])
+        pattern, spec = EVERYTHING, None
+        if mask is not None:
+            made = list(self._masks.values())
+            found = self._masks.get(id(mask)) or (made[0] if len(made) == 1 else None)
+            if found is not None:
+                pattern, spec, _ = found
+        else:
+            causal = options.get("is_causal")
+            causal = getattr(module, "is_causal", False) if causal is None else causal
+            if causal and query.shape[2] == key.shape[2]:
+                pattern = CAUSAL
         result = meta_kernels.AttentionShape.apply(query, key, value)
         call = AttentionCall(query.shape[0], query.shape[2], key.shape[2], pattern, spec)
         scores, sums = (2.0 * query.shape[1] * width * call.pairs for width in (query.shape[-1], value.shape[-1]))
@@ -387,19 +370,6 @@ class Tracer(TorchDispatchMode):
         operation = Operation(scores + sums, is_attention=True, gradients=gradients, attention=call)
         self._record(operation, [query, key, value], [result])
         return result, None
-
-    def _find_mask(
-        self, module: nn.Module, mask: Any, options: dict[str, Any], is_square: bool
-    ) -> tuple[MaskPattern, MaskSpec | None]:
-        if mask is not None:
-            made = list(self._masks.values())
-            found = self._masks.get(id(mask)) or (made[0] if len(made) == 1 else None)
-            return (found[0], found[1]) if found is not None else (EVERYTHING, None)
-        causal = options.get("is_causal")
-        causal = getattr(module, "is_causal", False) if causal is None else causal
-        return (CAUSAL if causal and is_square else EVERYTHING), None
-
-    # ------------------------------------------------------------------ sections and gradients
 
     @contextmanager
     def record_sections(self, sections: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -429,18 +399,23 @@ class Tracer(TorchDispatchMode):
             operation.output = None
 
 
+def _as_values(result: Any) -> Any:
+    return list(result.values()) if isinstance(result, Mapping) else result
+
+
 def _find_tensors(value: Any) -> list[Tensor]:
     return [one for one in tensors_in(value) if one.numel()]
 
 
-def _list_accesses(tensors: Sequence[Tensor]) -> tuple[Access, ...]:
+def _measure_storages(tensors: Sequence[Tensor]) -> dict[StorageWeakRef, int]:
+    """Return the bytes that an operation on some tensors reads or writes, by storage."""
     sizes: dict[StorageWeakRef, int] = {}
     for tensor in tensors:
         # An expanded tensor has more elements than its storage.
         size = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
         storage = storage_of(tensor)
         sizes[storage] = max(size, sizes.get(storage, 0))
-    return tuple(Access(storage, size) for storage, size in sizes.items())
+    return sizes
 
 
 def _count_flops(packet: Any, arguments: tuple[Any, ...], named: dict[str, Any], result: Tensor) -> float:

@@ -76,7 +76,6 @@ class DistributedContext:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the model is split into stages on different ranks."""
         return self.plan.is_pipeline and self.world_size > 1
 
     @property
@@ -98,7 +97,6 @@ class DistributedContext:
 
     @cached_property
     def meshes(self) -> DeviceMeshes:
-        """The device meshes, where all modules share their ranks."""
         return DeviceMeshes(self.layout, self.device.type)
 
     @cached_property

@@ -33,9 +33,6 @@ class TrainingError(ConfigError):
     """Training cannot go on; the message says why, where, and what to try."""
 
 
-# ---------------------------------------------------------------------------------------------------- losses
-
-
 @dataclass(frozen=True)
 class _Watched:
     step: int
@@ -61,7 +58,6 @@ class LossWatch:
         """The newest loss that has been read."""
 
     def add(self, step: int, batch: StepBatch, loss: Tensor, norm: Tensor | None) -> None:
-        """Watch a step's numbers."""
         ids = [name for microbatch in batch.microbatches for name in microbatch.sample_ids]
         both = torch.stack([loss.float(), loss.new_zeros(()).float() if norm is None else norm.float()])
         self._pending.append(_Watched(step, ids, Reading(both)))
@@ -92,9 +88,6 @@ class LossWatch:
             f"  Samples of this step: {shown}{f' and {more} more' if more > 0 else ''}.\n"
             f"  Try: {'; '.join(remedies)}. Look at these samples with `cornstarch data check`."
         )
-
-
-# ---------------------------------------------------------------------------------------------------- memory
 
 
 def out_of_memory(
@@ -174,9 +167,6 @@ def _remedies(config: RunConfig, fixed: int, total: int | None) -> list[str]:
     return remedies
 
 
-# ---------------------------------------------------------------------------------------------------- shared failures
-
-
 _CUT = ("connection closed", "connection reset", "connection refused", "socket closed", "timeout", "timed out", "abort")
 
 
@@ -233,9 +223,6 @@ def _decode(said: str) -> Exception:
     return ConfigError(what) if is_refusal else RuntimeError(f"Rank {rank} has failed. {what}")
 
 
-# ---------------------------------------------------------------------------------------------------- signals
-
-
 class StopSignal:
     """Whether this process received a signal to end: after the step that is running, so that the run can be saved."""
 
@@ -244,12 +231,10 @@ class StopSignal:
 
     @property
     def is_set(self) -> bool:
-        """Whether there was a signal."""
         return self._signal is not None
 
     @property
     def by_keyboard(self) -> bool:
-        """Whether it was Ctrl-C."""
         return self._signal == signal.SIGINT
 
     @contextmanager

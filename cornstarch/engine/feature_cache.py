@@ -90,7 +90,6 @@ class FeatureCache:
 
     @property
     def used(self) -> int:
-        """Bytes of all files in the folder."""
         return self._space.used
 
     @property
@@ -110,7 +109,6 @@ class FeatureCache:
         }
 
     def wait(self) -> None:
-        """Wait until all features so far are written."""
         self._writer.wait()
 
     def stop_lookups(self) -> None:
@@ -126,8 +124,6 @@ class FeatureCache:
 
 
 class _Recorder:
-    """Takes an encoder's outputs."""
-
     def __init__(self, store: FeatureStore, writer: _BackgroundWriter, placement: DevicePlacement) -> None:
         self._store, self._writer = store, writer
         # Autocast rounds tokens for the projector's first matrix product: rounding them before gives the same result.
@@ -191,12 +187,10 @@ class _BackgroundWriter:
             self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self) -> None:
-        """Wait until nothing is pending."""
         while self._pending:
             self._pending.popleft()[0].result()
 
     def close(self) -> None:
-        """Write everything that is pending, and end the thread."""
         self._executor.shutdown()
 
 

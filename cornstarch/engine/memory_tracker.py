@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cornstarch.config import OptimizerConfig, RunConfig
+from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.engine.optimizer import AveragedWeights, make_optimizer
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.ddp_fsdp import find_frozen_modules, find_fsdp_units
-from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.plan import DataPlan
-from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
+from cornstarch.plan.memory import ModelSize, ParameterSize, StateSize, memory_of
 from cornstarch.report.number_format import format_bytes as show_size
 from cornstarch.trees import tensors_in
 
@@ -58,7 +58,7 @@ def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> 
             f"optimizer.name = {config.name}\n  The size of its state cannot be determined: {type(error).__name__}: "
             f"{error}."
         ) from error
-    sizes = {"per_element": 0, "per_row": 0, "per_column": 0, "constant": 0}
+    sizes: Counter[str] = Counter()
     for tensor in tensors_in(optimizer.state.get(parameter, {})):
         if tensor.shape == parameter.shape:
             sizes["per_element"] += tensor.element_size()
@@ -96,26 +96,15 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-class MeasuredRun(Protocol):
-    """The attributes of a `Trainer` that are read."""
-
-    rank: int
-    ranks: int
-    placement: DevicePlacement
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    averages: AveragedWeights | None
-
-
 class MemoryTracker:
     """Compares, once in a run, the measured memory with the estimate.
 
     Build it before the model is sharded, when its parameters have the precisions of the run. Call `measure` before each
-    optimizer step, and read `line` afterwards. `copies`: with hsdp, the number of copies of the model.
+    optimizer step, and read `line` afterwards.
     """
 
-    def __init__(self, model: nn.Module, config: RunConfig, copies: int | None = None) -> None:
-        self._data, self._copies = config.parallel.data, copies or 1
+    def __init__(self, model: nn.Module, config: RunConfig, context: DistributedContext) -> None:
+        self._model, self._context = model, context
         self._size: ModelSize | None = None
         self._line: str | None = None
         self._steps = 0
@@ -123,32 +112,30 @@ class MemoryTracker:
         if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
             return  # these are not estimated per rank yet
         try:
-            self._size = model_size(model, self._data, config.optimizer, config.loop.ema_decay is not None)
+            self._size = model_size(model, plan.data, config.optimizer, config.loop.ema_decay is not None)
         except ConfigError as error:  # the run can train without an estimate
             self._line = f"memory is not estimated: {error}"
 
-    def measure(self, run: MeasuredRun) -> None:
+    def measure(self, optimizer: torch.optim.Optimizer, averages: AveragedWeights | None) -> None:
         """Measure the second step, before the optimizer's: then both its states and the gradients exist."""
         self._steps += 1
-        if self._steps == 2 and self._size is not None:
-            expected = memory_of(self._size, self._data, run.ranks, run.rank, self._copies)
-            self._line = _compare(run, expected)
+        if self._steps != 2 or self._size is None:
+            return
+        context, ranks = self._context, self._context.world_size
+        # With hsdp, there are several copies of the model.
+        memory = memory_of(self._size, context.plan.data, ranks, context.rank, context.layout.replicate or 1)
+        expected, measured = memory.persistent, measure_bytes(self._model, optimizer, averages)
+        found = sum(measured.values())
+        kinds = [f"{name} {show_size(size)}" for name, size in measured.items() if size and name != "buffers"]
+        where = "" if ranks == 1 else f" on rank {context.rank} of {ranks}"
+        self._line = (
+            f"memory{where}: {show_size(found)} measured, {show_size(expected)} estimated "
+            f"({(found - expected) / max(expected, 1):+.1%}): {', '.join(kinds)}"
+        )
+        if context.device.type == "cuda":
+            self._line += f"; at most {show_size(context.placement.memory())} so far, activations included"
 
     def line(self) -> str | None:
         """Return the comparison once; None before and afterwards."""
         line, self._line = self._line, None
         return line
-
-
-def _compare(run: MeasuredRun, expected: Memory) -> str:
-    measured = measure_bytes(run.model, run.optimizer, run.averages)
-    found = sum(measured.values())
-    kinds = [f"{name} {show_size(size)}" for name, size in measured.items() if size and name != "buffers"]
-    where = "" if run.ranks == 1 else f" on rank {run.rank} of {run.ranks}"
-    line = (
-        f"memory{where}: {show_size(found)} measured, {show_size(expected.persistent)} estimated "
-        f"({(found - expected.persistent) / max(expected.persistent, 1):+.1%}): {', '.join(kinds)}"
-    )
-    if run.placement.device.type == "cuda":
-        line += f"; at most {show_size(run.placement.memory())} so far, activations included"
-    return line

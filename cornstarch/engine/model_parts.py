@@ -36,7 +36,6 @@ class ModelPart:
     """The shapes of whole parameters, where their own differ: FSDP 1 flattens them and keeps a piece."""
 
     def shape(self, name: str) -> torch.Size:
-        """Return the shape of a whole parameter."""
         return self.shapes.get(name, self.parameters[name].shape)
 
     def is_vector(self, name: str) -> bool:
@@ -55,12 +54,10 @@ class ModelPart:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that change."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
     def count(self) -> int:
-        """The number of parameters."""
         return sum(self.shape(name).numel() for name in self.parameters)
 
     @property

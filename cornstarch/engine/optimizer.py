@@ -30,9 +30,6 @@ _SAID_ELSEWHERE = {"lr": "optimizer.learning_rate", "weight_decay": "optimizer.w
 _IMPLEMENTATIONS = {"foreach", "fused", "differentiable"}
 
 
-# ---------------------------------------------------------------------------------------------------- optimizers
-
-
 def register_optimizer(name: str, kind: type[torch.optim.Optimizer]) -> None:
     """Make an optimizer available as `optimizer.name`."""
     OPTIMIZERS[name.lower()] = kind
@@ -165,9 +162,6 @@ def _can_fuse(kind: type[torch.optim.Optimizer], trained: Sequence[nn.Parameter]
     return devices <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in trained)
 
 
-# ---------------------------------------------------------------------------------------------------- learning rates
-
-
 def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
     """Return what the highest learning rate is multiplied by in a step, counted from 0.
 
@@ -208,9 +202,6 @@ class LearningRate:
         return self._highest * factor
 
 
-# ---------------------------------------------------------------------------------------------------- averages
-
-
 class AveragedWeights:
     """An exponential moving average of the trained weights, in float32; each process averages what it holds."""
 
@@ -221,7 +212,6 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights of a step."""
         if not self._parameters:  # a stage that trains nothing
             return
         now = [to_local_tensor(parameter.detach()).float() for parameter in self._parameters.values()]

@@ -144,8 +144,6 @@ def _differ(found: Sequence[Tensor], expected: Sequence[Tensor], starts: Sequenc
     return not off <= _SAME_STEP * largest  # also where something is no number
 
 
-# ---------------------------------------------------------------------------------------------------- losses
-
 _ROWS, _TOKENS = 4, 12
 _SAME_LOSS = 2e-6  # of the loss; rounding is below 5e-7, a router's loss with a weight of 1e-3 makes more than 1e-5
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +73,6 @@ def _iter_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _iter_layers(child)
 
 
-# ---------------------------------------------------------------------------------------------------- the budget
-
-
 @dataclass(frozen=True)
 class Recomputation:
     """The names of the recomputed layers, and the bytes of activations without and with recomputation."""
@@ -89,7 +85,6 @@ class Recomputation:
     budget: int
 
     def line(self) -> str:
-        """Return the decision in words."""
         if not self.recomputed:
             return f"no layer is recomputed: {format_size(self.before)} of activations fit {format_size(self.budget)}"
         return (
@@ -186,9 +181,6 @@ def pick_evenly(layers: Sequence[int], count: int) -> list[int]:
     return [layers[number * len(layers) // count] for number in range(count)]
 
 
-# ---------------------------------------------------------------------------------------------------- tracing
-
-
 @dataclass(frozen=True)
 class BatchShape:
     """The size of a microbatch: rows, and the tokens and items (for every encoder) of each row."""
@@ -213,16 +205,13 @@ def trace_layers(
     names = {module: name for name, module in bare.named_modules()}
     use_fused_loss(unwrap(bare.language_model if isinstance(bare, MultimodalModel) else bare), placement.dtype)
 
-    def trace_part(part: nn.Module, call: Callable[[], Any]) -> LayerActivations:
-        saved = trace_memory(part, call, placement.dtype, placement.device.type != "cpu", casts_weights).saved
-        found = saved.by_layer(names)
-        return found.scale(_measure_compiled(found, saved.calls, placement)) if is_compiled else found
-
     total = LayerActivations((), (), (), ())
     for _, part, call in build_calls(bare, shape.rows, shape.tokens, shape.items):
         # Of a frozen encoder only the projector saves something, and the size of images may be unknown.
         with suppress(*([Exception] if is_frozen_encoder(part) else [])):
-            total += trace_part(part, call)
+            saved = trace_memory(part, call, placement.dtype, placement.device.type != "cpu", casts_weights).saved
+            found = saved.by_layer(names)
+            total += found.scale(_measure_compiled(found, saved.calls, placement)) if is_compiled else found
     return total
 
 

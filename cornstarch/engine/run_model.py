@@ -1,17 +1,23 @@
-"""`RunModel`: the model of a run as this rank trains it, and what was learned while it was whole."""
+"""`RunModel`: the model of a run as this rank trains it; `TrainState`: the model with its optimizer, shared by all.
+
+Both are built once. Trainer, evaluator and checkpointer share the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cornstarch.checkpoint.state_values import seed_all
+from cornstarch.checkpoint.save import PER_RANK
+from cornstarch.checkpoint.shards import Tensorlike
+from cornstarch.checkpoint.state_values import flatten_values, seed_all, unflatten_values
 from cornstarch.config import RunConfig
 from cornstarch.data.collate import ChatCollator
 from cornstarch.data.loader import RunData
@@ -21,10 +27,12 @@ from cornstarch.engine.failure import out_of_memory
 from cornstarch.engine.feature_cache import FeatureCache, build_encoder_prefetch, use_feature_cache
 from cornstarch.engine.memory_tracker import MemoryTracker
 from cornstarch.engine.model_parts import ModelPart, cast_parts, split_into_parts
+from cornstarch.engine.optimizer import AveragedWeights, LearningRate, highest_rate, make_optimizer, scale_rates
 from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
 from cornstarch.engine.recompute import Recomputation, fit_activations
 from cornstarch.engine.sharded_loading import ShardedLoading, features_need_weights
 from cornstarch.engine.step_counter import RunFlops
+from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import LOSS
 from cornstarch.metrics.profiler import record_range
@@ -32,26 +40,25 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.import_hf.decompose import UndividedModel
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel import distributed
+from cornstarch.parallel.ddp_fsdp import OwnedParameters, reshard
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.parallel.encoder_balancing import has_encoder_balancing
+from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
 from cornstarch.parallel.passes import explain_full_reads
 from cornstarch.pipeline.split import analyze_model
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task
 
+_KEY = "exchange"  # of what a checkpoint has of each rank's sync
+
 
 class RunModel:
-    """The model of a run: cast, parallelized, compiled. All ranks must build it.
+    """The model of a run's task: cast, parallelized, compiled. All ranks must build it.
 
-    Args:
-        task: Has the model.
-        config: The run.
-        context: The plan and this rank's place in it.
-        data: The run's data; the activation budget and the analysis of a user's own module need a batch of it.
-        loading: Which weights this rank has read.
-        resources: Takes what must be closed when the run ends.
-        log: Prints a line for the user.
-        verify_plan: Refuses a plan that computes something else; called while the model is whole.
+    The activation budget, and the analysis of a user's own module, need some of the data; `loading` knows which weights
+    this rank has read, `resources` takes what must be closed when the run ends, and `verify_plan` refuses a plan that
+    computes something else: it is called while the model is whole.
     """
 
     parallel: ParallelModel
@@ -98,14 +105,9 @@ class RunModel:
             self.parts = [replace(part, shapes=self._shapes) for part in parts]
             # Ranks with different tokens drop out different values; those that compute the same draw the same.
             seed_all(config.seed + context.replica.token_shard)
+        whole, fraction = find_uncompiled_modules(context.plan, context.world_size), config.loop.activation_fraction
         self.acceleration = accelerate_model(
-            self.module,
-            context.device,
-            config.compile,
-            config.loop.activation_fraction,
-            find_uncompiled_modules(context.plan, context.world_size),
-            log,
-            config.fp8,
+            self.module, context.device, config.compile, fraction, whole, log, config.fp8
         )
         if self.parallel.pipeline is None and isinstance(self.module, MultimodalModel):
             for encoder in self.module.encoders.values():
@@ -145,7 +147,7 @@ class RunModel:
     def _inspect_whole_model(self, verify_plan: Callable[[nn.Module], None]) -> None:
         """Take from the whole model what cannot be seen once it is sharded; all ranks must call it."""
         config, context = self._config, self._context
-        self.memory_tracker = MemoryTracker(self.module, config, context.layout.replicate)
+        self.memory_tracker = MemoryTracker(self.module, config, context)
         self.recomputation = fit_activations(
             self.module, config, context.placement, self._data.train, context.replica.count, self._log
         )
@@ -194,3 +196,124 @@ def _compute_loss(task: Task, placement: DevicePlacement, model: nn.Module, inpu
             return task.loss(moved)
     finally:
         task.wrapped = before
+
+
+# ---------------------------------------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """A run that is ready for its first step."""
+
+    config: RunConfig
+    context: DistributedContext
+    task: Task
+    model: RunModel
+    step: TrainStep
+    """The optimizer, and what goes with it."""
+    trained: Mapping[str, nn.Parameter]
+    """The trained parameters of this rank, by name."""
+    replica_sync: ReplicaSync
+    """Keeps replicas together over slow links."""
+    rates: LearningRate
+    total_steps: int
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        assert self.step.optimizer is not None
+        return self.step.optimizer
+
+    @property
+    def wrapped_module(self) -> nn.Module:
+        """The module whose parameters are saved: wrapped by data parallelism, if it is."""
+        return self.task.wrapped or self.task.model
+
+    @contextmanager
+    def use_evaluation_weights(self) -> Iterator[None]:
+        """Run a block with weights averaged over ranks and over time, where the run has such."""
+        with self.replica_sync.use_averaged_weights(), self.step.use_averages():
+            try:
+                yield
+            finally:
+                # Before the trained weights return: parameters that are still gathered would keep the averaged ones,
+                # and the next step would be computed with them.
+                reshard(self.wrapped_module)
+
+    def capture_sync(self) -> tuple[dict[str, Tensorlike], dict[str, Any]]:
+        """Return the tensors and data that this rank alone adds to a checkpoint; call it before averaging weights."""
+        tensors: dict[str, Tensorlike] = {}
+        if isinstance(self.replica_sync, _NoSync):
+            return tensors, {}
+        own: dict[str, Any] = {"kind": self.context.plan.data.kind, "state": self.replica_sync.state_dict()}
+        if self.context.is_unsynchronized:
+            # While the mean is saved these weights are replaced by it, so they are copied.
+            own["weights"] = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
+            own["buffers"] = dict(self.model.module.named_buffers())
+            own["optimizer"] = {name: dict(self.optimizer.state.get(one, {})) for name, one in self.trained.items()}
+        packed = flatten_values(own, f"{_KEY}/{distributed.rank()}", tensors)
+        return tensors, {PER_RANK: {_KEY: packed}}
+
+    def restore_sync(self, tensors: Mapping[str, Any], data: Mapping[str, Any], log: Callable[[str], None]) -> None:
+        """Restore this rank's own state from a checkpoint; if it has none, the common state stays."""
+        if isinstance(self.replica_sync, _NoSync):
+            return
+        saved = {rank: one[_KEY] for rank, one in data.get(PER_RANK, {}).items() if _KEY in one}
+        own = saved.get(str(distributed.rank()))
+        if own is None or len(saved) != distributed.world_size() or own["kind"] != self.context.plan.data.kind:
+            log("What each process alone remembered of exchanges is left behind: the run is spread otherwise now.")
+            return
+        found = unflatten_values(own, tensors)
+        if self.context.is_unsynchronized:
+            self._restore_weights(found)
+        self.replica_sync.load_state_dict(found["state"])
+
+    @torch.no_grad()
+    def _restore_weights(self, found: Mapping[str, Any]) -> None:
+        for name, buffer in self.model.module.named_buffers():
+            if name in found["buffers"]:
+                buffer.copy_(found["buffers"][name])
+        for name, parameter in self.trained.items():
+            parameter.copy_(found["weights"][name])
+            held = self.optimizer.state.get(parameter, {})
+            for key, value in found["optimizer"][name].items():
+                if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
+                    held[key].copy_(value)
+                else:
+                    held[key] = value
+
+
+class _NoSync(ReplicaSync):
+    """Weights are the same on all ranks, and gradients are synchronized in the backward pass, by torch alone."""
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+
+def build_train_state(
+    config: RunConfig, context: DistributedContext, task: Task, model: RunModel, total_steps: int
+) -> TrainState:
+    """Build the optimizer over the local shards of a model, and what goes with it; all ranks must call it."""
+    trained = {name: one for part in model.parts for name, one in part.trained.items()}
+    pipeline, wrapped, data = model.parallel.pipeline, model.parallel.wrapped, context.plan.data
+    owned = None
+    if context.world_size > 1 and data.kind == "zero1":
+        group = None if pipeline is None else pipeline.data_group
+        owned = OwnedParameters(trained, group, is_stage=pipeline is not None)
+    optimizer = make_optimizer(config.optimizer, model.parts, None if owned is None else owned.names)
+    scale_rates(optimizer, config.optimizer.scale_rate, context.replica.count)
+    step = TrainStep(
+        model.parallel,
+        list(trained.values()),
+        optimizer,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        loss_scale=context.placement.loss_scale(),
+        loss_shards=context.loss_shards,
+        owned=owned,
+        averages=AveragedWeights(trained, config.loop.ema_decay) if config.loop.ema_decay else None,
+    )
+    sync = None
+    if context.world_size > 1 and wrapped is not None:
+        sync = build_replica_sync(model.module, wrapped, context.meshes.data, data, optimizer, step.scaler)
+    highest = highest_rate(config.optimizer, model.all_parts, context.replica.count)
+    rates = LearningRate(optimizer, config.schedule, total_steps, highest)
+    return TrainState(config, context, task, model, step, trained, sync or _NoSync(), rates, total_steps)

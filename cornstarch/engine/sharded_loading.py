@@ -107,9 +107,6 @@ def tensor_cuts(layout: Layout, meshes: DeviceMeshes) -> GetPartShard:
     return of
 
 
-# ---------------------------------------------------------------------------------------------------- twins
-
-
 def find_whole_modules(stages: StageAssignment, packed: bool) -> dict[str, str]:
     """Return the modules that this rank needs whole until they are sharded, by name, with the reason."""
     found: dict[str, str] = {}

@@ -45,11 +45,8 @@ Totals = Callable[[], StepTotals]
 class StepCounter:
     """Sums the counts of steps over all ranks.
 
-    Args:
-        modalities: Their names, the same on all ranks.
-        replica_size: The number of ranks that train on, and count, the same samples.
-        stop: Returns whether this rank received a stop signal.
-        flops: Returns the FLOPs of a step on a microbatch's inputs; without it they are not counted.
+    `replica_size` ranks train on, and count, the same samples; `stop` returns whether this rank received a stop signal,
+    and `flops` the FLOPs of a step on a microbatch's inputs (without it they are not counted).
     """
 
     def __init__(
@@ -168,9 +165,6 @@ class UnsynchronizedStepCounter(StepCounter):
         return lambda: totals
 
 
-# ---------------------------------------------------------------------------------------------------- FLOPs
-
-
 class RunFlops:
     """Counts the FLOPs of a run's steps for the whole model, copied before it is sharded or compiled.
 
@@ -208,7 +202,6 @@ class RunFlops:
             self._give_up(error)
 
     def _build_unsharded(self) -> nn.Module:
-        """Return the whole model of a sharded one, without weights."""
         with torch.random.fork_rng(devices=[]):
             bare = build_meta_model(self._config)
         if isinstance(bare, MultimodalModel) and isinstance(self._task.model, MultimodalModel):

@@ -83,8 +83,6 @@ class TrainStep:
         self.update()
         return norm
 
-    # ------------------------------------------------------------------ forward and backward
-
     def forward_backward(
         self, microbatches: Iterable[Inputs], count: int, loss_of: LossOf, *, backward: bool = True
     ) -> None:
@@ -117,8 +115,6 @@ class TrainStep:
             return self.scaler.scale(loss)
         # Gradients are averaged over ranks, but each rank has only its part of the sum.
         return loss * self._loss_shards if self._loss_shards > 1 else loss
-
-    # ------------------------------------------------------------------ the update
 
     def unscale(self) -> None:
         """Undo the scale of the losses: of all gradients, because all are clipped, also those that others step."""

@@ -74,18 +74,21 @@ TimeSpent = dict[tuple[str, str, str], float]
 
 
 def attribute(trace: Mapping[str, Any], parts: Sequence[str], steps: int) -> dict[str, Any]:
-    """Return where the time of an average step went.
+    """Return where the time of an average step went, of the `steps` recorded in a trace of torch's profiler.
 
-    Args:
-        trace: A trace exported by torch's profiler, with ranges of this package.
-        parts: Names of the ranges that have a forward and a backward, in the order of the table.
-        steps: The number of recorded steps.
+    `parts` names the ranges that have a forward and a backward, in the order of the table.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     window = next(one for one in events if one["name"] == RANGE + WINDOW and one.get("cat") == "user_annotation")
     begin, end = window["ts"], window["ts"] + window["dur"]
     host = _Host(events, _thread(window), frozenset(parts))
-    main = list(_label_waits(host.main, _transfers(events, _thread(window))))
+    main, transfers = [], _transfers(events, _thread(window))
+    for start, stop, label in host.main:
+        # Long gaps between operations are communication while messages are in flight.
+        if label.is_busy or label.part == DATA or stop - start < _GAP or not transfers:
+            main.append(Segment(start, stop, label))
+        else:
+            main += _overlay(start, stop, transfers, label)
     spent: TimeSpent = defaultdict(float)
     hidden = 0.0
     kernels = list(_kernels(events, host))
@@ -134,9 +137,6 @@ def _overlay(start: float, end: float, segments: Sequence[Segment], between: Lab
         yield Segment(start, end, between)
 
 
-# ------------------------------------------------------------------------------------------------ threads
-
-
 def _thread(event: TraceEvent) -> Thread:
     return event["pid"], event["tid"]
 
@@ -156,7 +156,6 @@ class _Host:
         self._threads = {main: self.main} | {thread: self._segments(events) for thread, events in by_thread.items()}
 
     def label_at(self, thread: Thread, moment: float) -> Label:
-        """Return what a thread was doing at a moment."""
         segments = self._threads.get(thread, [])
         number = bisect_right(segments, moment, key=lambda segment: segment.start) - 1
         return segments[number].label if number >= 0 and moment <= segments[number].end else Label(OTHER)
@@ -234,19 +233,6 @@ def _transfers(events: Iterable[TraceEvent], main: Thread) -> list[Segment]:
         else:
             found.append(Segment(start, end, Label(COMMUNICATION)))
     return found
-
-
-def _label_waits(segments: Sequence[Segment], transfers: Sequence[Segment]) -> Iterator[Segment]:
-    """Label long gaps between operations as communication while messages are in flight."""
-    for segment in segments:
-        start, end, label = segment
-        if label.is_busy or label.part == DATA or end - start < _GAP or not transfers:
-            yield segment
-        else:
-            yield from _overlay(start, end, transfers, label)
-
-
-# ------------------------------------------------------------------------------------------------ GPU
 
 
 class _Kernel(NamedTuple):

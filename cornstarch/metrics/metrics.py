@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
@@ -120,7 +120,6 @@ class MetricsFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file. Repeated calls do nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -231,7 +230,6 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 
 
 def _as_python(value: Any) -> Any:
-    """Convert a NumPy or torch scalar."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
@@ -354,16 +352,6 @@ class Throughput:
 # ------------------------------------------------------------------------------------------------ step times
 
 
-class TimingEvent(Protocol):
-    """A recorded `torch.cuda.Event`, or a fake one."""
-
-    def query(self) -> bool:
-        """Whether the device has passed the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds until a later event."""
-
-
 class StepTimes(NamedTuple):
     """Sums over steps, measured on the device."""
 
@@ -374,14 +362,6 @@ class StepTimes(NamedTuple):
     """The part of `seconds` in which the device was idle because a batch was missing."""
 
 
-class _PendingStep(NamedTuple):
-    previous_end: TimingEvent | None
-    """None after a pause."""
-    start: TimingEvent
-    end: TimingEvent
-    waited: float
-
-
 class StepClock:
     """Times steps by events on the device's stream.
 
@@ -390,11 +370,12 @@ class StepClock:
     on the device's stream; None: steps run on the CPU, whose own clock is exact.
     """
 
-    def __init__(self, record: Callable[[], TimingEvent] | None) -> None:
+    def __init__(self, record: Callable[[], torch.cuda.Event] | None) -> None:
         self._record = record
-        self._previous_end: TimingEvent | None = None
-        self._start: TimingEvent | None = None
-        self._pending: deque[_PendingStep] = deque()
+        self._previous_end: torch.cuda.Event | None = None
+        self._start: torch.cuda.Event | None = None
+        # The end of the previous step (None after a pause), start, end, seconds that the process waited for the batch.
+        self._pending: deque[tuple[torch.cuda.Event | None, torch.cuda.Event, torch.cuda.Event, float]] = deque()
         self._times = StepTimes(0, 0.0, 0.0)
 
     @classmethod
@@ -410,11 +391,6 @@ class StepClock:
 
         return cls(record)
 
-    @property
-    def pending_steps(self) -> int:
-        """Steps that the device has not finished, as far as is known."""
-        return len(self._pending)
-
     def start_step(self) -> None:
         """Record that a step is enqueued from here on."""
         self._start = None if self._record is None else self._record()
@@ -424,7 +400,7 @@ class StepClock:
         if self._record is None or self._start is None:
             return
         end = self._record()
-        self._pending.append(_PendingStep(self._previous_end, self._start, end, waited))
+        self._pending.append((self._previous_end, self._start, end, waited))
         self._previous_end, self._start = end, None
         self._collect()
 
@@ -441,9 +417,9 @@ class StepClock:
         return times
 
     def _collect(self) -> None:
-        while self._pending and self._pending[0].end.query():
-            step, times = self._pending.popleft(), self._times
+        while self._pending and self._pending[0][2].query():
+            (previous_end, start, end, waited), times = self._pending.popleft(), self._times
             # Between two steps the device waits for the batch, and for whatever else the process does.
-            idle = step.waited if step.previous_end is None else step.previous_end.elapsed_time(step.start) / 1000
-            seconds = idle + step.start.elapsed_time(step.end) / 1000
-            self._times = StepTimes(times.steps + 1, times.seconds + seconds, times.waited + min(step.waited, idle))
+            idle = waited if previous_end is None else previous_end.elapsed_time(start) / 1000
+            seconds = idle + start.elapsed_time(end) / 1000
+            self._times = StepTimes(times.steps + 1, times.seconds + seconds, times.waited + min(waited, idle))

@@ -27,17 +27,10 @@ from cornstarch.models.multimodal_language_model import ModalEncoderModule, Mult
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement
-from cornstarch.report.time_breakdown import (
-    PROFILE,
-    BreakdownRow,
-    ProfileBreakdown,
-    describe_hidden_communication,
-    format_milliseconds,
-    read_time_breakdown,
-)
+from cornstarch.report import time_breakdown
+from cornstarch.report.time_breakdown import BreakdownRow, ProfileBreakdown, format_milliseconds
 
 WARM_UP, STEPS = 3, 3  # steps since the start of the run
-_LANGUAGE_MODEL, _WHOLE = "language model", "model"
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
@@ -73,7 +66,6 @@ def record_waits(name: str, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def trace_name(rank: int, ranks: int) -> str:
-    """Return the name of a rank's trace file."""
     return "profile-trace.json.gz" if ranks == 1 else f"profile-trace-{rank}.json.gz"
 
 
@@ -95,12 +87,8 @@ class StepProfiler:
     """Profiles some steps of a run. All ranks must call its methods at the same steps.
 
     These are the fourth to the sixth step since the start: before them kernels are loaded, layers compiled and memory
-    allocated. A shorter run profiles its last steps. An evaluation or a checkpoint ends the recording.
-
-    Args:
-        trainer: The run, ready for its first step.
-        pause: Excludes a block from the throughput of the run.
-        log: Prints a line.
+    allocated. A shorter run profiles its last steps. An evaluation or a checkpoint ends the recording. `pause` excludes
+    a block from the throughput of the run.
     """
 
     def __init__(
@@ -109,7 +97,7 @@ class StepProfiler:
         self._pause, self._log = pause, log
         self._folder: RunFolder = trainer.folder
         self._device = trainer.placement.device
-        self._modules = list(_iter_parts(trainer))
+        self._modules = _list_parts(trainer)
         self._steps_done, left = trainer.position.step, trainer.total_steps - trainer.position.step
         self._first = self._steps_done + min(WARM_UP + 1, left)
         self._last = self._steps_done + min(WARM_UP + STEPS, left)
@@ -132,16 +120,15 @@ class StepProfiler:
         if self._profile is None and step >= self._first - 1:
             # One step early: starting the profiler takes time, and the GPU must be busy when the first step begins.
             self._start()
-        if self._profile is not None and not self._is_in_window and step >= self._first:
-            self._contexts.enter_context(record_function(RANGE + WINDOW))
-            self._is_in_window = True
         if self._profile is not None:
+            if not self._is_in_window and step >= self._first:
+                self._contexts.enter_context(record_function(RANGE + WINDOW))
+                self._is_in_window = True
             self._step = record_function(f"{RANGE}{STEP} {step}")
             self._step.__enter__()
 
     @property
     def is_done(self) -> bool:
-        """Whether no further step will be recorded."""
         return self._profile is None and bool(self._steps)
 
     def end_step(self, step: int) -> None:
@@ -206,16 +193,16 @@ class StepProfiler:
         found = [one for one in distributed.all_gather_json(self._write_trace(recorded)) if one is not None]
         if not found or distributed.rank() != 0:
             return
-        notes = [*self._notes]
-        if len(found) < distributed.world_size():
-            notes.append(f"{distributed.world_size() - len(found)} processes could not write their traces.")
+        notes, missing = [*self._notes], distributed.world_size() - len(found)
+        if missing:
+            notes.append(f"{missing} processes could not write their traces.")
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "the CPU"
         data = {"version": 1, "steps": self._steps, "device": device, "notes": notes, "ranks": found}
         try:
-            self._folder.write(PROFILE, json.dumps(data, indent=1) + "\n")
+            self._folder.write(time_breakdown.PROFILE, json.dumps(data, indent=1) + "\n")
         except ConfigError as error:  # a full disk, say, must not stop the run
             self._log(f"The profile could not be written: {error}")
-        self.spending = read_time_breakdown(data)
+        self.spending = time_breakdown.read_time_breakdown(data)
         self._log(
             f"profiled: {self._folder / trace_name(0, distributed.world_size())}, for chrome://tracing and Perfetto"
         )
@@ -238,35 +225,32 @@ class StepProfiler:
         return {"rank": rank, **attribute(json.loads(content), parts, len(self._steps))}
 
 
-def _iter_parts(trainer: ProfiledRun) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose forwards are ranges, each with the name of its part, in the order of the table."""
+def _list_parts(trainer: ProfiledRun) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose forwards are ranges, each with the name of its part, in the order of the table."""
     models: list[nn.Module] = [trainer.model]
     if trainer.pipeline is not None:  # a rank with several stages has a copy of the model for each
         models += [program.model for program in trainer.pipeline.programs.values()]
-    encoders = [pair for model in models if isinstance(model, MultimodalModel) for pair in _encoders(model)]
-    seen: set[int] = set()
-    for name, module in [*encoders, *(pair for model in models for pair in _body_and_head(model))]:
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield name, module
-
-
-def _encoders(model: MultimodalModel) -> Iterator[tuple[str, nn.Module]]:
-    for name, encoder in model.encoders.items():
-        yield f"{name} encoder", encoder
-        yield f"{name} encoder", unwrap(encoder.module)
-        if encoder.projector is not None:
-            yield f"{name} projector", unwrap(encoder.projector)
+    found: list[tuple[str, nn.Module]] = []
+    for model in models:
+        for name, encoder in model.encoders.items() if isinstance(model, MultimodalModel) else ():
+            found += [(f"{name} encoder", encoder), (f"{name} encoder", unwrap(encoder.module))]
+            if encoder.projector is not None:
+                found.append((f"{name} projector", unwrap(encoder.projector)))
+    found += [pair for model in models for pair in _body_and_head(model)]
+    first_names: dict[nn.Module, str] = {}
+    for name, module in found:
+        first_names.setdefault(module, name)
+    return [(name, module) for module, name in first_names.items()]
 
 
 def _body_and_head(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(model, ModalEncoderModule):
         return  # listed with the multimodal model that it belongs to
-    name = _WHOLE
+    name = "model"
     if isinstance(model, MultimodalModel):
         if model.encoders:
             yield MERGING, model
-        model, name = model.language_model, _LANGUAGE_MODEL
+        model, name = model.language_model, "language model"
     whole = unwrap(model)
     body = getattr(whole, "base_model", None)  # of a transformers model: the model without its head
     if isinstance(body, nn.Module) and body is not whole:
@@ -299,7 +283,8 @@ def _record_forwards(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]
 def build_time_table(read: ProfileBreakdown) -> Table:
     """Return a table of where the time goes."""
     several = len(read.ranks) > 1
-    notes = "\n".join(note for note in (*read.notes, describe_hidden_communication(read)) if note)
+    hidden = time_breakdown.describe_hidden_communication(read)
+    notes = "\n".join(note for note in (*read.notes, hidden) if note)
     title = f"where the time goes: {read.title()}"
     table = Table(title=title, title_justify="left", caption=notes or None, caption_justify="left")
     table.add_column("ms per step", no_wrap=True)

@@ -23,14 +23,9 @@ _FLOPS = (("PFLOP/s", 5), ("TFLOP/s", 4), ("GFLOP/s", 3))
 
 
 class Progress:
-    """Shows the progress of a run.
+    """Shows the progress of a run: in mode auto, by a bar if the console is a terminal, else by lines.
 
-    Args:
-        mode: auto: a bar if the console is a terminal, else lines.
-        total: Steps of the run, if known.
-        done: Steps done before.
-        console: Default: standard output.
-        clock: Returns seconds; it must be monotonic.
+    `total` are the steps of the run, if known, and `done` those done before; `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -73,14 +68,12 @@ class Progress:
             self._moments.append(self._last)
 
     def metrics(self, record: Mapping[str, Any]) -> None:
-        """Show a line of metrics."""
         self._record = record
         self._step = record.get("step", self._step)
         if self.mode == "lines":
             self._print(_GAP.join([self._steps(), *self._facts()]))
 
     def log(self, text: str) -> None:
-        """Print a text, above the bar."""
         if self.mode != "none":
             self._print(text)
 
@@ -116,7 +109,10 @@ class Progress:
             yield f"{memory / 1e9:.1f} GB"
         (start, first), (end, last) = self._moments[0], self._last
         if self._total is not None and last > first:
-            yield f"eta {_duration((end - start) / (last - first) * max(self._total - self._step, 0))}"
+            left = (end - start) / (last - first) * max(self._total - self._step, 0)
+            minutes, seconds = divmod(round(left), 60)
+            hours, minutes = divmod(minutes, 60)
+            yield f"eta {hours}:{minutes:02}:{seconds:02}" if hours else f"eta {minutes}:{seconds:02}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the bar as one line: if the terminal is narrow, the least important facts go first, then the bar."""
@@ -156,9 +152,3 @@ def _rate(value: float) -> str:
 
 def _step_time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

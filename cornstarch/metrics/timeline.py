@@ -37,11 +37,8 @@ TimedAction = tuple[Action, float, float, float, float]
 class TimelineRecorder:
     """Records some steps of a pipelined run. All ranks must call its methods at the same steps.
 
-    Args:
-        pipeline: This rank's stages.
-        folder: Where rank 0 writes.
-        first: The step that the run starts or resumes after.
-        trace: Record more steps, and write a trace for chrome://tracing and Perfetto.
+    Rank 0 writes to `folder`; `first` is the step that the run starts or resumes after. With `trace`, more steps are
+    recorded, and a trace for chrome://tracing and Perfetto is written.
     """
 
     def __init__(self, pipeline: Pipeline, folder: RunFolder, first: int, trace: bool) -> None:
@@ -52,7 +49,6 @@ class TimelineRecorder:
         self._steps: list[dict[str, Any]] = []
 
     def start_step(self) -> None:
-        """Set the start of a step, which the times of its events are relative to."""
         self._began = time.time()
 
     def end_step(self, step: int, microbatches: int, is_logged: bool) -> None:
@@ -68,25 +64,20 @@ class TimelineRecorder:
             return
         step, microbatches, began, events = self._last
         self._last = None
-        local = self._local_events(microbatches, began, events)
+        pipeline, here, local = self._pipeline, self._pipeline.place_of_rank, None
+        # One rank reports each place, unless the step was a shorter one.
+        if (here.dp, here.cp, here.tp) == (0, 0, 0) and microbatches == pipeline.microbatches:
+            rows = [
+                (*event.action[:3], *(round(one, _DIGITS) for one in (event.begin, event.end, event.waited)))
+                for event in events
+            ]
+            local = {"place": pipeline.place, "began": began, "events": rows}
         found = [one for one in distributed.all_gather_json(local) if one is not None]
-        pipeline = self._pipeline
         if len(found) == pipeline.graph.places:
             schedule = make_schedule(pipeline.graph, pipeline.microbatches, pipeline.layout.plan.schedule)
             self._steps.append({"step": step, **compare_step(schedule, found)})
             if distributed.rank() == 0:
                 self._write(schedule)
-
-    def _local_events(self, microbatches: int, began: float, events: Sequence[ActionEvent]) -> dict[str, Any] | None:
-        """Return this rank's events; None if another rank reports its place, or the step was a shorter one."""
-        here = self._pipeline.place_of_rank
-        if (here.dp, here.cp, here.tp) != (0, 0, 0) or microbatches != self._pipeline.microbatches:
-            return None
-        rows = [
-            (*event.action[:3], *(round(one, _DIGITS) for one in (event.begin, event.end, event.waited)))
-            for event in events
-        ]
-        return {"place": self._pipeline.place, "began": began, "events": rows}
 
     def _write(self, schedule: Schedule) -> None:
         ranks = [one.ravel().tolist() for one in places_of(self._pipeline.layout)]

@@ -101,8 +101,8 @@ def open_trackers(
 ) -> list[Tracker]:
     """Open the trackers of a run.
 
-    A tracker that cannot be opened raises ConfigError. One that fails later is reported once and dropped; training
-    continues.
+    A tracker that cannot be opened raises ConfigError. One that fails later is reported once (by `warn`; default:
+    Python's warnings) and dropped; training continues.
 
     Args:
         names: Registered names: `tensorboard`, `trackio`, `wandb`, `mlflow`.
@@ -110,18 +110,23 @@ def open_trackers(
         run_name: The name of the run in the trackers.
         config_data: The resolved config, as plain data.
         step: The step that a resumed run continues after.
-        warn: Reports failures. Default: Python's warnings.
+        warn: Reports failures.
     """
     config = json.loads(json.dumps(config_data, default=str))
-    ids = _read_ids(folder / IDS)
+    ids: dict[str, str] = {}
+    with suppress(OSError, ValueError):  # without the file, the trackers start new runs
+        saved = json.loads((folder / IDS).read_text("utf-8"))
+        ids = {key: value for key, value in saved.items() if isinstance(value, str)}
     trackers: list[Tracker] = []
     try:
         for name in names:
             tracker = _open(name, TrackedRun(folder.absolute(), run_name, config, step, ids.get(name)))
             trackers.append(_GuardedTracker(name, tracker, warn or _warn))
             if tracker.run_id is not None and ids.get(name) != tracker.run_id:
-                ids[name] = tracker.run_id
-                _write_ids(folder / IDS, ids)  # at once: the run may be killed at any moment
+                ids[name] = tracker.run_id  # stored at once: the run may be killed at any moment
+                temporary = folder / f"{IDS}.tmp"
+                temporary.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
+                os.replace(temporary, folder / IDS)
     except BaseException:
         for tracker in trackers:
             tracker.close("failed")
@@ -146,18 +151,6 @@ def _open(name: str, run: TrackedRun) -> Tracker:
         ) from error
 
 
-def _read_ids(path: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):  # without the file, the trackers start new runs
-        return {key: value for key, value in json.loads(path.read_text("utf-8")).items() if isinstance(value, str)}
-    return {}
-
-
-def _write_ids(path: Path, ids: Mapping[str, str]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
@@ -171,11 +164,9 @@ class _GuardedTracker:
         self.run_id = tracker.run_id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log, unless the tracker has failed."""
         self._try(lambda tracker: tracker.log(step, values))
 
     def close(self, status: TrackerStatus) -> None:
-        """Close the tracker. Repeated calls do nothing."""
         self._try(lambda tracker: tracker.close(status))
         self._tracker = None
 
@@ -363,12 +354,11 @@ class MlflowTracker:
 
 def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield the values of a config by their dotted names."""
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if pairs is None:
+    if isinstance(value, Mapping | list):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
+    else:
         yield prefix, value if isinstance(value, str) else json.dumps(value)
-        return
-    for key, inner in pairs:
-        yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
 
 
 register_tracker("tensorboard", TensorBoardTracker)

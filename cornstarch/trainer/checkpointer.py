@@ -22,7 +22,7 @@ from cornstarch.data.formats import open_sources
 from cornstarch.data.sample import SampleError
 from cornstarch.engine.model_parts import cast_parts, split_into_parts
 from cornstarch.engine.optimizer import apply_hyperparameters, scale_rates
-from cornstarch.engine.train_state import TrainState
+from cornstarch.engine.run_model import TrainState
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
@@ -37,7 +37,6 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
 def build_store(config: RunConfig, folder: RunFolder) -> CheckpointStore:
-    """Return the checkpoint store of a run."""
     better: Literal["lower", "higher"] = "lower" if config.checkpoint.best_by == "loss" else "higher"
     return CheckpointStore(folder / CHECKPOINTS, config.checkpoint.keep, better)
 
@@ -82,20 +81,16 @@ class Checkpointer:
         The seconds of `position` become those of rank 0. `metric` decides which checkpoint is the best one.
         """
         state = self._state
-        own_tensors, own_data = state.replica_sync.capture()
+        own_tensors, own_data = state.capture_sync()
         with state.replica_sync.use_averaged_weights():
             tensors, data = capture(state.wrapped_module, state.optimizer, ema=self._averages, scaler=state.step.scaler)
             shared = distributed.broadcast_json(asdict(position))  # each rank has its own clock
             position.seconds = shared["seconds"]
             data = {**data, **own_data, "position": shared, "precision": state.context.placement.precision}
             options = state.config.checkpoint
+            tensors = {**tensors, **own_tensors}
             path = self._store.save(
-                position.step,
-                {**tensors, **own_tensors},
-                data,
-                metric=metric,
-                form=options.form,
-                wait=not options.background,
+                position.step, tensors, data, metric=metric, form=options.form, wait=not options.background
             )
         self.saved_at = position.step
         self._pending = (path, position.step)
@@ -119,16 +114,9 @@ class Checkpointer:
         optimizer, owned = state.optimizer, state.step.owned
         data = checkpoint.data()
         with checkpoint.tensors() as tensors:
-            restore(
-                tensors,
-                data,
-                state.wrapped_module,
-                optimizer,
-                ema=self._averages,
-                scaler=state.step.scaler,
-                draws_as=state.context.random_source,
-            )
-            state.replica_sync.restore(tensors, data, log)
+            module, scaler, source = state.wrapped_module, state.step.scaler, state.context.random_source
+            restore(tensors, data, module, optimizer, ema=self._averages, scaler=scaler, draws_as=source)
+            state.restore_sync(tensors, data, log)
         # The config wins over the hyperparameters in the checkpoint: they differ only with allow_changes.
         apply_hyperparameters(optimizer, config.optimizer, state.model.parts, None if owned is None else owned.names)
         scale_rates(optimizer, config.optimizer.scale_rate, state.context.replica.count)
@@ -137,9 +125,6 @@ class Checkpointer:
         if position.ended and position.step < state.total_steps and not should_stop_early(config, position):
             position.ended = False  # the config asks for more steps than before
         return position
-
-
-# ---------------------------------------------------------------------------------------------------- inference
 
 
 @dataclass(frozen=True)

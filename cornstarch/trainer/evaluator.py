@@ -50,11 +50,9 @@ class Evaluation:
     """With shuffled items: how often a model that looks is right by chance, where that is known."""
 
     def means(self) -> dict[str, float]:
-        """Return the measures over all sources together."""
         return sum(self.sources.values(), Measures({})).means()
 
     def record(self) -> dict[str, Any]:
-        """Return it as a line of metrics."""
         sources = {name: {**sums.means(), "count": self.counts[name]} for name, sums in self.sources.items()}
         for name, chance in self.chances.items():
             sources[name]["chance"] = chance
@@ -82,9 +80,7 @@ class Evaluator:
         self._replica, self._pipeline, self._use_weights = replica or Replica.here(), pipeline, use_weights
 
     def evaluate(self) -> Evaluation:
-        """Evaluate on all sources."""
-        with self._use_weights(), use_whole_rows(self._task.model):
-            return self._evaluate_sources(lambda source: source)
+        return self._evaluate_sources(lambda source: source)
 
     def evaluate_shuffled(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each modality, and what is measured with its items shuffled between samples, if the run asks.
@@ -99,9 +95,7 @@ class Evaluator:
                 yield modality, evaluation.record()
 
     def evaluate_with_shuffled(self, kind: MediaKind) -> Evaluation:
-        """Evaluate with all images (or sounds) shuffled between samples."""
-        with self._use_weights(), use_whole_rows(self._task.model):
-            return self._evaluate_sources(lambda source: ShuffledMedia(source, kind, self._config.seed))
+        return self._evaluate_sources(lambda source: ShuffledMedia(source, kind, self._config.seed))
 
     @contextmanager
     def use_model(self) -> Iterator[None]:
@@ -119,9 +113,11 @@ class Evaluator:
         sources: dict[str, Measures] = {}
         counts: dict[str, int] = {}
         chances: dict[str, float] = {}
+        model = self._task.model
+        in_eval_mode = use_eval_mode(model) if self._pipeline is None else self._pipeline.use_eval_mode()
         before = random_state()
         try:
-            with use_eval_mode(self._task.model) if self._pipeline is None else self._pipeline.use_eval_mode():
+            with self._use_weights(), use_whole_rows(model), in_eval_mode:
                 for name, source in self._sources.items():
                     viewed = view(source)
                     if len(viewed):
@@ -133,6 +129,7 @@ class Evaluator:
         return Evaluation(sources, counts, chances)
 
     def _measure_source(self, source: DataSource) -> tuple[Measures, int]:
+        """Return the measures of all ranks together, and the number of samples."""
         total, count = Measures({}), 0
         skipped: list[BrokenSample] = []
         batches = self._batches(source)
@@ -143,8 +140,18 @@ class Evaluator:
             for microbatch, measured in zip(microbatches, self._measure_all(microbatches), strict=True):
                 if microbatch.sample_ids:  # else it is a stand-in, which counts nothing
                     total = total + measured
-        own = (total, count, skipped) if self._replica.is_leader else (Measures({}), 0, [])
-        return self._sum_over_ranks(*own)
+        if not self._replica.is_leader:
+            total, count, skipped = Measures({}), 0, []
+        broken = sum(not sample.too_long for sample in skipped)
+        sums = {name: list(pair) for name, pair in total.sums.items()}
+        gathered = distributed.all_gather_json([count, broken, len(skipped) - broken, sums])
+        good, bad, too_long = (sum(one[place] for one in gathered) for place in range(3))
+        if self._replica.count > 1:  # all ranks refuse data that is mostly broken; one process does so while it reads
+            skips = SkipCounter(self._config.data.skip_limit, gather=distributed.all_gather_json)
+            skips.count(good, bad, too_long, skipped)
+            skips.end_epoch()
+        found = [Measures({name: (total, number) for name, (total, number) in one[3].items()}) for one in gathered]
+        return sum(found, Measures({})), good
 
     def _measure_all(self, microbatches: list[CollatedBatch]) -> list[Measures]:
         """Return what is measured of each microbatch; of a pipeline, only the last stage has it."""
@@ -160,30 +167,14 @@ class Evaluator:
             finally:
                 self._task.wrapped = None
 
-        def finish(number: int, measured: Measures) -> None:
-            found[number] = measured
-
         with self._pipeline.use_call(measure):
-            self._pipeline.forward([microbatch.inputs for microbatch in microbatches], finish)
+            self._pipeline.forward([microbatch.inputs for microbatch in microbatches], found.__setitem__)
         return found
 
     def _measure(self, microbatch: CollatedBatch) -> Measures:
         moved = replace(microbatch, inputs=self._placement.move_batch(microbatch.inputs))
         with self._placement.forward_context():
             return self._task.measure(moved)
-
-    def _sum_over_ranks(self, measures: Measures, count: int, skipped: list[BrokenSample]) -> tuple[Measures, int]:
-        """Return what all processes have measured together; refuse, in all of them, data that is mostly broken."""
-        broken = sum(not sample.too_long for sample in skipped)
-        sums = {name: list(pair) for name, pair in measures.sums.items()}
-        said = distributed.all_gather_json([count, broken, len(skipped) - broken, sums])
-        good, bad, too_long = (sum(one[place] for one in said) for place in range(3))
-        if self._replica.count > 1:  # else it was judged while it was read
-            skips = SkipCounter(self._config.data.skip_limit, gather=distributed.all_gather_json)
-            skips.count(good, bad, too_long, skipped)
-            skips.end_epoch()
-        found = [Measures({name: (total, number) for name, (total, number) in one[3].items()}) for one in said]
-        return sum(found, Measures({})), good
 
     def _batches(self, source: DataSource) -> Iterator[Any]:
         loop, data, replica = self._config.loop, self._config.data, self._replica
@@ -202,9 +193,6 @@ class Evaluator:
                 epochs=1,
             )
         )
-
-
-# ---------------------------------------------------------------------------------------------------- the best step
 
 
 def record_best(config: RunConfig, position: Position, record: Mapping[str, Any]) -> tuple[float, bool]:
@@ -233,9 +221,6 @@ def should_stop_early(config: RunConfig, position: Position) -> bool:
     """Return whether the run has not become better for so long that it ends."""
     stopping = config.loop.early_stopping
     return stopping is not None and position.evaluations_without_improvement >= stopping.patience
-
-
-# ---------------------------------------------------------------------------------------------------- answers
 
 
 def collect_answers(

@@ -80,8 +80,7 @@ class MetricsLogger:
         for kind, lines in self._summary["data"].items():
             for line in lines:
                 self.log(f"{kind} data: {line}")
-        data_parallel = self._config.parallel.data
-        kind, compression = data_parallel.kind, data_parallel.compression.kind
+        kind, compression = self._config.parallel.data.kind, self._config.parallel.data.compression.kind
         how = kind if compression == "none" else f"{kind}, {compression}"
         several = f" in {trainer.ranks} processes ({how})" if trainer.ranks > 1 else ""
         self.log(
@@ -100,7 +99,7 @@ class MetricsLogger:
         evaluation = previous.get("evaluation")
         if evaluation:
             self.last_evaluation_step = evaluation["step"]
-            self.last_evaluation = {key: evaluation[key] for key in evaluation if key not in _RECORD_KEYS}
+            self.last_evaluation = _strip_record(evaluation)
 
     def _describe_run(self, trainer: Trainer) -> dict[str, Any]:
         model, again = trainer.run_model, trainer.run_model.recomputation
@@ -141,7 +140,6 @@ class MetricsLogger:
 
     @contextmanager
     def show_progress(self, position: Position, total: int) -> Iterator[None]:
-        """Show progress while a block runs."""
         with Progress(self._config.logging.progress, total, position.step, self._console) as progress:
             self._progress = progress
             self._throughput.start(position.seconds, position.tokens)
@@ -163,7 +161,6 @@ class MetricsLogger:
         return self._throughput.seconds
 
     def log(self, text: str) -> None:
-        """Print a line."""
         if self._progress is not None:
             self._progress.log(text)
         else:
@@ -192,7 +189,6 @@ class MetricsLogger:
             self._log_training(result, trainer)
 
     def is_logged(self, step: int, total: int) -> bool:
-        """Whether the metrics of a step are logged."""
         return step % self._config.logging.every == 0 or step in (1, total)
 
     def _log_training(self, result: StepResult, trainer: Trainer) -> None:
@@ -204,10 +200,15 @@ class MetricsLogger:
         if times is not None and times.steps:  # of all steps: reading the last loss waited for the device
             line["step_time"], line["data_wait"] = times.seconds / times.steps, times.waited / times.steps
         waits = [line["step_time"], line["data_wait"], trainer.feed.wait_seconds() / steps]
-        loss, step_time, data_wait, copy_wait, *counts = _sum_over_ranks(trainer, [line["loss"], *waits, *lookups])
+        own, ranks = [line["loss"], *waits, *lookups], trainer.ranks
+        if trainer.context.is_unsynchronized:
+            # These ranks must not wait for each other: each logs its own loss, and the others are taken to be alike.
+            sums = [own[0], *(value * ranks for value in own[1:])]
+        else:
+            sums = distributed.sum_over_ranks(own)
+        loss, step_time, data_wait, copy_wait, *counts = sums
         line["loss"] = loss / trainer.replica.loss_copies
-        means = {"step_time": step_time, "data_wait": data_wait, "copy_wait": copy_wait}
-        line |= {name: total / trainer.ranks for name, total in means.items()}
+        line |= {"step_time": step_time / ranks, "data_wait": data_wait / ranks, "copy_wait": copy_wait / ranks}
         position = trainer.position
         epoch_steps = max(trainer.data.steps_of_epoch(position.epoch), 1)
         record = {
@@ -262,10 +263,7 @@ class MetricsLogger:
 
     def read_shuffled(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, the evaluations with shuffled items of an earlier start."""
-        return {
-            line["modality"]: {key: value for key, value in line.items() if key not in _RECORD_KEYS}
-            for line in self._summary["shuffled"]
-        }
+        return {line["modality"]: _strip_record(line) for line in self._summary["shuffled"]}
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         self._write_event(step, "saved", path.name)
@@ -280,8 +278,7 @@ class MetricsLogger:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:
             self._metrics.append(record)
-        values = flatten(record) if self._trackers else {}
-        if values:
+        if self._trackers and (values := flatten(record)):
             for tracker in self._trackers:
                 tracker.log(int(record["step"]), values)
 
@@ -345,15 +342,8 @@ class MetricsLogger:
         return report
 
 
-def _sum_over_ranks(trainer: Trainer, values: Sequence[float]) -> list[float]:
-    """Sum numbers, the loss first, over all ranks.
-
-    Unsynchronized ranks must not wait for each other: each logs its own loss, and the others are taken to be alike.
-    """
-    if not trainer.replica_sync.is_unsynchronized:
-        return distributed.sum_over_ranks(values)
-    loss, *others = values
-    return [loss, *(value * trainer.ranks for value in others)]
+def _strip_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in _RECORD_KEYS}
 
 
 def part_table(parts: Sequence[ModelPart], width: int) -> Table:

@@ -66,7 +66,6 @@ class RecordingTrainer(Trainer):
         return task
 
     def add_noise(self, task: Task) -> None:
-        """Disturb all weights."""
         add_noise(task.model)
 
     def update_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
@@ -112,7 +111,8 @@ def record(trainer: RecordingTrainer, folder: Path) -> None:
     outputs = _OutputRecorder(trainer.model)
     for batch in trainer.batches():
         result = trainer.step(batch)
-        outputs.remove_hooks()
+        for hook in outputs.hooks:
+            hook.remove()
         losses.append(distributed.sum_over_ranks([float(result.loss)])[0] / trainer.replica.loss_copies)
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
     whole = gather_parameters(trainer.model, trainer.task.wrapped)
@@ -137,7 +137,7 @@ class _OutputRecorder:
         self.samples: dict[str, Tensor] = {}
         self.shapes: dict[str, list[int]] = {}
         modules = {name: module for name, module in named_modules(model).items() if name}
-        self._handles = [one.register_forward_hook(partial(self._keep, name)) for name, one in modules.items()]
+        self.hooks = [one.register_forward_hook(partial(self._keep, name)) for name, one in modules.items()]
 
     def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) and output else output
@@ -146,13 +146,6 @@ class _OutputRecorder:
         numbers = first.detach().flatten()
         self.samples[name] = numbers[:: max(1, len(numbers) // _SAMPLED)].float().clone()
         self.shapes[name] = list(first.shape)
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
-# ---------------------------------------------------------------------------------------------------- trials
 
 
 class TrialTrainer(RecordingTrainer):

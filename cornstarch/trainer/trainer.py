@@ -24,10 +24,9 @@ from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group, ranks_per_node
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
 from cornstarch.engine.plan_requirements import check_optimizer
-from cornstarch.engine.run_model import RunModel
+from cornstarch.engine.run_model import RunModel, build_train_state
 from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.engine.step_counter import StepCounter, UnsynchronizedStepCounter
-from cornstarch.engine.train_state import build_train_state
 from cornstarch.engine.train_step import WeighedLosses
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import COUNTING, DATA, LOGGING
@@ -277,7 +276,7 @@ class Trainer:
             if self.stop_signal.is_set and self.ranks == 1:  # the batch is left for the next start
                 return "stopped"
             result = self.step(batch)
-            if not result.totals.trained_tokens and not self.replica_sync.is_unsynchronized:
+            if not result.totals.trained_tokens and not self.context.is_unsynchronized:
                 continue
             with record_range(LOGGING):
                 self.logger.log_step(result, self)
@@ -366,7 +365,7 @@ class Trainer:
             norm = self.update_weights(batch, loss)
         else:
             self.train_step.zero_grad()
-            if not self.replica_sync.is_unsynchronized:  # others count this step
+            if not self.context.is_unsynchronized:  # others count this step
                 return StepResult(position.step, loss, rate, None, totals)
         position.step += 1
         self.replica_sync.after_step(position.step)
@@ -380,7 +379,7 @@ class Trainer:
         norm = self.train_step.clip()
         # A scaler has its own answer to infinite gradients: it leaves the step out and scales less.
         self.watch.add(self.position.step + 1, batch, loss, None if self.scaler is not None else norm)
-        self.run_model.memory_tracker.measure(self)
+        self.run_model.memory_tracker.measure(self.optimizer, self.averages)
         self.train_step.update()
         return norm
 

@@ -261,7 +261,7 @@ def test_adapters() -> None:
             expected = by_torch(lambda model=model: model(**text()).loss)
         found = flops_of_step(model, text())
         assert matrices(found) == expected
-        assert 0 < found.all.backward_weights < 0.5 * found.all.backward_inputs
+        assert 0 < found.backward_weights < 0.5 * found.backward_inputs
 
 
 def test_padding_and_tokens_without_labels_are_counted_separately() -> None:

@@ -131,8 +131,8 @@ def test_an_optimizer_without_an_estimate_does_not_stop_a_run(tmp_path: Path, mo
     config = tiny_config(tmp_path, "optimizer.name=torch.optim.Picky")
     trainer = trainer_of(tiny_config(tmp_path))
     trainer.setup()
-    tracker = MemoryTracker(trainer.model, config)
-    tracker.measure(trainer)
+    tracker = MemoryTracker(trainer.model, config, trainer.context)
+    tracker.measure(trainer.optimizer, trainer.averages)
     assert "The size of its state cannot be determined: RuntimeError: no kernel" in str(tracker.line())
     assert tracker.line() is None
     advice = estimate(config, Device("test", 10**9), 2).advice
