@@ -180,6 +180,11 @@ class Booster:
     def _build_model(self, model: nn.Module, layout: Layout, placement: DevicePlacement) -> BoostedModel:
         plugin = self.plugin
         context = DistributedContext(layout, placement)
+
+        def set_stand_ins(model: nn.Module) -> None:
+            if plugin.processor is not None and isinstance(model, MultimodalModel):
+                model.keep_encoders_running(plugin.processor.stand_ins())
+
         # Both need the whole model, so they are built before it is split.
         splitter = MicrobatchSplitter(model, plugin.num_microbatches, plugin.microbatch_size)
         tokens = TokenCounter(model)
@@ -187,14 +192,10 @@ class Booster:
             microbatches=plugin.num_microbatches or 1,
             packed=plugin.packed,
             templates=plugin.templates(),
-            stand_ins=self._set_stand_ins if layout.dp > 1 or layout.plan.is_pipeline else None,
+            stand_ins=set_stand_ins if layout.dp > 1 or layout.plan.is_pipeline else None,
         )
         parallel = parallelize(model, context, options)
         return BoostedModel(parallel, context, splitter=splitter, tokens=tokens, weigh=plugin.loss_weight)
-
-    def _set_stand_ins(self, model: nn.Module) -> None:
-        if self.plugin.processor is not None and isinstance(model, MultimodalModel):
-            model.keep_encoders_running(self.plugin.processor.stand_ins())
 
     def _attach_optimizer(self, optimizer: BoostedOptimizer, boosted: BoostedModel) -> None:
         parameters, pipeline = named_parameters(boosted.module), boosted.pipeline

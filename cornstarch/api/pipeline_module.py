@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,13 +99,12 @@ class PipelineModule(nn.Module):
         self.loss_fn, self.num_stages = loss_fn, num_stages
         layout = build_chain_layout(num_stages, "1f1b")
         here = layout.place(distributed.rank())
-        self.replicas, self.replica = layout.dp, here.dp
-        """The number of replicas, and the index of this process's."""
+        self.replicas, self.replica = layout.dp, here.dp  # their number, and the index of this process's
         seed = int(torch.randint(2**31, ()))
         built = [_build_on_meta(layer) for layer in layers]
         costs = _layer_costs(layers, built, partition_method)
+        # The first layer of each stage.
         self.starts = balance_stages(costs, range(1, len(layers)), num_stages, "The list of layers")
-        """The first layer of each stage."""
         own = range(self.starts[here.stage], [*self.starts[1:], len(layers)][here.stage])
         for number, layer in enumerate(layers):
             if number in own and isinstance(layer, LayerSpec):
@@ -112,7 +112,6 @@ class PipelineModule(nn.Module):
                     torch.manual_seed(seed + number)
                     built[number] = layer.build()
         self.layers = SequentialLayers.of({str(number): layer for number, layer in enumerate(built)})
-        """The layers of this process."""
         self.device = get_device(nn.ModuleList(list(self.layers)[own.start : own.stop]))
         self.parallel = ParallelModel(self.layers)
         if distributed.world_size() > 1:
@@ -286,11 +285,9 @@ class PipelineEngine:
         """Return the mean loss of the next `microbatches` pairs, on every process; nothing is trained."""
         was_training = self.module.training
         self.module.eval()
+        forward = partial(self._train_step.forward_backward, count=self.microbatches, backward=False)
         try:
-            return self._run(
-                data_iter,
-                lambda inputs, loss_of: self._train_step.forward_backward(inputs, len(inputs), loss_of, backward=False),
-            )
+            return self._run(data_iter, lambda inputs, loss_of: forward(inputs, loss_of=loss_of))
         finally:
             self.module.train(was_training)
 
@@ -332,9 +329,8 @@ class PipelineEngine:
         loss = output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             source = "The last layer" if self.module.loss_fn is None else "loss_fn"
-            what = "nothing" if loss is None else f"a {type(loss).__name__}"
-            if isinstance(loss, Tensor):
-                what = f"a tensor of the shape {list(loss.shape)}"
+            shape = f"a tensor of the shape {list(loss.shape)}" if isinstance(loss, Tensor) else None
+            what = shape or ("nothing" if loss is None else f"a {type(loss).__name__}")
             raise ConfigError(f"{source} returned {what}; expected the loss, a tensor with one number.")
         return loss
 

@@ -106,11 +106,7 @@ class StageForward:
         """Return a layer's result filled with NaN, for a layer whose result nobody reads here."""
         if self._unread is None:
             layer = self.received[self._last_remote_layer][0]
-            with torch.no_grad():
-                self._unread = map_tensors(
-                    lambda one: torch.full_like(one, torch.nan if one.is_floating_point() else 0, requires_grad=False),
-                    layer,
-                )
+            self._unread = map_tensors(lambda t: torch.full_like(t, torch.nan if t.is_floating_point() else 0), layer)
         return self._unread
 
     def finish(self, entry: Tensor | None = None) -> StageDone:

@@ -73,11 +73,7 @@ class PipelineTemplate:
         """Return the names of a model's modules that have parameters, in the order of its forward pass.
 
         Those of a `ModalEncoderModule` begin with `module.`, and its projector comes last. The prefixes of PEFT are
-        left out, so that a template is the same with adapters and without.
-
-        Args:
-            model: The model.
-            survey: The analysis of the model, if it is known already: for a module of your own.
+        left out, so that a template is the same with adapters and without. For a module of your own, give its `survey`.
         """
         return find_wrapped_model(model).list_template_names(survey or analyze_model(model))
 
@@ -124,10 +120,6 @@ class PipelineTemplate:
 
         Modules before the first layer belong to it. Modules behind the last layer, the head of a language model or a
         projector, count as a layer if a stage may begin with them. Layers that cannot be separated count as one.
-
-        Args:
-            model: The model.
-            layers: The number of layers of each stage.
         """
         analysis, name = analyze_model(model), type(find_wrapped_model(model).inner).__name__
         places = [0, *analysis.boundaries]
@@ -136,12 +128,11 @@ class PipelineTemplate:
                 f"layers = {', '.join(map(str, layers))}: they add up to {sum(layers)}; {name} has {len(places)}, what "
                 "follows the last one included. Every stage has one at least."
             )
-        firsts = [sum(layers[:stage]) for stage in range(len(layers))]
-        return cls._from_starts(model, analysis, [places[first] for first in firsts])
+        starts = [places[sum(layers[:stage])] for stage in range(len(layers))]
+        return cls._from_starts(model, analysis, starts)
 
     @classmethod
     def _from_starts(cls, model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int]) -> PipelineTemplate:
-        """Return the template whose stages begin with the given segments."""
         listed = find_wrapped_model(model).list_template_names(analysis)
         segments = [analysis.segment_of(name) for name in analysis.modules]
         ends = [*starts[1:], len(analysis.layers) + 1]
@@ -237,14 +228,13 @@ def _compute_segment_costs(
         count = _count_flops if by == "flops" else count_parameters
         forward = {name: float(count(model.get_submodule(name))) for name in names}
     total = [0.0] * (len(analysis.layers) + 1)
-    upstream = trained_upstream
     for name in names:
         module, cost = model.get_submodule(name), forward[name]
         parameters = count_parameters(module)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad) / parameters if parameters else 0.0
-        input_gradient = cost if upstream or trained else 0.0  # gradients pass through it, or begin inside it
+        input_gradient = cost if trained_upstream or trained else 0.0  # gradients pass through it, or begin inside it
         total[analysis.segment_of(name)] += cost + input_gradient + trained * cost
-        upstream = upstream or trained > 0
+        trained_upstream = trained_upstream or trained > 0
     return total
 
 
