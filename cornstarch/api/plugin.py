@@ -79,7 +79,20 @@ class ModalParallelPlugin:
         self.tp_size, self.sp_size, self.virtual_stages = tp_size, sp_size, virtual_stages
         self.pipeline_template = pipeline_template
         self.activation_checkpointing = bool(activation_checkpointing)
-        self.pp_size = self._count_stages(pp_size)
+        self.pp_size = pp_size or 1
+        if pipeline_template is not None:
+            stages = pipeline_template.num_stages
+            if stages % virtual_stages:
+                raise ConfigError(
+                    f"{pipeline_template!r} cannot be split into {virtual_stages} virtual stages per rank: "
+                    f"{virtual_stages} does not divide {stages}."
+                )
+            self.pp_size = stages // virtual_stages
+            if pp_size not in (None, self.pp_size):
+                raise ConfigError(
+                    f"ModalParallelPlugin(pp_size={pp_size}): {pipeline_template!r} says {self.pp_size}. "
+                    "Give one of them."
+                )
         self.sequence_parallelism_mode: CpMode | None = None
         mode, old = sequence_parallelism_mode, sequence_parallelism
         if sp_size > 1:
@@ -96,22 +109,6 @@ class ModalParallelPlugin:
             "context_parallel_distribution_mode", context_parallel_distribution_mode, get_args(CpDistribution)
         )
         self.module_plan()  # refuses contradictory arguments now
-
-    def _count_stages(self, pp_size: int | None) -> int:
-        if self.pipeline_template is None:
-            return pp_size or 1
-        stages, parts = self.pipeline_template.num_stages, self.virtual_stages
-        if stages % parts:
-            raise ConfigError(
-                f"{self.pipeline_template!r} cannot be split into {parts} virtual stages per rank: "
-                f"{parts} does not divide {stages}."
-            )
-        if pp_size is not None and pp_size * parts != stages:
-            raise ConfigError(
-                f"ModalParallelPlugin(pp_size={pp_size}): {self.pipeline_template!r} says {stages // parts}. "
-                "Give one of them."
-            )
-        return stages // parts
 
     def module_plan(self) -> ModulePlan:
         """Return the plan of the module."""

@@ -292,16 +292,14 @@ def _verify_analysis(twin: nn.Module, batch: dict[str, Any], found: ModelAnalysi
     cautious = replace(found, last_reader={**dict.fromkeys(found.side_modules, len(found.layers)), **found.last_reader})
     # Some models cannot run with a head only.
     barred = {**found.barred, len(found.layers): "what follows the layers cannot run without a layer"}
-    first_error: UnsupportedModelError | None = None
+    errors = []
     for attempt in (found, cautious, replace(found, barred=barred), replace(cautious, barred=barred)):
         try:
             verify_split(twin, batch, attempt)
-        except UnsupportedModelError as error:
-            first_error = first_error or error
-        else:
             return attempt
-    assert first_error is not None
-    raise first_error
+        except UnsupportedModelError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def check_embedding_stage(inner: nn.Module) -> None:
