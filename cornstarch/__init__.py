@@ -28,45 +28,24 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Booster",
-    "ConfigError",
-    "EncodersColocatedPlugin",
-    "MaskSpec",
-    "ModalEncoderModule",
-    "ModalParallelPlugin",
-    "MultimodalModel",
-    "MultimodalModelProcessor",
-    "MultimodalParallelPlugin",
-    "MultimodalProcessor",
-    "MultimodalProjector",
-    "MultimodalProjectorConfig",
-    "PipelineTemplate",
-    "PrecomputedFeatureExtractor",
-    "RunConfig",
-    "Trainer",
-    "__version__",
-    "load_config",
-]
+    "Booster", "ConfigError", "EncodersColocatedPlugin", "MaskSpec", "ModalEncoderModule", "ModalParallelPlugin",
+    "MultimodalModel", "MultimodalModelProcessor", "MultimodalParallelPlugin", "MultimodalProcessor",
+    "MultimodalProjector", "MultimodalProjectorConfig", "PipelineTemplate", "PrecomputedFeatureExtractor", "RunConfig",
+    "Trainer", "__version__", "load_config",
+]  # fmt: skip
 
 # Importing torch takes seconds, so a name is looked up in its room when it is first asked for (PEP 562).
 _ROOMS = {
-    "Booster": "cornstarch.booster",
-    "ConfigError": "cornstarch.errors",
-    "EncodersColocatedPlugin": "cornstarch.plugin.multimodal_parallel_plugin",
-    "MaskSpec": "cornstarch.attention",
-    "ModalEncoderModule": "cornstarch.models.multimodal_language_model",
-    "ModalParallelPlugin": "cornstarch.plugin.multimodal_parallel_plugin",
-    "MultimodalModel": "cornstarch.models.multimodal_language_model",
-    "MultimodalModelProcessor": "cornstarch.models.multimodal_language_model",
-    "MultimodalParallelPlugin": "cornstarch.plugin.multimodal_parallel_plugin",
-    "MultimodalProcessor": "cornstarch.models.multimodal_language_model",
-    "MultimodalProjector": "cornstarch.models.multimodal_language_model",
-    "MultimodalProjectorConfig": "cornstarch.models.multimodal_language_model",
-    "PipelineTemplate": "cornstarch.pipeline.template",
-    "PrecomputedFeatureExtractor": "cornstarch.models.multimodal_language_model",
-    "RunConfig": "cornstarch.train",
-    "Trainer": "cornstarch.train",
-    "load_config": "cornstarch.train",
+    "attention": "MaskSpec",
+    "booster": "Booster",
+    "errors": "ConfigError",
+    "models.multimodal_language_model": "ModalEncoderModule MultimodalModel MultimodalModelProcessor "
+    "MultimodalProcessor MultimodalProjector MultimodalProjectorConfig PrecomputedFeatureExtractor",
+    "pipeline.template": "PipelineTemplate",
+    "plugin.multimodal_parallel_plugin": "EncodersColocatedPlugin ModalParallelPlugin MultimodalParallelPlugin",
+    "train": "RunConfig Trainer load_config",
 }
 
-__getattr__, __dir__ = names_of(__name__, _ROOMS)
+__getattr__, __dir__ = names_of(
+    __name__, {name: f"cornstarch.{room}" for room, names in _ROOMS.items() for name in names.split()}
+)

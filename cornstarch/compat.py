@@ -64,13 +64,10 @@ def content_before_sharding(module: torch.nn.Module) -> dict[str, Any]:
     content = {name: value for name, value in module.__dict__.items() if not name.startswith("__composable_api")}
     for name, hooks in content.items():
         if name.endswith("_hooks") and isinstance(hooks, dict):
-            kept = {key: hook for key, hook in hooks.items() if not _is_of_fsdp(hook)}
+            homes = {key: str(getattr(hook, "__module__", "")) for key, hook in hooks.items()}
+            kept = {key: hooks[key] for key, home in homes.items() if not home.startswith("torch.distributed.fsdp")}
             content[name] = type(hooks)(kept)
     return content
-
-
-def _is_of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def leave_out_of_ddp(kind: type[torch.nn.Module], names: Callable[[Any], list[str]]) -> None:
@@ -78,10 +75,6 @@ def leave_out_of_ddp(kind: type[torch.nn.Module], names: Callable[[Any], list[st
 
     torch 2.11 to 2.15 read the names from an attribute of the model when it is wrapped, and have no public way to say
     so. Goes when there is one.
-
-    Args:
-        kind: The class.
-        names: Returns the names of the parameters of a model.
     """
     setattr(kind, "_ddp_params_and_buffers_to_ignore", property(names))  # noqa: B010
 
@@ -115,8 +108,6 @@ def buffer_options(sent: bool) -> dict[str, Any]:
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sent}
 
-
-# ------------------------------------------------------------------------------------------------ reading weights
 
 _reading = threading.RLock()
 Reader = Callable[[Any, list[str], Any], Mapping[str, Any]]
@@ -173,11 +164,8 @@ def destinations(
     transformers 5.17 to 5.22 rename with functions of `core_model_loading`, which have no promise to stay. Goes when
     there is a public way to ask.
 
-    Args:
-        base_prefix: The model's `base_model_prefix`.
-        names: The names of the model's parameters and buffers.
-        stored: The names in the files.
-        mapping: The `weight_mapping` of this load.
+    `base_prefix` is the model's `base_model_prefix`, `names` are those of its parameters and buffers, `stored` those in
+    the files, and `mapping` is the `weight_mapping` of this load.
     """
     from transformers import core_model_loading as loading
 
@@ -199,26 +187,19 @@ def destinations(
 
 
 def _convert(name: str, pattern: str, converter: Any) -> Destination:
-    first = converter.target_patterns[0]
-    return Destination(
-        tuple(name.replace(first, target) for target in converter.target_patterns),
-        tuple((type(operation).__name__, _only_dim(operation)) for operation in converter.operations),
-        converter.source_patterns.index(pattern),
-        len(converter.source_patterns),
-    )
-
-
-def _only_dim(operation: Any) -> int | None:
-    options = {name: value for name, value in vars(operation).items() if value is not None}
-    return options["dim"] if options.keys() == {"dim"} else None
+    targets, sources = converter.target_patterns, converter.source_patterns
+    steps = []
+    for operation in converter.operations:
+        options = {option: value for option, value in vars(operation).items() if value is not None}
+        steps.append((type(operation).__name__, options["dim"] if options.keys() == {"dim"} else None))
+    names = tuple(name.replace(targets[0], target) for target in targets)
+    return Destination(names, tuple(steps), sources.index(pattern), len(sources))
 
 
 def backward_of_inputs(
-    roots: Sequence[Tensor],
-    gradients: Sequence[Tensor] | None,
-    inputs: Sequence[Tensor],
+    roots: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor],
     weights: Sequence[torch.nn.Parameter],
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute the gradients of inputs alone, into their `grad`; return what `backward_of_weights` goes on from.
 
     None: the gradients of the weights have been computed, too.
@@ -316,12 +297,8 @@ def multiply_scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast
     torch 2.13 has `torch.nn.functional.scaled_mm`, which does the same on CPUs and can be compiled; that it can in 2.11
     has not been tried. Goes when it has, or with 2.11 and 2.12.
 
-    Args:
-        a: The first, row by row in memory.
-        b: The second, column by column.
-        scale_a: What the first is multiplied by: a number, or one for each row.
-        scale_b: What the second is multiplied by: a number, or one for each column.
-        fast: Whether sums may be rounded on the way.
+    `a` lies row by row in memory, `b` column by column. Each is multiplied by its scale: a number, or one for each row
+    of `a` and for each column of `b`.
     """
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
@@ -368,8 +345,6 @@ def has_triton() -> bool:
     return bool(found())
 
 
-# ---------------------------------------------------------------------------------------------------- torch.compile
-
 _MOST_COMPILED = 64  # variants of a layer: kinds of masks and layers, with and without gradients, fixed and free sizes
 
 
@@ -391,10 +366,7 @@ def compile_counts() -> dict[str, int]:
     """Return how many graphs were compiled in this process so far, and how often a function had to be left."""
     from torch._dynamo.utils import counters
 
-    return {
-        "graphs": int(counters["stats"]["unique_graphs"]),
-        "breaks": sum(counters["graph_break"].values()),
-    }
+    return {"graphs": int(counters["stats"]["unique_graphs"]), "breaks": sum(counters["graph_break"].values())}
 
 
 def compile_error() -> type[Exception]:
@@ -415,9 +387,6 @@ def set_activation_budget(share: float) -> None:
 
     config.activation_memory_budget = share
     config.ban_recompute_materialized_backward = False
-
-
-# ---------------------------------------------------------------------------------------------------- optimizers
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -444,8 +413,6 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
     finally:
         del chosen.grad_scale, chosen.found_inf
 
-
-# ------------------------------------------------------------------------------------------------ whole processors
 
 _loading = threading.RLock()
 
@@ -480,12 +447,10 @@ def _without_torchvision(source: str) -> Iterator[None]:
     def check_others(processor: Any, name: str, argument: Any) -> Any:
         return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
 
-    def load_video_settings(*args: Any, **options: Any) -> VideoSettings:
-        return _video_settings(source)
-
+    load_settings = staticmethod(lambda *args, **options: _video_settings(source))
     replaced: list[tuple[Any, str, Any]] = [
         # The class that transformers itself gives out under this name stands for nothing without torchvision.
-        (video_processing_auto.AutoVideoProcessor, "from_pretrained", staticmethod(load_video_settings)),
+        (video_processing_auto.AutoVideoProcessor, "from_pretrained", load_settings),
         (mixin, "check_argument_for_proper_class", check_others),
         (processing_auto, "processor_class_from_name", lambda name: _importable(find(name))),
     ]

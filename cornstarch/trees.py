@@ -29,11 +29,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> Iterator[Any]:
     """Go through everything that is not a container."""
-    if isinstance(value, _ROWS):
-        for one in value:
-            yield from leaves(one)
-    elif isinstance(value, Mapping):
-        for one in value.values():
+    if isinstance(value, (*_ROWS, Mapping)):
+        for one in value.values() if isinstance(value, Mapping) else value:
             yield from leaves(one)
     else:
         yield value
@@ -61,6 +58,3 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 def differentiable(value: Any) -> list[Tensor]:
     """Return the tensors that a gradient may flow through."""
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-__all__ = ["differentiable", "leaves", "map_tensors", "tensors_in"]

@@ -71,9 +71,6 @@ def set_attention_function(function: Callable[..., Any]) -> Callable[[], None]:
     return lambda: _attention_function.reset(token)
 
 
-# ------------------------------------------------------------------------------------------------ masks
-
-
 def build_mask(
     batch_size: int,
     q_length: int,
@@ -168,9 +165,6 @@ def _check_index_scaling(config: Any, end: int) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------ attention
-
-
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -190,9 +184,6 @@ def attention_forward(
             "its tokens may see on other ranks"
         )
     return run_attention(module, query, key, value, attention_mask, **options)
-
-
-# ------------------------------------------------------------------------------------------------ sharded rows
 
 
 @dataclass(frozen=True)

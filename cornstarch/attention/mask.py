@@ -108,8 +108,12 @@ class MaskSpec:
     """The value of `counts`, if it is known."""
 
     def __post_init__(self) -> None:
-        for name in ("documents", "spans"):
-            _check_integers(name, getattr(self, name))
+        for name, tensor in (("documents", self.documents), ("spans", self.spans)):
+            if tensor.ndim != 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
+                raise ConfigError(
+                    f"{name} is a {tensor.dtype} tensor of shape {list(tensor.shape)}; give integers of shape "
+                    "[batch, tokens]."
+                )
         if self.documents.shape != self.spans.shape:
             raise ConfigError(
                 f"documents has shape {list(self.documents.shape)}, spans has shape {list(self.spans.shape)}; "
@@ -153,10 +157,8 @@ class MaskSpec:
         index = torch.arange(tokens, device=self.documents.device)
         last = torch.where(self.documents > 0, index, 0).amax(dim=1, keepdim=True)
         added = self.documents.gather(1, last).expand(rows, length - tokens)
-        return MaskSpec(
-            torch.cat([self.documents, added], dim=1),
-            torch.cat([self.spans, torch.full_like(added, -1)], dim=1),
-        )
+        spans = torch.cat([self.spans, torch.full_like(added, -1)], dim=1)
+        return MaskSpec(torch.cat([self.documents, added], dim=1), spans)
 
     def positions(self) -> Tensor:
         """Return the index of each token within its document, [B, S]; 0 for padding."""
@@ -253,8 +255,8 @@ class MaskSpec:
         rule, whole = self.mask_function(pattern), queries is None and keys is None
         queries, keys = index if queries is None else queries, index if keys is None else keys
         some, every = _find_blocks(rule, rows, queries, keys)
-        rule = rule if whole else _index_rule(rule, queries, keys)
-        return _build_block_mask(some, every, rule, len(queries), len(keys))
+        among = rule if whole else lambda row, head, query, key: rule(row, head, queries[query], keys[key])
+        return _build_block_mask(some, every, among, len(queries), len(keys))
 
     def build_range_mask(
         self, pattern: MaskPattern = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
@@ -347,13 +349,6 @@ def evaluate_mask(rule: MaskFunction, rows: int, queries: Tensor, keys: Tensor) 
     return mask.expand(rows, 1, len(queries), len(keys))
 
 
-def _index_rule(rule: MaskFunction, queries: Tensor, keys: Tensor) -> MaskFunction:
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return rule(row, head, queries[query], keys[key])
-
-    return visible
-
-
 def _range_rule(first: Tensor, last: Tensor, positions: Tensor | None) -> MaskFunction:
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = key if positions is None else positions[key]
@@ -403,10 +398,3 @@ def _find_blocks(rule: MaskFunction, rows: int, queries: Tensor, keys: Tensor) -
         some.append(blocks.any(dim=-1).any(dim=3))
         every.append(blocks.all(dim=-1).all(dim=3))
     return torch.cat(some, dim=2), torch.cat(every, dim=2)
-
-
-def _check_integers(name: str, tensor: Tensor) -> None:
-    if tensor.ndim != 2 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-        raise ConfigError(
-            f"{name} is a {tensor.dtype} tensor of shape {list(tensor.shape)}; give integers of shape [batch, tokens]."
-        )

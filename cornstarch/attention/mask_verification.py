@@ -44,8 +44,11 @@ def attend_through_masks(language_model: nn.Module) -> None:
     try:
         reference = None
         if not is_on_meta(model):
-            with use_parameter_precision(language_model):
-                reference = _compute_eager_logits(language_model, model)
+            # The truth: the second document alone, with the model's own attention and positions.
+            model.set_attn_implementation("eager")
+            tokens = _build_tokens(model)[_PADDING + _FIRST :][None]
+            with use_parameter_precision(language_model), use_eval_mode(language_model):
+                reference = _forward(language_model, input_ids=tokens, attention_mask=torch.ones_like(tokens))[0]
         model.set_attn_implementation(implementation)
         if model.config._attn_implementation != implementation:
             raise UnsupportedModelError("it has attention code of its own, outside transformers' attention interface")
@@ -93,14 +96,6 @@ def is_on_meta(model: nn.Module) -> bool:
 # The row of the verification: padding and two documents. Short, because the model may be very large.
 _PADDING, _FIRST, _SECOND = 2, 5, 7
 _SPAN = slice(2, 6)
-
-
-def _compute_eager_logits(language_model: nn.Module, model: PreTrainedModel) -> Tensor:
-    """Compute the logits of the second document alone with the model's own attention and positions: the truth."""
-    model.set_attn_implementation("eager")
-    tokens = _build_tokens(model)[_PADDING + _FIRST :]
-    with use_eval_mode(language_model):
-        return _forward(language_model, input_ids=tokens[None], attention_mask=torch.ones_like(tokens)[None])[0]
 
 
 def _verify(language_model: nn.Module, reference: Tensor) -> None:

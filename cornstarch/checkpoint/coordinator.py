@@ -65,7 +65,11 @@ class Coordinator:
             failure = error
         if self.rank == 0:
             outcomes = [_encode_outcome(value, failure), *map(self._receive_outcome, range(1, self.size))]
-            verdict = {"failure": _summarize_failures([outcome["failure"] for outcome in outcomes])}
+            failures = [outcome["failure"] for outcome in outcomes]
+            verdict = {"failure": failures[0]}
+            if any(one != failures[0] for one in failures):
+                named = [f"Rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None]
+                verdict = {"failure": "\n".join(named)}
             if verdict["failure"] is None:
                 try:
                     verdict = {"value": join([outcome["value"] for outcome in outcomes]), "failure": None}
@@ -97,8 +101,6 @@ class Coordinator:
         """Run `work` on rank 0 and return its result, which is JSON, on all ranks."""
         result: T = self.reduce(lambda: None, lambda _: work())
         return result
-
-    # ------------------------------------------------------------------ tensors for rank 0
 
     def fetch(self, rank: int, number: int, into: Tensor) -> None:
         """On rank 0: receive a tensor from a rank that runs `serve`."""
@@ -132,8 +134,6 @@ class Coordinator:
         for rank in range(1, self.size):
             with suppress(RuntimeError):
                 dist.send(torch.tensor([_STOP]), rank, group=self._group)
-
-    # ------------------------------------------------------------------ messages
 
     def _receive_outcome(self, rank: int) -> dict[str, Any]:
         try:
@@ -177,9 +177,3 @@ def _describe_error(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
-
-
-def _summarize_failures(failures: Sequence[str | None]) -> str | None:
-    if all(failure == failures[0] for failure in failures):
-        return failures[0]
-    return "\n".join(f"Rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None)

@@ -29,6 +29,7 @@ from cornstarch.pipeline.stages import get_original_names
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "param_names"}  # they choose a kernel, not the result
 
+Parameters = Mapping[str, nn.Parameter]
 Group = dict[str, Any]
 """The `parameters` of a group by name, and its flattened `options`."""
 
@@ -101,7 +102,10 @@ def local_parameters(model: nn.Module) -> dict[str, Tensorlike]:
     found: dict[str, Tensorlike] = {**named_parameters(model)}
     parameters = dict(model.named_parameters())
     for name, boxes in original_boxes(model).items():  # fused parameters that tensor parallelism reorders
-        places = tuple((_slices_to_box(one.original), one.local) for one in boxes)
+        places = tuple(
+            (Box(tuple(d.start for d in one.original), tuple(d.stop - d.start for d in one.original)), one.local)
+            for one in boxes
+        )
         found[_whole_name(model, name)] = Sharded(parameters[name].shape, parameters[name], boxes=places)
     units = _flat_units(model)
     stray = [name for name, parameter in found.items() if is_flattened(parameter) and name not in units]
@@ -126,10 +130,6 @@ def local_parameters(model: nn.Module) -> dict[str, Tensorlike]:
             assert isinstance(parameter, Tensor)
             found[name] = Sharded(shapes[name], parameter, sum(counts[name][rank] for rank in before))
     return found
-
-
-def _slices_to_box(place: tuple[slice, ...]) -> Box:
-    return Box(tuple(one.start for one in place), tuple(one.stop - one.start for one in place))
 
 
 def _flat_units(model: nn.Module) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
-def group_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+def group_members(optimizer: Optimizer, parameters: Parameters) -> list[list[str]]:
     """Return the names of the parameters in each group of an optimizer."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for group in optimizer.param_groups:
@@ -202,9 +202,7 @@ def group_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) 
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def flatten_groups(
-    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: dict[str, Tensorlike]
-) -> list[Group]:
+def flatten_groups(optimizer: Optimizer, parameters: Parameters, tensors: dict[str, Tensorlike]) -> list[Group]:
     """Return the groups of this rank; options that are tensors are put into `tensors`."""
     members = group_members(optimizer, parameters)
     groups = [
@@ -233,10 +231,7 @@ def merge_groups(of_ranks: Sequence[list[Group]]) -> list[Group]:
 
 
 def flatten_states(
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    local: Mapping[str, Tensorlike],
-    tensors: dict[str, Tensorlike],
+    optimizer: Optimizer, parameters: Parameters, local: Mapping[str, Tensorlike], tensors: dict[str, Tensorlike]
 ) -> dict[str, Any]:
     """Return the states of this rank by parameter; tensors are put into `tensors`."""
     state_dict = optimizer.state_dict()
@@ -269,10 +264,7 @@ def _shard_alike(state: Any, parameter: Tensorlike) -> Any:
 
 
 def optimizer_differences(
-    saved: Mapping[str, Any],
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    optimized: Collection[str],
+    saved: Mapping[str, Any], optimizer: Optimizer, parameters: Parameters, optimized: Collection[str]
 ) -> list[str]:
     """Return how the saved optimizer differs from those of all ranks, which have the parameters `optimized`."""
     if saved["class"] != type(optimizer).__qualname__:
@@ -292,10 +284,7 @@ def optimizer_differences(
 
 
 def list_needed_tensors(
-    saved: Mapping[str, Any],
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    local: Mapping[str, Tensorlike],
+    saved: Mapping[str, Any], optimizer: Optimizer, parameters: Parameters, local: Mapping[str, Tensorlike]
 ) -> list[str]:
     """Return the tensors that this rank will read."""
     mine = {name for members in group_members(optimizer, parameters) for name in members}
@@ -308,7 +297,7 @@ def restore_optimizer(
     saved: Mapping[str, Any],
     tensors: Mapping[str, Any],
     optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Parameters,
     local: Mapping[str, Tensorlike],
 ) -> None:
     """Load the saved state of an optimizer's own parameters."""
@@ -326,9 +315,12 @@ def restore_optimizer(
     }
     whole = unflatten_values(saved["whole"], tensors)
     optimizer.load_state_dict({"state": {**whole, **state}, "param_groups": groups})
+    # torch converts states to the parameter's dtype; float32 moments of bfloat16 weights must stay exact.
     for name, number in numbers.items():
-        if number in state:
-            _keep_dtypes(state[number], optimizer.state[parameters[name]])
+        loaded = optimizer.state[parameters[name]] if number in state else {}
+        for key, value in state.get(number, {}).items():
+            if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value.to(loaded[key].device)
 
 
 def _has_state(parameter: Tensorlike) -> bool:
@@ -377,10 +369,3 @@ def _load_tensor(name: str, tensors: Mapping[str, Any], parameter: Tensorlike) -
     distributed: Any = parameter
     placements = [Replicate() for _ in range(distributed.device_mesh.ndim)]
     return DTensor.from_local(whole.to(distributed.device), distributed.device_mesh, placements, run_check=False)
-
-
-def _keep_dtypes(saved: Mapping[str, Any], loaded: dict[str, Any]) -> None:
-    """Undo torch's conversion of states to the parameter's dtype: float32 moments of bfloat16 weights stay exact."""
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
-            loaded[key] = value.to(loaded[key].device)

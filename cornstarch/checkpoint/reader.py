@@ -17,19 +17,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.checkpoint import shards as files
-from cornstarch.checkpoint.shards import (
-    DATA,
-    FOLDER_NAME,
-    FORMAT,
-    MANIFEST,
-    WRITERS,
-    Box,
-    StoredShard,
-    Tensorlike,
-    TensorShard,
-    is_partition,
-    local_shards,
-)
+from cornstarch.checkpoint.shards import Box, StoredShard, Tensorlike, TensorShard, is_partition, local_shards
 from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_manifest, own_digest
@@ -102,13 +90,7 @@ class TensorReader(Mapping[str, Tensor]):
                 self._read_into(name, box, destination)
 
     def _read_into(self, name: str, box: Box, destination: Tensor) -> None:
-        missing = box.numel
-        for shard in self._shards[name]:
-            common = box.intersect(shard.box)
-            if common is not None:
-                destination[common.slices_in(box)].copy_(shard.read(common))
-                missing -= common.numel
-        assert missing == 0, f"{name}: {missing} values of {box} are missing"  # `Checkpoint` checks this
+        files.copy_intersections(box, destination, [(shard.box, shard.read) for shard in self._shards[name]])
 
 
 def state_hash(tensors: Mapping[str, Any], leave_out: Collection[str] = ("rng/",)) -> str:
@@ -152,7 +134,7 @@ class Checkpoint:
 
     def data(self) -> Any:
         """Return the JSON data that was saved beside the tensors."""
-        return _parse_json(self.folder / DATA, _read_bytes(self.storage, self.folder / DATA))
+        return _parse_json(self.folder / files.DATA, _read_bytes(self.storage, self.folder / files.DATA))
 
     @contextmanager
     def tensors(self) -> Iterator[TensorReader]:
@@ -182,7 +164,10 @@ class Checkpoint:
                     continue
                 for shard in files.open_shards(self.storage, self.folder / file, stack):
                     known = shards.setdefault(shard.name, [])
-                    if self.form != "local" or rank is not None or _is_new(shard, known):
+                    # In the local form every rank writes all that it has, or an empty placeholder.
+                    is_placeholder = not shard.box.numel and shard.box.sizes != shard.shape
+                    is_new = not is_placeholder and all(other.box != shard.box for other in known)
+                    if self.form != "local" or rank is not None or is_new:
                         known.append(shard)
             for name, found in shards.items():
                 self._check_shards(name, found, must_be_whole=rank is None)
@@ -210,7 +195,7 @@ class Checkpoint:
                 raise ConfigError(f"{self.folder / name} cannot be read ({error}).") from error
 
         chosen = [name for name in self.files if names is None or name in names]
-        for name, found in files.run_in_threads(digest, chosen, WRITERS).items():
+        for name, found in files.run_in_threads(digest, chosen, files.WRITERS).items():
             if found != self.files[name]["sha256"]:
                 raise ConfigError(
                     f"{self.folder / name} is damaged: its SHA-256 is {found[:16]}…, but "
@@ -229,26 +214,20 @@ class Checkpoint:
                 raise ConfigError(f"{path} has {size} bytes, but {entry['size']} were saved.")
 
 
-def _is_new(shard: StoredShard, known: list[StoredShard]) -> bool:
-    """Return whether no lower rank has the shard; in the local form every rank writes all that it has."""
-    is_placeholder = not shard.box.numel and shard.box.sizes != shard.shape
-    return not is_placeholder and all(other.box != shard.box for other in known)
-
-
 def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = None) -> Checkpoint:
     """Read and validate the manifest of a checkpoint; its other files are not looked at."""
     if storage is None:
         storage, folder = resolve_storage(folder)
     folder = Path(folder)
-    path = folder / MANIFEST
+    path = folder / files.MANIFEST
     written = _read_bytes(storage, path)
     content = _parse_json(path, written)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ConfigError(f"{path} is damaged: it has no format number.")
-    if content["format"] > FORMAT:
+    if content["format"] > files.FORMAT:
         raise ConfigError(
             f"{folder} was saved in format {content['format']} by a newer Cornstarch ({content.get('versions')}); "
-            f"this one reads formats up to {FORMAT}. Update Cornstarch."
+            f"this one reads formats up to {files.FORMAT}. Update Cornstarch."
         )
     # Byte for byte: a changed blank would not change the content, but shows that the disk cannot be trusted.
     if content.get("sha256") != own_digest(content) or written != files.encode_manifest(content):
@@ -257,7 +236,7 @@ def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = No
         if not isinstance(content.get(name), kind):
             raise ConfigError(f"{path} is damaged: {name} is {content.get(name)!r}.")
     check_manifest(path, content["files"])
-    match = FOLDER_NAME.match(folder.name)
+    match = files.FOLDER_NAME.match(folder.name)
     if match is None or int(match[1]) != content["step"]:
         raise ConfigError(f"{folder} holds step {content['step']}: it was renamed. Give it its old name back.")
     return Checkpoint(folder, **{name: content[name] for name in _FIELDS}, storage=storage)
@@ -275,9 +254,6 @@ def _parse_json(path: Path, text: bytes) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
-
-
-# ---------------------------------------------------------------------------------------------------- conversion
 
 
 def convert_checkpoint(
@@ -301,7 +277,19 @@ def convert_checkpoint(
     try:
         storage.make_folder(fresh / name)
         with source.all_tensors() as tensors:
-            _write_converted(source, tensors, storage, fresh / name, form, count)
+            written: Manifest = {}
+            for rank in range(count):
+                shards = _split_first_dim(tensors, rank, count)
+                written |= files.write_shards(storage, fresh / name, files.file_prefix(rank, count), shards)
+            written[files.DATA] = storage.write(
+                fresh / name / files.DATA, [source.storage.read(source.folder / files.DATA)]
+            )
+            files.check_written(storage, fresh / name, written)
+            description = json.loads(source.storage.read(source.folder / files.MANIFEST))
+            description["layout"] = {"processes": count, "form": form, "meshes": [], "converted": source.layout}
+            files.write_manifest(storage, fresh / name, written, description)
+            storage.flush(fresh / name)
+            storage.flush(fresh)
             expected = state_hash(tensors, leave_out=())
         with read_checkpoint(fresh / name, storage).tensors() as tensors:
             if state_hash(tensors, leave_out=()) != expected:
@@ -328,22 +316,6 @@ def _count_processes(source: Checkpoint, form: str, processes: int | None) -> in
     if count < 1:
         raise ConfigError(f"{count} processes; expected 1 or more.")
     return count
-
-
-def _write_converted(
-    source: Checkpoint, tensors: TensorReader, storage: Storage, folder: Path, form: str, count: int
-) -> None:
-    written: Manifest = {}
-    for rank in range(count):
-        shards = _split_first_dim(tensors, rank, count)
-        written |= files.write_shards(storage, folder, files.file_prefix(rank, count), shards)
-    written[DATA] = storage.write(folder / DATA, [source.storage.read(source.folder / DATA)])
-    files.check_written(storage, folder, written)
-    description = json.loads(source.storage.read(source.folder / MANIFEST))
-    description["layout"] = {"processes": count, "form": form, "meshes": [], "converted": source.layout}
-    files.write_manifest(storage, folder, written, description)
-    storage.flush(folder)
-    storage.flush(folder.parent)
 
 
 def _split_first_dim(tensors: TensorReader, rank: int, count: int) -> Iterator[TensorShard]:

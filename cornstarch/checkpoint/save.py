@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -25,18 +26,7 @@ from torch import Tensor
 from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint.coordinator import Coordinator
 from cornstarch.checkpoint.reader import Form, read_checkpoint
-from cornstarch.checkpoint.shards import (
-    DATA,
-    DTYPES,
-    TORCH_DTYPES,
-    Box,
-    Sharded,
-    Tensorlike,
-    TensorShard,
-    is_partition,
-    is_sharded,
-    local_shards,
-)
+from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, TensorShard, is_partition, is_sharded, local_shards
 from cornstarch.checkpoint.storage import Storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest
@@ -76,7 +66,7 @@ def describe_save(
 def _describe_tensor(name: object, tensor: Tensorlike) -> dict[str, Any]:
     if not isinstance(name, str) or name == "__metadata__":
         raise ConfigError(f"A tensor cannot be saved under the name {name!r}.")
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in files.DTYPES:
         raise ConfigError(f"{name} cannot be saved: safetensors has no {tensor.dtype}.")
     try:
         shards = local_shards(tensor)
@@ -89,7 +79,7 @@ def _describe_tensor(name: object, tensor: Tensorlike) -> dict[str, Any]:
                 f"({values.layout}, on {values.device})."
             )
     boxes = [[list(box.offsets), list(box.sizes)] for box, _ in shards]
-    return {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "boxes": boxes}
+    return {"dtype": files.DTYPES[tensor.dtype], "shape": list(tensor.shape), "boxes": boxes}
 
 
 def _describe_mesh(tensor: Any) -> str:
@@ -187,27 +177,25 @@ def _merge(values: list[tuple[int, Any]], at: str) -> Any:
 # ---------------------------------------------------------------------------------------------------- the save
 
 
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes one checkpoint: `plan`, then `stage` if training goes on meanwhile, then `finish`."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        folder: Path,
-        coordinator: Coordinator,
-        step: int,
-        tensors: Mapping[str, Tensorlike],
-        data: Mapping[str, Any],
-    ) -> None:
-        self.storage, self.folder, self.coordinator = storage, folder, coordinator
-        self._step, self._tensors, self._data = step, tensors, data
+    storage: Storage
+    folder: Path
+    coordinator: Coordinator
+    step: int
+    tensors: Mapping[str, Tensorlike]
+    data: Mapping[str, Any]
+    temporary: Path = Path()
+    form: Form = "sharded"
+
+    def __post_init__(self) -> None:
         self._resources = ExitStack()  # on rank 0: the lock, released at the end
         self._description: dict[str, Any] = {}
         self._content = b""
         self._plan: SavePlan = {}
         self._shards: list[TensorShard] = []
-        self.temporary = Path()
-        self.form: Form = "sharded"
 
     def plan(self, metric: float | None, form: Form, prepare: Callable[[ExitStack, int], tuple[Path, int]]) -> None:
         """Agree on what is saved; on rank 0, `prepare` locks and makes the folder, and returns it and its sequence."""
@@ -219,11 +207,7 @@ class CheckpointWriter:
                 "step": step,
                 "metric": require_equal(states, "metric"),
                 "time": time.time(),
-                "layout": {
-                    "processes": size,
-                    "form": chosen if size > 1 else "full",
-                    "meshes": states[0]["meshes"],
-                },
+                "layout": {"processes": size, "form": chosen if size > 1 else "full", "meshes": states[0]["meshes"]},
             }
             # Encoded now: the caller may change the data before it is written.
             self._content = json.dumps(merge_data(states)).encode() + b"\n"
@@ -232,32 +216,31 @@ class CheckpointWriter:
                 temporary, self._description["sequence"] = prepare(self._resources, step)
             return {"temporary": str(temporary), "plan": plan}
 
+        arguments = self.step, self.tensors, self.data, metric, form
         try:
-            decision = self.coordinator.reduce(
-                lambda: describe_save(self._step, self._tensors, self._data, metric, form), decide
-            )
+            decision = self.coordinator.reduce(lambda: describe_save(*arguments), decide)
         except BaseException:
             self._resources.close()
             raise
         self.temporary, self._plan, self.form = Path(decision["temporary"]), decision["plan"], form
         self._shards = list(self._own_shards())
-        self._tensors = {}  # the shards have what is needed
+        self.tensors = {}  # the shards have what is needed
 
     def _own_shards(self) -> Iterator[TensorShard]:
         """Yield the shards that this rank writes, or sends to rank 0, in the order of the plan."""
         if self.form == "local":
-            for name, tensor in self._tensors.items():
+            for name, tensor in self.tensors.items():
                 # A rank without a shard of a tensor writes an empty one: the reader then knows that nothing is missing.
                 empty = (Box((0,) * len(tensor.shape), (0, *tensor.shape[1:])), torch.empty(0, dtype=tensor.dtype))
                 for box, values in local_shards(tensor) or [empty]:
-                    yield TensorShard(name, tuple(tensor.shape), tensor.dtype, box, partial(_return, values))
+                    yield TensorShard(name, tuple(tensor.shape), tensor.dtype, box, values.detach)
             return
         for name, entry in self._plan.items():
             boxes = [_part_box(part) for part in entry["parts"] if part[0] == self.coordinator.rank]
-            local = dict(local_shards(self._tensors[name])) if boxes else {}
-            dtype = TORCH_DTYPES[entry["dtype"]]
+            local = dict(local_shards(self.tensors[name])) if boxes else {}
+            dtype = files.TORCH_DTYPES[entry["dtype"]]
             for box in boxes:
-                yield TensorShard(name, tuple(entry["shape"]), dtype, box, partial(_return, local[box]))
+                yield TensorShard(name, tuple(entry["shape"]), dtype, box, local[box].detach)
 
     def stage(self, copy: Callable[[Sequence[TensorShard]], list[TensorShard]]) -> None:
         """Replace the tensors by copies, so that training may go on."""
@@ -274,9 +257,16 @@ class CheckpointWriter:
             return Path(self.coordinator.reduce(self._write, lambda entries: self._commit(entries, on_commit)))
 
     def _write(self) -> Manifest:
+        rank, size = self.coordinator.rank, self.coordinator.size
         with self.explain_errors():
-            self._wait_for_folder()
-            rank, size = self.coordinator.rank, self.coordinator.size
+            end = time.monotonic() + FOLDER_TIMEOUT
+            while not self.storage.exists(self.temporary):
+                if rank == 0 or time.monotonic() > end:
+                    raise ConfigError(
+                        f"{self.temporary}, which rank 0 has made, is not there for rank {rank}. All processes need "
+                        "one folder: use a file system that all machines share."
+                    )
+                time.sleep(0.05)
             if self.form == "full" and size > 1:
                 written = self._write_on_first()
             else:
@@ -300,9 +290,9 @@ class CheckpointWriter:
     def _commit(self, entries: list[Manifest], on_commit: Callable[[Path], object]) -> str:
         with self.explain_errors():
             manifest = {name: entry for one in entries for name, entry in one.items()}
-            manifest[DATA] = self.storage.write(self.temporary / DATA, [self._content])
+            manifest[files.DATA] = self.storage.write(self.temporary / files.DATA, [self._content])
             files.write_manifest(self.storage, self.temporary, manifest, self._description)
-            files.check_written(self.storage, self.temporary, {DATA: manifest[DATA]})
+            files.check_written(self.storage, self.temporary, {files.DATA: manifest[files.DATA]})
             read_checkpoint(self.temporary, self.storage).check_sizes()
             self.storage.flush(self.temporary)
             target = self.target
@@ -322,14 +312,14 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            size = sum(values.nbytes for tensor in self._tensors.values() for _, values in local_shards(tensor))
+            size = sum(values.nbytes for tensor in self.tensors.values() for _, values in local_shards(tensor))
             size = size or sum(shard.nbytes for shard in self._shards)
             try:
                 free = f"{self.storage.free_bytes(self.folder) / 1e9:.3f} GB are free there"
             except OSError:
                 free = "the free space could not be determined"
             raise ConfigError(
-                f"The checkpoint of step {self._step} could not be saved in {self.folder}: {error.strerror or error}. "
+                f"The checkpoint of step {self.step} could not be saved in {self.folder}: {error.strerror or error}. "
                 f"It has {size / 1e9:.3f} GB of tensors; {free}. What was saved before is untouched. Free space, allow "
                 "writing, or choose another folder."
             ) from error
@@ -345,20 +335,6 @@ class CheckpointWriter:
                 self._resources.close()
             raise
 
-    def _wait_for_folder(self) -> None:
-        end = time.monotonic() + FOLDER_TIMEOUT
-        while not self.storage.exists(self.temporary):
-            if self.coordinator.rank == 0 or time.monotonic() > end:
-                raise ConfigError(
-                    f"{self.temporary}, which rank 0 has made, is not there for rank {self.coordinator.rank}. All "
-                    "processes need one folder: use a file system that all machines share."
-                )
-            time.sleep(0.05)
-
-
-def _return(values: Tensor) -> Tensor:
-    return values
-
 
 def _gather_tensors(plan: SavePlan, own: Sequence[TensorShard], coordinator: Coordinator) -> Iterator[TensorShard]:
     """Yield whole tensors, each gathered on rank 0 when it is written."""
@@ -369,16 +345,12 @@ def _gather_tensors(plan: SavePlan, own: Sequence[TensorShard], coordinator: Coo
         for part in entry["parts"]:
             rank, box = part[0], _part_box(part)
             if rank == 0:
-                sources.append((box, partial(_copy_shard, mine[name, box])))
+                sources.append((box, lambda into, shard=mine[name, box]: into.copy_(shard.load())))  # type: ignore[misc]
             else:
                 sources.append((box, partial(coordinator.fetch, rank, counts[rank])))
             counts[rank] += 1
-        shape, dtype = tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]]
+        shape, dtype = tuple(entry["shape"]), files.TORCH_DTYPES[entry["dtype"]]
         yield TensorShard(name, shape, dtype, Box.whole(shape), partial(_assemble, Box.whole(shape), dtype, sources))
-
-
-def _copy_shard(shard: TensorShard, into: Tensor) -> None:
-    into.copy_(shard.load())
 
 
 def _assemble(whole: Box, dtype: torch.dtype, sources: Sequence[tuple[Box, Callable[[Tensor], object]]]) -> Tensor:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import add, sub
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -54,21 +55,20 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """Return the common part; None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(*self._pair, *other._pair, strict=True))
-        sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+        sizes = tuple(map(sub, map(min, self.ends, other.ends), offsets))
         return None if any(size <= 0 for size in sizes) else Box(offsets, sizes)
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Return the slices of this box in a tensor that has the values of `outer`."""
-        begins = [a - b for a, b in zip(self.offsets, outer.offsets, strict=True)]
-        return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.sizes, strict=True))
+        places = zip(self.offsets, self.sizes, outer.offsets, strict=True)
+        return tuple(slice(offset - start, offset - start + size) for offset, size, start in places)
 
     @property
-    def _pair(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.offsets, self.sizes
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.offsets, self.sizes))
 
     def __str__(self) -> str:
-        return f"[{','.join(f'{a}:{a + n}' for a, n in zip(*self._pair, strict=True))}]"
+        return f"[{','.join(f'{start}:{end}' for start, end in zip(self.offsets, self.ends, strict=True))}]"
 
 
 @dataclass(frozen=True)
@@ -153,15 +153,24 @@ def is_sharded(tensor: Tensorlike) -> bool:
 
 def copy_shards(source: Tensorlike, target: Tensorlike) -> None:
     """Copy the local shards of `source`, which must contain those of `target`."""
-    available = local_shards(source)
+
+    def reader(box: Box, values: Tensor) -> Callable[[Box], Tensor]:
+        return lambda part: values[part.slices_in(box)]
+
+    available = [(box, reader(box, values)) for box, values in local_shards(source)]
     for box, destination in local_shards(target):
-        missing = box.numel
-        for other, values in available:
-            common = box.intersect(other)
-            if common is not None:
-                destination[common.slices_in(box)].copy_(values[common.slices_in(other)])
-                missing -= common.numel
-        assert missing == 0, f"{missing} of {box.numel} values are on other ranks"
+        copy_intersections(box, destination, available)
+
+
+def copy_intersections(box: Box, destination: Tensor, parts: Iterable[tuple[Box, Callable[[Box], Tensor]]]) -> None:
+    """Fill the values of `box`, `destination`, from parts of the tensor: a part and how to read a box inside of it."""
+    missing = box.numel
+    for part, read in parts:
+        common = box.intersect(part)
+        if common is not None:
+            destination[common.slices_in(box)].copy_(read(common))
+            missing -= common.numel
+    assert missing == 0, f"{missing} of {box.numel} values are on other ranks, or missing"
 
 
 def interval_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
@@ -212,10 +221,6 @@ ShardFingerprint = tuple[list[int], list[int], int]
 """The offsets and sizes of a box and the sum over its values, as JSON can hold them."""
 
 
-def fingerprint(tensor: Tensor) -> str:
-    return _format_sum(_sum_box(Box.whole(tensor.shape), tensor.detach()))
-
-
 def fingerprint_shards(tensor: Tensorlike) -> list[ShardFingerprint]:
     """Return the fingerprints of the local shards of a tensor."""
     return [(list(box.offsets), list(box.sizes), _sum_box(box, values)) for box, values in local_shards(tensor)]
@@ -223,10 +228,7 @@ def fingerprint_shards(tensor: Tensorlike) -> list[ShardFingerprint]:
 
 def join_fingerprints(shards: Iterable[ShardFingerprint]) -> str:
     """Return the fingerprint of a tensor from those of all shards; replicated shards count once."""
-    return _format_sum(sum({(*offsets, *sizes): total for offsets, sizes, total in shards}.values()))
-
-
-def _format_sum(total: int) -> str:
+    total = sum({(*offsets, *sizes): total for offsets, sizes, total in shards}.values())
     return f"{total % 2**64:016x}"
 
 

@@ -15,34 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cornstarch.checkpoint import named_state
+from cornstarch.checkpoint import named_state, state_values
 from cornstarch.checkpoint.coordinator import Coordinator
-from cornstarch.checkpoint.named_state import (
-    Group,
-    describe,
-    fill,
-    is_trained,
-    local_parameters,
-    named_buffers,
-    named_parameters,
-)
-from cornstarch.checkpoint.shards import (
-    Sharded,
-    Tensorlike,
-    fingerprint,
-    fingerprint_shards,
-    is_sharded,
-    join_fingerprints,
-)
-from cornstarch.checkpoint.state_values import (
-    find_random_state,
-    flatten_random_state,
-    flatten_values,
-    list_tensors,
-    random_state,
-    resume_random_state,
-    unflatten_values,
-)
+from cornstarch.checkpoint.named_state import describe, fill, is_trained, local_parameters, named_buffers
+from cornstarch.checkpoint.shards import Sharded, Tensorlike, fingerprint_shards, is_sharded, join_fingerprints
+from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.ddp_fsdp import reshard
 
@@ -55,11 +32,9 @@ _SHOWN = 5
 class Stateful(Protocol):
     """An object with a state dict: an optimizer, a gradient scaler."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Load a state."""
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -88,9 +63,10 @@ def capture(
     them, alike on all ranks.
     """
     coordinator = Coordinator.default()
+    rng = state_values.random_state() if rng is None else rng
     reshard(model)
     tensors: dict[str, Tensorlike] = {}
-    parameters, local = named_parameters(model), local_parameters(model)
+    parameters, local = named_state.named_parameters(model), local_parameters(model)
     inner = named_state.inner_optimizer(optimizer)
     frozen = [name for name, parameter in local.items() if not is_trained(parameter)]
     whole = _survey(model, local, lambda: named_state.flatten_groups(inner, parameters, tensors), frozen, coordinator)
@@ -110,7 +86,7 @@ def capture(
         "scaler": None if scaler is None else flatten_values(scaler.state_dict(), "scaler", tensors),
         "scheduler": flatten_values(scheduler_state, "scheduler", tensors),
         "loader": flatten_values(loader_position, "loader", tensors),
-        **flatten_random_state(random_state() if rng is None else rng, coordinator.rank, coordinator.size, tensors),
+        **state_values.flatten_random_state(rng, coordinator.rank, coordinator.size, tensors),
     }
     return tensors, {"state": state}
 
@@ -151,17 +127,23 @@ def restore(
     drawing, size = coordinator.rank if draws_as is None else draws_as, coordinator.size
     reshard(model)
     state = _find_state(data)
-    parameters, local = named_parameters(model), local_parameters(model)
+    parameters, local = named_state.named_parameters(model), local_parameters(model)
     inner = named_state.inner_optimizer(optimizer)
     averages = _shard_averages(ema, local)
 
-    def bare_groups() -> list[Group]:
+    def bare_groups() -> list[named_state.Group]:
         return [{"parameters": members, "options": {}} for members in named_state.group_members(inner, parameters)]
 
     whole = _survey(model, local, bare_groups, _list_unsaved(state), coordinator, averages)
 
     def check() -> None:
-        _refuse(_compare_model(state, whole) + _compare_trained(state, local), "the model")
+        words = {True: "trained", False: "frozen"}
+        changed = [
+            f"{name} is {words[entry['trained']]} in the checkpoint, {words[is_trained(local[name])]} here"
+            for name, entry in state["parameters"].items()
+            if name in local and entry["trained"] != is_trained(local[name])
+        ]
+        _refuse(_compare_model(state, whole) + changed, "the model")
         differences = named_state.optimizer_differences(state["optimizer"], inner, parameters, whole.optimized)
         _refuse(differences, "the optimizer")
         if ema is not None and state["ema"] is None:
@@ -171,7 +153,7 @@ def restore(
             _refuse(["the run scales its gradients (fp16), the checkpoint was made without"], "the gradient scaler")
         needed = named_state.list_needed_tensors(state["optimizer"], inner, parameters, local)
         needed += list_tensors([state[part] for part in ("scaler", "scheduler", "loader")])
-        needed += list_tensors(find_random_state(state, drawing, size)[0])
+        needed += list_tensors(state_values.find_random_state(state, drawing, size)[0])
         _check_complete(state, tensors, needed)
 
     def load() -> RestoredState:
@@ -183,7 +165,7 @@ def restore(
         if scaler is not None and state["scaler"]:
             scaler.load_state_dict(unflatten_values(state["scaler"], tensors))
         restored = RestoredState(*(unflatten_values(state[part], tensors) for part in ("scheduler", "loader")))
-        resume_random_state(state, tensors, drawing, size)
+        state_values.resume_random_state(state, tensors, drawing, size)
         return restored
 
     coordinator.run_on_all(check)
@@ -231,7 +213,7 @@ class _WholeModel:
 
     optimized: Collection[str]
     """The parameters in the optimizer of any rank."""
-    groups: list[Group]
+    groups: list[named_state.Group]
     fingerprints: Mapping[str, str]
     """Of whole parameters, for those that this rank has a part of."""
     parameters: Mapping[str, str]
@@ -243,7 +225,7 @@ class _WholeModel:
 def _survey(
     model: nn.Module,
     local: Mapping[str, Tensorlike],
-    groups: Callable[[], list[Group]],
+    groups: Callable[[], list[named_state.Group]],
     names: Iterable[str],
     coordinator: Coordinator,
     averages: Mapping[str, Tensorlike] | None = None,
@@ -269,16 +251,11 @@ def _survey(
         return {"groups": merged, "fingerprints": prints, **there}
 
     joined = coordinator.reduce(work, join)
-    prints = dict(joined["fingerprints"])
-    for name in wanted:
-        if name not in prints:
-            parameter = local[name]
-            assert isinstance(parameter, Tensor)
-            prints[name] = fingerprint(parameter)
+    prints = {
+        name: joined["fingerprints"].get(name) or join_fingerprints(fingerprint_shards(local[name])) for name in wanted
+    }
     optimized = {name: None for group in joined["groups"] for name in group["parameters"]}
-    return _WholeModel(
-        optimized, joined["groups"], {name: prints[name] for name in wanted}, *(joined[kind] for kind in kinds)
-    )
+    return _WholeModel(optimized, joined["groups"], prints, *(joined[kind] for kind in kinds))
 
 
 def _list_unsaved(state: Mapping[str, Any]) -> list[str]:
@@ -290,11 +267,10 @@ def _shard_averages(
 ) -> dict[str, Tensorlike] | None:
     if averages is None:
         return None
-    result: dict[str, Tensorlike] = {}
-    for name, average in averages.items():
-        parameter = local.get(name)
-        result[name] = parameter.with_local(average) if isinstance(parameter, Sharded) else average
-    return result
+    return {
+        name: parameter.with_local(average) if isinstance(parameter := local.get(name), Sharded) else average
+        for name, average in averages.items()
+    }
 
 
 def detach(tensor: Tensorlike) -> Tensorlike:
@@ -316,23 +292,14 @@ def _compare_model(state: Mapping[str, Any], whole: _WholeModel) -> list[str]:
     ]
 
 
-def _compare_trained(state: Mapping[str, Any], local: Mapping[str, Tensorlike]) -> list[str]:
-    words = {True: "trained", False: "frozen"}
-    return [
-        f"{name} is {words[entry['trained']]} in the checkpoint, {words[is_trained(local[name])]} here"
-        for name, entry in state["parameters"].items()
-        if name in local and entry["trained"] != is_trained(local[name])
-    ]
-
-
 def _compare(saved: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     return [
         *(f"{name} ({saved[name]}) is in the checkpoint only" for name in saved if name not in found),
         *(f"{name} ({found[name]}) is not in the checkpoint" for name in found if name not in saved),
         *(
-            f"{name} is {saved[name]} in the checkpoint, {found[name]} here"
-            for name in saved
-            if name in found and saved[name] != found[name]
+            f"{name} is {is_saved} in the checkpoint, {found[name]} here"
+            for name, is_saved in saved.items()
+            if found.get(name, is_saved) != is_saved
         ),
     ]
 
@@ -365,12 +332,9 @@ def _check_complete(state: Mapping[str, Any], tensors: Mapping[str, Any], more: 
 
 @torch.no_grad()
 def _load_weights(
-    state: Mapping[str, Any],
-    tensors: Mapping[str, Any],
-    model: nn.Module,
-    local: Mapping[str, Tensorlike],
+    state: Mapping[str, Any], tensors: Mapping[str, Any], model: nn.Module, local: Mapping[str, Tensorlike],
     averaged: bool,
-) -> None:
+) -> None:  # fmt: skip
     averages = (state["ema"] or {}) if averaged else {}
     for name, entry in state["parameters"].items():
         if entry["saved"] and name in local:

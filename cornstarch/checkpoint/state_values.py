@@ -71,9 +71,6 @@ def list_tensors(value: Any) -> list[str]:
     return [name for part in parts for name in list_tensors(part)]
 
 
-# ---------------------------------------------------------------------------------------------------- random numbers
-
-
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)

@@ -84,7 +84,11 @@ class CheckpointStore:
                 if LEFTOVER_NAME.fullmatch(name):  # of an interrupted save or removal
                     self._remove(self.folder / name)
             earlier.extend(self.list())
-            temporary = self._temporary_folder(step)
+            name, revision = f"step_{step:08d}", 0
+            while self.storage.exists(self.folder / name):
+                revision += 1
+                name = f"step_{step:08d}.{revision}"
+            temporary = self.folder / f"{name}.tmp.{secrets.token_hex(4)}"  # the name before `.tmp.` is the final one
             self.storage.make_folder(temporary)
             return temporary, max((one.sequence for one in earlier), default=0) + 1
 
@@ -118,8 +122,6 @@ class CheckpointStore:
             self._thread_coordinator = (world, Coordinator.with_own_group())
         return self._thread_coordinator[1]
 
-    # ------------------------------------------------------------------ finding
-
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact on all ranks; None if none was ever saved.
 
@@ -143,15 +145,17 @@ class CheckpointStore:
         """Return the checkpoint of a step after checking every byte of it."""
         self.wait()
         coordinator = Coordinator.default()
-        return self._verify_together(coordinator, coordinator.run_on_first(lambda: self._find_step(step)))
 
-    def _find_step(self, step: int) -> str:
-        found = [one for one in self.list() if one.step == step]
-        if not found:
-            damaged = [problem for problem in self.problems if f"step_{step:08d}" in problem]
-            steps = ", ".join(str(one.step) for one in self.list()) or "none"
-            raise ConfigError(damaged[0] if damaged else f"{self.folder} has no step {step}; it has {steps}.")
-        return found[-1].folder.name
+        def find() -> str:
+            checkpoints = self.list()
+            found = [one.folder.name for one in checkpoints if one.step == step]
+            if not found:
+                damaged = [problem for problem in self.problems if f"step_{step:08d}" in problem]
+                steps = ", ".join(str(one.step) for one in checkpoints) or "none"
+                raise ConfigError(damaged[0] if damaged else f"{self.folder} has no step {step}; it has {steps}.")
+            return found[-1]
+
+        return self._verify_together(coordinator, coordinator.run_on_first(find))
 
     def list(self) -> Checkpoints:
         """Return the checkpoints in the order of saving; only their manifests are checked."""
@@ -211,16 +215,6 @@ class CheckpointStore:
         measured = [(sign * one.metric, one.sequence, one) for one in checkpoints if one.metric is not None]
         return [one for *_, one in sorted(measured, key=lambda entry: entry[:2])]
 
-    # ------------------------------------------------------------------ the folder, on rank 0
-
-    def _temporary_folder(self, step: int) -> Path:
-        """Return a folder to write into; the name before `.tmp.` becomes the final one."""
-        name, revision = f"step_{step:08d}", 0
-        while self.storage.exists(self.folder / name):
-            revision += 1
-            name = f"step_{step:08d}.{revision}"
-        return self.folder / f"{name}.tmp.{secrets.token_hex(4)}"
-
     def _prune(self, checkpoints: Checkpoints) -> None:
         newest = checkpoints[-1]
         # The same step saved again replaces the first, which may be kept as the best only.
@@ -236,9 +230,6 @@ class CheckpointStore:
             self.storage.remove(folder)
         except OSError as error:
             warnings.warn(f"{folder}, which is not needed any more, could not be removed: {error}", stacklevel=4)
-
-
-# ---------------------------------------------------------------------------------------------------- in the background
 
 
 class BackgroundSave:

@@ -132,9 +132,6 @@ def _open_part(folder: PathLike, kind: str) -> Checkpoint:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- earlier runs
-
-
 def open_checkpoint(folder: Path, which: CheckpointChoice | int = "best") -> Checkpoint:
     """Return a checkpoint of a run: the best (without evaluations: the last), the last, or that of a step."""
     run = open_run(folder)
@@ -161,7 +158,11 @@ def initialize_from(model: nn.Module, folder: Path) -> None:
         with ExitStack() as stack:
             if (stage / CONFIG).is_file():
                 checkpoint = open_checkpoint(stage)
-                weights = _select_weights(stack.enter_context(checkpoint.tensors()), checkpoint.data()["state"])
+                tensors, state = stack.enter_context(checkpoint.tensors()), checkpoint.data()["state"]
+                names = [name for kind in ("parameters/", "ema/") for name in tensors if name.startswith(kind)]
+                names += [f"buffers/{name}" for name, entry in state["buffers"].items() if entry["persistent"]]
+                # Averaged weights come later, and so replace the others.
+                weights = {name.partition("/")[2]: tensors[name] for name in names if name in tensors}
             else:
                 weights = _model_state(MultimodalModel.from_pretrained(stage))
             _assign_weights(model, weights, stage)
@@ -187,13 +188,6 @@ def _list_stages(folder: Path) -> list[Path]:
             )
         following = None if earlier is None else Path(earlier)
     return stages
-
-
-def _select_weights(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Tensor]:
-    persistent = [f"buffers/{name}" for name, entry in state["buffers"].items() if entry["persistent"]]
-    names = [name for kind in ("parameters/", "ema/") for name in tensors if name.startswith(kind)]
-    names += [name for name in persistent if name in tensors]
-    return {name.partition("/")[2]: tensors[name] for name in names}
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -12,25 +12,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from cornstarch.config import yaml_tree as tree
-from cornstarch.config.aliases import PLACES, resolve_aliases, resolve_path
-from cornstarch.config.json_schema import canonical_schema, locate
+from cornstarch.config.json_schema import PLACES, canonical_schema, locate, resolve_aliases, resolve_path
 from cornstarch.config.run import RunConfig
 from cornstarch.config.yaml_tree import Node
 from cornstarch.errors import ConfigError
+from cornstarch.plan import validation
 from cornstarch.plan.plan import WHOLE_MODEL, ModulePlan
 from cornstarch.plan.schema_words import leaves, names_at
-from cornstarch.plan.validation import (
-    COMMAND_LINE,
-    OTHER_NAMES,
-    Mistake,
-    Where,
-    as_data,
-    join_path,
-    nearest,
-    raise_mistakes,
-    shorten,
-    validate_data,
-)
+from cornstarch.plan.validation import COMMAND_LINE, Mistake, Where, as_data, join_path, shorten
 
 if TYPE_CHECKING:
     from cornstarch.plan.predict import Prediction
@@ -70,7 +59,7 @@ def load_config(
     Raises ConfigError that names every mistake at once, each with its line.
     """
     reading = read_config(path, overrides, base, plan)
-    raise_mistakes(reading.mistakes)
+    validation.raise_mistakes(reading.mistakes)
     assert reading.config is not None
     return reading.config
 
@@ -110,7 +99,7 @@ def read_config(
 
 def _validate(values: Node) -> tuple[RunConfig | None, list[Mistake]]:
     """Return the config, or every mistake with its line; misspelt keys are corrected in `values`."""
-    config, mistakes, renames = validate_data(
+    config, mistakes, renames = validation.validate_data(
         # JSON and strict: a list may be a tuple and a text a path, but `true` and "5" are no numbers.
         lambda data: RunConfig.model_validate_json(json.dumps(data), strict=True),
         values.plain(),
@@ -147,9 +136,9 @@ def _advise(path: tree.Path) -> str | None:
         return f"In a file, nest it: one line for each of {', '.join(f'`{step}:`' for step in steps)}"
     if not parent and name.lower() in PLACES:
         return f"Here that is {PLACES[name.lower()]}."
-    if nearest(name, names_at(canonical_schema(), tuple(parent))) is not None:
+    if validation.nearest(name, names_at(canonical_schema(), tuple(parent))) is not None:
         return None
-    wanted = {name, OTHER_NAMES.get(name.lower(), name)}
+    wanted = {name, validation.OTHER_NAMES.get(name.lower(), name)}
     paths = sorted((found for found in leaves(canonical_schema()) if found[-1] in wanted), key=len)
     elsewhere = list(dict.fromkeys(map(join_path, paths)))[:3]
     return f"Did you mean `{'` or `'.join(elsewhere)}`?" if elsewhere else None
@@ -295,6 +284,9 @@ def _set(values: Node, path: tree.Path, node: Node) -> str:
 # ------------------------------------------------------------------------------------------------ writing
 
 
+_ABSENT = object()
+
+
 class _Dumper(yaml.SafeDumper):
     """Writes texts so that `tree.scalar` reads the same texts again, and no aliases."""
 
@@ -340,10 +332,10 @@ def config_difference(a: RunConfig, b: RunConfig) -> list[str]:
     return _difference(as_data(a), as_data(b), ())
 
 
-_ABSENT = object()
-
-
 def _difference(a: Any, b: Any, path: tree.Path) -> list[str]:
+    def show(value: Any) -> str:
+        return "absent" if value is _ABSENT else shorten(json.dumps(value, ensure_ascii=False, default=str), 200)
+
     if isinstance(a, dict) and isinstance(b, dict):
         keys: list[Any] = list(dict.fromkeys([*a, *b]))
         pairs = [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in keys]
@@ -353,12 +345,8 @@ def _difference(a: Any, b: Any, path: tree.Path) -> list[str]:
     elif type(a) is type(b) and a == b:
         return []
     else:
-        return [f"{join_path(path)}: {_show(a)} → {_show(b)}"]
+        return [f"{join_path(path)}: {show(a)} → {show(b)}"]
     return [line for key, left, right in pairs for line in _difference(left, right, (*path, key))]
-
-
-def _show(value: Any) -> str:
-    return "absent" if value is _ABSENT else shorten(json.dumps(value, ensure_ascii=False, default=str), 200)
 
 
 # ------------------------------------------------------------------------------------------------ plan files

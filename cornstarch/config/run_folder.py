@@ -56,8 +56,6 @@ class RunFolder:
                 ) from error
             yield
 
-    # ------------------------------------------------------------------ the config
-
     def read_config(self) -> RunConfig | None:
         return load_config(self / CONFIG) if (self / CONFIG).exists() else None
 
@@ -71,8 +69,6 @@ class RunFolder:
     def store_config(self, config: RunConfig) -> None:
         """Write the resolved config: it reproduces the run."""
         self.write(CONFIG, dump_config(config))
-
-    # ------------------------------------------------------------------ files
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file, at once or not at all."""

@@ -49,8 +49,6 @@ class Node:
         return shorten(text)
 
 
-# ------------------------------------------------------------------------------------------------ scalars
-
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _AMBIGUOUS = re.compile(r"(?:yes|no|on|off)", re.IGNORECASE)
@@ -106,9 +104,6 @@ def check_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError("It holds half a character (a lone surrogate).\nWrite the character itself.") from error
     return text
-
-
-# ------------------------------------------------------------------------------------------------ YAML
 
 
 class _Composer(yaml.SafeLoader):
@@ -175,25 +170,22 @@ class _Builder:
             value = self.build(value_node, here, line)
             if key in built:
                 text = f"It is given twice, first in line {built[key].where.line}.\nKeep one."
-                self._add_mistake(value.where, here, value.format_value(), text)
+                self.mistakes.append(Mistake(here, value.format_value(), text, value.where))
             else:
                 built[key] = value
         return built
 
     def _read_key(self, node: yaml.Node, path: Path, line: int) -> str | None:
         """Return a key, which is always text (as in JSON); None if it is none."""
-        where = _at(self.source, line)
-        if not isinstance(node, yaml.ScalarNode):
-            self._add_mistake(where, path, None, "A key is a list or a mapping; expected a name.")
-            return None
-        if node.style is None and node.value in ("", "<<"):
-            name = "There is no name before the colon." if not node.value else "Merge keys (`<<`) are not read here."
-            self._add_mistake(where, path, None, f"{name}\nWrite every key out.")
-            return None
         try:
+            if not isinstance(node, yaml.ScalarNode):
+                raise ValueError("A key is a list or a mapping; expected a name.")
+            if node.style is None and node.value in ("", "<<"):
+                name = "Merge keys (`<<`) are not read here." if node.value else "There is no name before the colon."
+                raise ValueError(f"{name}\nWrite every key out.")
             return check_unicode(node.value)
         except ValueError as error:
-            self._add_mistake(where, path, None, str(error))
+            self.mistakes.append(Mistake(path, None, str(error), _at(self.source, line)))
             return None
 
     def _build_scalar(self, node: yaml.ScalarNode, path: Path, where: Where) -> Node:
@@ -203,11 +195,8 @@ class _Builder:
         try:
             return Node(scalar(text, path) if plain else check_unicode(text), where, written)
         except ValueError as error:
-            self._add_mistake(where, path, shorten(written), str(error))
+            self.mistakes.append(Mistake(path, shorten(written), str(error), where))
             return Node(None, where, written, broken=True)
-
-    def _add_mistake(self, where: Where, path: Path, found: str | None, text: str) -> None:
-        self.mistakes.append(Mistake(path, found, text, where))
 
 
 def read_yaml(text: str, source: Where, path: Path = ()) -> tuple[Node | None, list[Mistake]]:
@@ -261,9 +250,6 @@ def _describe_syntax_error(error: yaml.MarkedYAMLError) -> str:
     return shorten(f"It cannot be read as YAML: {problem}{context}.", 300)
 
 
-# ------------------------------------------------------------------------------------------------ other sources
-
-
 def tree_of(value: Any, where: Where) -> Node:
     if isinstance(value, Mapping):
         return Node({str(key): tree_of(item, where) for key, item in value.items()}, where)
@@ -307,17 +293,6 @@ def find_broken(node: Node, path: Path = ()) -> set[Path]:
 
 
 __all__ = [
-    "LARGEST_FILE",
-    "Mistake",
-    "Node",
-    "Path",
-    "Where",
-    "descend",
-    "find_broken",
-    "join_path",
-    "merge",
-    "raise_mistakes",
-    "read_yaml",
-    "scalar",
-    "tree_of",
+    "LARGEST_FILE", "Mistake", "Node", "Path", "Where", "descend", "find_broken", "join_path", "merge",
+    "raise_mistakes", "read_yaml", "scalar", "tree_of",
 ]  # fmt: skip
