@@ -170,19 +170,15 @@ class Checkpoint:
                     if self.form != "local" or rank is not None or is_new:
                         known.append(shard)
             for name, found in shards.items():
-                self._check_shards(name, found, must_be_whole=rank is None)
+                boxes, shape = [shard.box for shard in found], found[0].shape
+                if len(set(boxes)) < len(boxes):
+                    raise ConfigError(f"{self.folder} holds the tensor {name!r} twice.")
+                if len({(shard.shape, shard.dtype) for shard in found}) > 1:
+                    raise ConfigError(f"{self.folder} holds parts of different tensors under the name {name!r}.")
+                fit = all(len(box.sizes) == len(shape) for box in boxes)
+                if rank is None and not (fit and is_partition(shape, boxes)):
+                    raise ConfigError(f"{self.folder} does not hold all of the tensor {name!r}, or some of it twice.")
             yield TensorReader(shards, is_local=rank is not None)
-
-    def _check_shards(self, name: str, shards: list[StoredShard], must_be_whole: bool) -> None:
-        if len({shard.box for shard in shards}) < len(shards):
-            raise ConfigError(f"{self.folder} holds the tensor {name!r} twice.")
-        if len({(shard.shape, shard.dtype) for shard in shards}) > 1:
-            raise ConfigError(f"{self.folder} holds parts of different tensors under the name {name!r}.")
-        if must_be_whole and not (
-            all(len(shard.box.sizes) == len(shard.shape) for shard in shards)
-            and is_partition(shards[0].shape, [shard.box for shard in shards])
-        ):
-            raise ConfigError(f"{self.folder} does not hold all of the tensor {name!r}, or some of it twice.")
 
     def verify(self, names: Collection[str] | None = None) -> None:
         """Read all files, or those in `names`, and refuse the checkpoint if a byte has changed."""

@@ -121,21 +121,15 @@ def find_random_state(saved: Mapping[str, Any], rank: int, size: int) -> tuple[A
 
 
 def resume_random_state(saved: Mapping[str, Any], tensors: Mapping[str, Any], rank: int, size: int) -> None:
-    """Continue a rank's random numbers; with another number of ranks than before, seed it from the saved state."""
+    """Continue a rank's random numbers; with another number of ranks than before, seed it from the saved state.
+
+    That seed depends on rank 0's random state, on `rank` and on `size` alone: a checkpoint is resumed in the same way
+    each time, and no two ranks draw the same numbers.
+    """
     flat, is_own = find_random_state(saved, rank, size)
     if is_own:
-        restore_random_state(unflatten_values(flat, tensors))
-    else:
-        seed_all(derive_seed(flat, tensors, rank, size))
-
-
-def derive_seed(flat: Any, tensors: Mapping[str, Any], rank: int, size: int) -> int:
-    """Return the seed of one of `size` ranks that resume a run of another number of ranks.
-
-    The seed depends on rank 0's flattened random state, on `rank` and on `size` alone: a checkpoint is resumed in the
-    same way each time, and no two ranks draw the same numbers.
-    """
+        return restore_random_state(unflatten_values(flat, tensors))
     digest = hashlib.sha256(json.dumps([flat, rank, size]).encode())
     for name in sorted(list_tensors(flat)):
         digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest()[:8], "little") >> 1
+    seed_all(int.from_bytes(digest.digest()[:8], "little") >> 1)
