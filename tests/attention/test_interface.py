@@ -60,7 +60,8 @@ def test_a_layers_own_pattern_counts_within_documents(kind: str, spec: MaskSpec)
         found = make(kind, attention_mask)
     if spec.is_plain:  # transformers' own path, which may omit the mask
         found = make(kind, attention_mask, "eager") if found is None else found
-        found = (torch.ones(1, 1, 1, 1) if found is None else found >= 0).expand(*attention_mask.shape[:1], 1, -1, -1)
+        found = torch.ones(1, 1, 1, 1, dtype=torch.bool) if found is None else found
+        found = (found if found.dtype == torch.bool else found >= 0).expand(*attention_mask.shape[:1], 1, -1, -1)
         assert torch.equal(found.bool().expand_as(expected(spec, KINDS[kind][1])), expected(spec, KINDS[kind][1]))
         return
     assert torch.equal(found, expected(spec, KINDS[kind][1]))
