@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,18 +38,23 @@ def limit_trained_rows(count: int | None) -> Iterator[None]:
         _max_trained_rows.reset(token)
 
 
-@dataclass(eq=False, repr=False)
 class LazyLogits:
     """Logits that are computed on first use; torch functions accept them as the tensor that they will be."""
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    _head: Callable[[Tensor], Tensor]
-    vocab_shard: VocabShard | None = None
-    transform: LogitTransform = NO_TRANSFORM
-    _dtype: torch.dtype | None = None
-    _logits: Tensor | None = field(default=None, init=False)
+    # No dataclass: FSDP1 takes dataclass outputs apart, and hooks the tensors in them.
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Callable[[Tensor], Tensor],
+        vocab_shard: VocabShard | None = None,
+    ) -> None:
+        self.hidden, self.weight, self.bias, self.vocab_shard, self._head = hidden, weight, bias, vocab_shard, head
+        self.transform: LogitTransform = NO_TRANSFORM
+        self._dtype: torch.dtype | None = None
+        self._logits: Tensor | None = None
 
     def materialize(self) -> Tensor:
         if self._logits is None:
@@ -58,32 +62,37 @@ class LazyLogits:
             self._logits = logits if self._dtype is None else logits.to(self._dtype)
         return self._logits
 
+    def _replace(self, transform: LogitTransform | None = None, dtype: torch.dtype | None = None) -> LazyLogits:
+        logits = LazyLogits(self.hidden, self.weight, self.bias, self._head, self.vocab_shard)
+        logits.transform, logits._dtype = transform or self.transform, dtype or self._dtype
+        return logits
+
     def float(self) -> LazyLogits:
         """Return the logits in float32, the precision in which their loss is computed anyway."""
-        return replace(self, _dtype=torch.float32)
+        return self._replace(dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits in another precision, still lazy, or on another device."""
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
-            return replace(self, _dtype=args[0])
+            return self._replace(dtype=args[0])
         return self.materialize().to(*args, **kwargs)
 
     def tanh(self) -> Any:
         """Return the hyperbolic tangent, which models use to cap logits; a second one cannot stay lazy."""
         if self.transform.has_tanh:
             return self.materialize().tanh()
-        return replace(self, transform=LogitTransform(self.transform.before, True))
+        return self._replace(LogitTransform(self.transform.before, True))
 
     def __mul__(self, other: Any) -> Any:
         if _is_number(other):
-            return replace(self, transform=self.transform.scale(other))
+            return self._replace(self.transform.scale(other))
         return self.materialize() * _materialize(other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         if _is_number(other) and other:
-            return replace(self, transform=self.transform.scale(1.0 / other))
+            return self._replace(self.transform.scale(1.0 / other))
         return self.materialize() / _materialize(other)
 
     def __getitem__(self, place: Any) -> Tensor:
