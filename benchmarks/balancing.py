@@ -134,13 +134,13 @@ class Found:
         return [one for phases in self.phases if (one := phases[number]) is not None]
 
 
-def measure(replicas: int, samples: int, portions: int, steps: int, seed: int) -> Found:
+def measure(replicas: int, samples: int, microbatches: int, steps: int, seed: int) -> Found:
     """Balance some steps with this number of samples per replica."""
     found = Found()
     for costs in np.split(trace(steps * replicas * samples, seed), steps, axis=1):
-        came = assign_in_order(costs.shape[1], replicas, portions)
+        came = assign_in_order(costs.shape[1], replicas, microbatches)
         began = time.perf_counter()
-        dealt = balance(costs, replicas, portions)
+        dealt = balance(costs, replicas, microbatches)
         found.seconds.append(time.perf_counter() - began)
         check(dealt, costs.shape[1])
         work = compute_loads(costs, dealt)
@@ -150,7 +150,7 @@ def measure(replicas: int, samples: int, portions: int, steps: int, seed: int) -
         even = by_replica.mean(0) / by_replica.max(0)
         heavy = find_dominated_phases(costs, replicas)
         found.phases.append([None if h else float(one) for one, h in zip(even, heavy, strict=True)])
-        filled, needed = balance(costs, replicas, portions, padded=True), float(costs.sum())
+        filled, needed = balance(costs, replicas, microbatches, padded=True), float(costs.sum())
         padded = [compute_efficiency(compute_loads(costs, one, padded=True), needed) for one in (came, filled)]
         found.padded.append((padded[0], padded[1]))
     return found
@@ -158,7 +158,7 @@ def measure(replicas: int, samples: int, portions: int, steps: int, seed: int) -
 
 def check(dealt: SampleAssignment, count: int) -> None:
     """Fail unless every sample is assigned exactly once."""
-    places = np.sort(np.concatenate([one for portions in dealt for one in portions]))
+    places = np.sort(np.concatenate([one for microbatches in dealt for one in microbatches]))
     assert np.array_equal(places, np.arange(count)), "samples were lost"
 
 
@@ -190,17 +190,17 @@ def report(steps: int, replicas: int) -> tuple[str, bool]:
     ]
     worst = 1.0
     for samples in SAMPLES:
-        for portions in (1, 4):
-            one = measure(replicas, samples, portions, steps, seed=samples)
+        for microbatches in (1, 4):
+            one = measure(replicas, samples, microbatches, steps, seed=samples)
             alone = [one.phase(number) for number in range(len(PHASES))]
             worst = min([worst, *one.free, *(value for values in alone for value in values)])
             phases = " | ".join(map(_counted, alone))
             lines.append(
-                f"| {samples} | {portions} | {_both(one.before)} | {_both(one.after)} | {_counted(one.free)} "
+                f"| {samples} | {microbatches} | {_both(one.before)} | {_both(one.after)} | {_counted(one.free)} "
                 f"| {phases} | {1e3 * statistics.median(one.seconds):.0f} ms |"
             )
             before, after = zip(*one.padded, strict=True)
-            padding.append(f"| {samples} | {portions} | {_both(before)} | {_both(after)} |")
+            padding.append(f"| {samples} | {microbatches} | {_both(before)} | {_both(after)} |")
     lines += [
         "",
         f"Without a dominating sample, in a phase alone or in all: at least {worst:.3f} (limit {LIMIT}).",

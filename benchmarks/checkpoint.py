@@ -35,8 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cornstarch.checkpoint import CheckpointStore, Sharded
-from cornstarch.checkpoint import shards as files
+from cornstarch.checkpoint import CheckpointStore, Sharded, shards, storage
 from cornstarch.checkpoint.shards import Tensorlike
 
 TENSOR_MEGABYTES = 16
@@ -56,13 +55,13 @@ class NoHash:
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Skip hashing and reading back inside the block."""
-    check = files.check_written
-    files.hashlib = SimpleNamespace(sha256=NoHash)  # type: ignore[assignment]
-    files.check_written = lambda *_: None
+    check = shards.check_written
+    storage.hashlib = SimpleNamespace(sha256=NoHash, file_digest=hashlib.file_digest)  # type: ignore[assignment]
+    shards.check_written = lambda *_: None
     try:
         yield
     finally:
-        files.hashlib, files.check_written = hashlib, check
+        storage.hashlib, shards.check_written = hashlib, check
 
 
 def state(megabytes: int, rank: int, size: int, device: str) -> dict[str, Tensorlike]:
@@ -165,18 +164,18 @@ def main() -> None:
     print(f"{gigabytes:.2f} GB of tensors on {options.device}, median of {options.rounds} rounds\n")
     columns = "processes", "save", "in the background", "until it is there", "without checksums", "verify", "load"
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    told: list[str] = []
+    lines: list[str] = []
     for size in options.processes:
         found = run(size, options)
         everything["seconds"][size] = found
         cells = [found[kind] for kind in ("waiting", "beside", "beside, until it is there", "unchecked")]
         cells += [found["verify"], found["load"]]
         print(f"| {size} | " + " | ".join(f"{value:.3f} s, {gigabytes / value:.2f} GB/s" for value in cells) + " |")
-        told.append(
+        lines.append(
             f"{size} process(es): a save in the background blocks {found['beside'] / found['waiting']:.1%} of the time "
             f"of a synchronous one; checksums and reading back cost {found['waiting'] / found['unchecked']:.2f}x."
         )
-    print("\n" + "\n".join(told))
+    print("\n" + "\n".join(lines))
     if options.output is not None:
         options.output.write_text(json.dumps(everything, indent=1) + "\n")
 

@@ -216,7 +216,7 @@ def with_fabric(job: Job, kind: str) -> Steps:
         yield loss.detach()
 
 
-def apart(job: Job, kind: str) -> Steps:
+def train_unsynchronized(job: Job, kind: str) -> Steps:
     """Train on this process's rows without communication."""
     return loop(job, job.model, job.optimizer())
 
@@ -229,8 +229,8 @@ CONTENDERS: dict[str, Callable[[Job, str], Steps]] = {
     AGAIN: by_hand,
     ACCELERATE: with_accelerate,
     FABRIC: with_fabric,
-    ALONE: apart,
-    APART: apart,
+    ALONE: train_unsynchronized,
+    APART: train_unsynchronized,
 }
 
 
@@ -287,8 +287,8 @@ def take_turns(
     gc.unfreeze()
     losses = {name: distributed.all_gather_json(list(map(float, seats[name].losses))) for name in names}
     check_losses({name: losses[name] for name in names if name not in (ALONE, APART)}, count)
-    told = {name: distributed.all_gather_json(seats[name].seconds) for name in names}
-    return {name: slower([one for one in told[name] if one])[1:] for name in names}
+    seconds = {name: distributed.all_gather_json(seats[name].seconds) for name in names}
+    return {name: slower([one for one in seconds[name] if one])[1:] for name in names}
 
 
 def take_turn(seat: Seat, steps: int, sits_out: bool) -> None:
@@ -301,11 +301,11 @@ def take_turn(seat: Seat, steps: int, sits_out: bool) -> None:
     seat.seconds.append([(time.perf_counter() - wall) / steps, (time.process_time() - cpu) / steps])
 
 
-def slower(told: list[list[list[float]]]) -> list[Seconds]:
+def slower(seconds: list[list[list[float]]]) -> list[Seconds]:
     """Return by turn the wall time of the slower process and the mean CPU time."""
     return [
         Seconds(max(wall for wall, _ in ranks), sum(cpu for _, cpu in ranks) / len(ranks))
-        for ranks in zip(*told, strict=True)
+        for ranks in zip(*seconds, strict=True)
     ]
 
 
@@ -363,16 +363,16 @@ def measure(given: argparse.Namespace, case: Case, kind: str) -> dict[str, Any]:
             f"\n{kind}, {case.name}: {parameters / 1e6:.1f} M parameters, 2 × {case.batch} rows of {case.length} tokens"
         )
         print(table(results))
-        told = [f"{name} {text}" for name, text in pairs.items()]
-        print(f"{len(taken[BY_HAND])} repetitions; to torch by hand, median and quartiles of rounds: {'; '.join(told)}")
+        parts = [f"{name} {text}" for name, text in pairs.items()]
+        print(f"{len(taken[BY_HAND])} repetitions; to torch by hand, median and quartiles: {'; '.join(parts)}")
         limits = {name: limit for name, limit in ((OURS, LIMIT), (WRAPPED, LIMIT_WRAPPED)) if name in results}
-        told = [
+        parts = [
             f"{name} is {'within' if results[name].ratio <= limit else 'above'} {limit} of torch by hand"
             for name, limit in limits.items()
         ]
-        print("; ".join([*told, *map(against, others, others.values())]))
-        told = [f"{name} {one.ratio:.2f} ({one.range[0]:.2f} – {one.range[1]:.2f})" for name, one in weak.items()]
-        print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(told)}" if told else "")
+        print("; ".join([*parts, *map(against, others, others.values())]))
+        parts = [f"{name} {one.ratio:.2f} ({one.range[0]:.2f} – {one.range[1]:.2f})" for name, one in weak.items()]
+        print(f"weak scaling, 1 process to 2 (1 is ideal): {'; '.join(parts)}" if parts else "")
         print("\n".join(absent), flush=True)
     return {
         **asdict(case),

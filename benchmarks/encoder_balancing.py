@@ -78,7 +78,7 @@ def measure(case: tuple[int, bool, Any], rounds: int) -> tuple[float, float, flo
             worker.join()
 
 
-def _work(rank: int, port: int, case: tuple[int, bool, Any], rounds: int, told: Connection) -> None:
+def _work(rank: int, port: int, case: tuple[int, bool, Any], rounds: int, results: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -100,7 +100,7 @@ def _work(rank: int, port: int, case: tuple[int, bool, Any], rounds: int, told: 
             dist.barrier()
             times[lent] += [time.perf_counter() - begin] if number else []
     if rank == 0:
-        told.send((1e3 * median(times[False]), 1e3 * median(times[True]), abs(losses[True] / losses[False] - 1)))
+        results.send((1e3 * median(times[False]), 1e3 * median(times[True]), abs(losses[True] / losses[False] - 1)))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -227,12 +227,12 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         unit = row["causal"] / (BATCH * (tokens + 1) / 2)
         row["ratio"] = {way: row[way] / pairs / unit for way in left}
         row["off"] = off(left["ours"], left["flex"])
-        print(told(row), flush=True)
+        print(format_row(row), flush=True)
         rows.append(row)
     return rows
 
 
-def told(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     dense = f"{row['dense']:.2f} ms, {row['dense'] / row['ours']:.1f} x ours" if "dense" in row else ""
     others = " | ".join(f"{row[way]:.2f}, {row['ratio'][way]:.2f}" if way in row else "" for way in OTHERS)

@@ -62,7 +62,7 @@ def tiny_parts() -> tuple[Any, Any, nn.Module]:
     vision = SiglipVisionModel(
         SiglipVisionConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-            patch_size=14, vision_use_head=False,
+            patch_size=14, vision_use_head=False,  # type: ignore[call-arg]
         )
     )  # fmt: skip
     projector = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
@@ -193,7 +193,7 @@ def in_process(way: str, given: argparse.Namespace) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- the tables
 
 
-def apart(losses: list[float], right: list[float]) -> tuple[float, int, float]:
+def compare_losses(losses: list[float], right: list[float]) -> tuple[float, int, float]:
     """Return the largest relative difference of two curves, its step, and that of their last tenths."""
     shares = [abs(a - b) / b for a, b in zip(losses, right, strict=True)]
     largest = max(range(len(shares)), key=shares.__getitem__)
@@ -201,7 +201,7 @@ def apart(losses: list[float], right: list[float]) -> tuple[float, int, float]:
     return shares[largest], largest + 1, abs(sum(losses[-last:]) / sum(right[-last:]) - 1)
 
 
-def told(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
+def format_results(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
     """Return Markdown tables: the contenders, then points of their curves."""
     good = [one for one in results if "error" not in one]
     right = next((one for one in good if one["way"] == "bf16"), None)
@@ -216,7 +216,7 @@ def told(results: list[dict[str, Any]], case: Case, tiny: bool) -> str:
         ratio = difference = last = ""
         if right is not None and one is not right:
             ratio = f"{right['milliseconds'] / one['milliseconds']:.2f}"
-            largest, step, mean = apart(one["losses"], right["losses"])
+            largest, step, mean = compare_losses(one["losses"], right["losses"])
             difference, last = f"{largest * 100:.2f} % (step {step})", f"{mean * 100:.2f} %"
         rate = "" if tiny else f"{work(case)[0] / one['milliseconds'] / 1e9:.0f}"
         lines.append(
@@ -255,7 +255,7 @@ def main() -> None:
     case = TINY if given.tiny else CASES["reference"]
     print(f"torch {torch.__version__}, {'CPU' if given.tiny else torch.cuda.get_device_name()}\n", flush=True)
     results = [in_process(way, given) for way in ways]
-    print(told(results, case, given.tiny))
+    print(format_results(results, case, given.tiny))
     if given.json:
         kept = {"torch": torch.__version__, "steps": given.steps, "least": given.least, "results": results}
         given.json.write_text(json.dumps(kept, indent=1))

@@ -298,7 +298,7 @@ def in_process(case: Case, way: str, profile: bool) -> dict[str, Any]:
     return found
 
 
-def told(case: Case, results: list[dict[str, Any]]) -> str:
+def format_results(case: Case, results: list[dict[str, Any]]) -> str:
     """Return a table in Markdown."""
     good = {one["way"]: one for one in results if "error" not in one}
     full, needed = work(case)
@@ -359,7 +359,7 @@ def main() -> None:
     for name in cases:
         case = CASES[name] if given.budget is None else replace(CASES[name], budget=given.budget)
         results = [in_process(case, way, given.profile and way == "ours") for way in ways]
-        print(told(case, results), "\n", flush=True)
+        print(format_results(case, results), "\n", flush=True)
         kept[name] = {"case": asdict(case), "results": results}
     if given.json:
         given.json.write_text(json.dumps(kept, indent=1))

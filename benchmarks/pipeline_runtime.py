@@ -294,11 +294,11 @@ def take_turns(
             take_turn(seats[name], steps)
     gc.unfreeze()
     check(seats)
-    told = {name: distributed.all_gather_json(seats[name].seconds) for name in names}
+    seconds = {name: distributed.all_gather_json(seats[name].seconds) for name in names}
     dist.barrier()
     for seat in seats.values():
         seat.close()
-    return told
+    return seconds
 
 
 def take_turn(seat: Seat, steps: int) -> None:

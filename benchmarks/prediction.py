@@ -182,10 +182,10 @@ def main() -> None:
         from prediction_ranks import on_two_ranks, on_virtual_devices
 
         rows = chain(rows, on_two_ranks(), on_virtual_devices())
-    told(asked.device, rows, tell)
+    report_rows(asked.device, rows, tell)
 
 
-def told(device: str, rows: Iterator[dict[str, Any]], tell: Callable[[str], None]) -> None:
+def report_rows(device: str, rows: Iterator[dict[str, Any]], tell: Callable[[str], None]) -> None:
     """Print a table row by row, and the errors."""
     for line in heading(device):
         tell(line)

@@ -68,7 +68,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _work(rank: int, port: int, case: Case, told: Connection) -> None:
+def _work(rank: int, port: int, case: Case, results: Connection) -> None:
     """Run as one of two processes."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -77,7 +77,7 @@ def _work(rank: int, port: int, case: Case, told: Connection) -> None:
     model = build(case, where)
     batch = batch_of(case, model, where)
     placement = DevicePlacement(where, "fp32")
-    portion = MicrobatchShape(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
+    microbatch = MicrobatchShape(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
     bare = copy_to_meta(model)
     steps = Steps(case, model, batch, placement)
     wrapped = apply_data_parallel(model, init_device_mesh("cpu", (2,)), DataPlan("ddp"))
@@ -85,16 +85,16 @@ def _work(rank: int, port: int, case: Case, told: Connection) -> None:
     turns: list[dict[str, tuple[float, int]]] = []
     for _ in range(TURNS):
         # Both measure at the same time, so that they share the machine as in a training step.
-        profiled = profile_model(bare, portion, placement, batch=2 * case.rows)
+        profiled = profile_model(bare, microbatch, placement, batch=2 * case.rows)
         link = fit_links([Timing("all_reduce", size, 2, _summed(size)) for size in SIZES])
         machine = this_device(where)
-        reckoned = model_cost(bare, portion, machine, "fp32", batch=2 * case.rows)
-        costs = {"measured": profiled, "analytic": reckoned}
+        analytic = model_cost(bare, microbatch, machine, "fp32", batch=2 * case.rows)
+        costs = {"measured": profiled, "analytic": analytic}
         turns.append({way: _predicted(case, cost, machine, link) for way, cost in costs.items()})
         times += _timed(steps, wrapped)
     if rank == 0:
         found = {way: median(turn[way] for turn in turns) for way in turns[0]}
-        told.send({"case": f"2 processes: {case.name} each", "seconds": median(times), **found})
+        results.send({"case": f"2 processes: {case.name} each", "seconds": median(times), **found})
     dist.barrier()
     dist.destroy_process_group()
 

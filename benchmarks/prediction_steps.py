@@ -249,16 +249,16 @@ def bandwidth(where: torch.device) -> float:
     return 2 * source.nbytes / measure_seconds(lambda: target.copy_(source), where)
 
 
-def foretold(
-    case: Case, bare: nn.Module, portion: MicrobatchShape, placement: DevicePlacement, known: dict[str, CallCost]
+def predict_both(
+    case: Case, bare: nn.Module, microbatch: MicrobatchShape, placement: DevicePlacement, known: dict[str, CallCost]
 ) -> dict[str, Any]:
     """Return the predictions for a case, from shapes alone and from measured layers."""
     where, began = placement.device, time.perf_counter()
     machine = this_device(where)
-    analytic = predicted(case, model_cost(bare, portion, machine, placement.precision), machine)
+    analytic = predicted(case, model_cost(bare, microbatch, machine, placement.precision), machine)
     if where.type == "cuda":
         torch.compiler.reset()
-    profiled = profile_model(bare, portion, placement, known=known)
+    profiled = profile_model(bare, microbatch, placement, known=known)
     measured = predicted(case, profiled, replace(machine, bandwidth=bandwidth(where)))
     flops, took = profiled.flops * case.rows, time.perf_counter() - began
     return {"analytic": analytic, "measured": measured, "flops": flops, "took": took}
@@ -275,9 +275,9 @@ def measure(case: Case, where: torch.device, known: dict[str, CallCost], count: 
     model = build(case, where)
     batch = batch_of(case, model, where)
     bare = copy_to_meta(model)
-    portion = MicrobatchShape(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
+    microbatch = MicrobatchShape(case.rows, case.tokens, {"vision": case.rows * case.images}, batch["trained"])
     if where.type == "cuda":
-        found = foretold(case, bare, portion, placement, known)
+        found = predict_both(case, bare, microbatch, placement, known)
         gc.collect()
         steps = Steps(case, model, batch, placement)
         torch.compiler.reset()
@@ -285,7 +285,7 @@ def measure(case: Case, where: torch.device, known: dict[str, CallCost], count: 
     else:
         steps = Steps(case, model, batch, placement)
         times, most = done(steps, count - count // 2)
-        found = foretold(case, bare, portion, placement, {})
+        found = predict_both(case, bare, microbatch, placement, {})
         times, most = times + done(steps, count // 2)[0], most - before
     del model, steps, batch
     gc.collect()

@@ -69,7 +69,7 @@ def planner() -> list[str]:
     rows = []
     for one in nine():
         steps = (f"{case.step:.2f}" for case in (one.own, one.colocated, one.stages, one.free))
-        rows.append([one.model.name, *steps, *(f"{ratio:.2f}" for ratio in one.ratios), one.free.choice.describe()])
+        rows.append([one.model.name, *steps, *(f"{ratio:.2f}" for ratio in one.ratios), one.free.candidate.describe()])
     head = [
         "", "authors' own: 5 + 1 for each encoder, s", "authors' colocated, s", "ours, same tp and cp, s",
         "ours, all chosen, s", "human / ours, same tp and cp", "human / ours, all chosen", "ours, all chosen",

@@ -234,7 +234,7 @@ class Optimus:
             for stretch in stretches
             if stretch.name == "sums"
         ]
-        after = sum(end.after for end in timeline.ends)
+        after = sum(end.gather for end in timeline.ends)
         passes = PipelineCost(one.candidate, CostModel(self.cost, OPTIMUS)).rank_costs.values()
         tensor = one.candidate.microbatches * sum(float(module.tensor.sum()) for module in passes)
         return {

@@ -101,10 +101,10 @@ def train(name: str, steps: int, pretended: float) -> dict[str, Any]:
     seen = distributed.all_gather_json([held_out, diary.losses, diary.moments, diary.sent, diary.worked, figures])
     if exchange is not None:
         exchange.finish()
-    held, losses, moments, sent, worked, told = zip(*seen, strict=True)
+    held, losses, moments, sent, worked, figures = zip(*seen, strict=True)
     return {
         "way": name, "words": way.words, "ours": way.is_ours, "ranks": ranks, "steps": steps, "numbers": task.numbers,
-        "held_out": held[0], "losses": losses, "sent": sent, "formula": way.sent(task.model, ranks), "figures": told,
+        "held_out": held[0], "losses": losses, "sent": sent, "formula": way.sent(task.model, ranks), "figures": figures,
         "moments": [[moment - begin for moment in own] for begin, *own in moments],
         "worked": [[second - begin for second in own] for begin, *own in worked],
     }  # fmt: skip
@@ -120,7 +120,7 @@ def work(given: argparse.Namespace) -> None:
     with start_process_group(world, "cpu", timeout=given.seconds):
         seen = train(given.ways[0], given.steps, pretended)
         if world.rank == 0:
-            given.told.write_text(json.dumps(seen))
+            given.results.write_text(json.dumps(seen))
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -161,13 +161,13 @@ def measured(given: argparse.Namespace, name: str, rate: str, ranks: int, slowed
     """Run a method on its own network."""
     before = os.getloadavg()[0]
     with TemporaryDirectory() as folder, network(ranks, rate) as joined:
-        told = Path(folder) / "told.json"
-        command = [sys.executable, __file__, "--told", str(told), "--ways", name, "--steps", str(given.steps)]
+        results = Path(folder) / "results.json"
+        command = [sys.executable, __file__, "--results", str(results), "--ways", name, "--steps", str(given.steps)]
         command += ["--seconds", str(given.seconds)]
         if given.straggler:
             command += ["--pretended", str(given.pretended), *(["--slowed"] if slowed else [])]
         joined.run(command, Path(folder) / "logs", given.seconds)
-        return {**json.loads(told.read_text()), "rate": rate, "load": [before, os.getloadavg()[0]]}
+        return {**json.loads(results.read_text()), "rate": rate, "load": [before, os.getloadavg()[0]]}
 
 
 def compare(given: argparse.Namespace, name: str, rate: str) -> dict[str, Any]:
@@ -214,10 +214,10 @@ def main() -> int:
     parser.add_argument("--pretended", type=float, default=0.0, help="milliseconds that a rank sleeps as computation")
     parser.add_argument("--seconds", type=float, default=290.0, help="timeout of a method")
     parser.add_argument("--output", type=Path, help="a JSON file")
-    parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)  # passed to the ranks
+    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)  # passed to the ranks
     parser.add_argument("--slowed", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.told is not None:
+    if given.results is not None:
         work(given)
         return 0
     from slow_ways import WAYS
