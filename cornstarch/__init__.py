@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cornstarch.lazily import names_of
+from cornstarch.lazily import lazy_attributes
 
 if TYPE_CHECKING:
     from cornstarch.attention import MaskSpec
@@ -46,6 +46,6 @@ _ROOMS = {
     "train": "RunConfig Trainer load_config",
 }
 
-__getattr__, __dir__ = names_of(
+__getattr__, __dir__ = lazy_attributes(
     __name__, {name: f"cornstarch.{room}" for room, names in _ROOMS.items() for name in names.split()}
 )

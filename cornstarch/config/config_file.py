@@ -151,7 +151,6 @@ def _read_file(
     path: Path, made_by: str = "cornstarch init", keys: str = "`model:` and `data:`"
 ) -> tuple[Node | None, list[Mistake]]:
     """Return the values of a YAML file, None if it cannot be read, and what is wrong with it."""
-    source = Where(str(path))
 
     def unreadable(text: str, line: int | None = None) -> tuple[None, list[Mistake]]:
         return None, [Mistake((), None, text, Where(str(path), line))]
@@ -172,7 +171,7 @@ def _read_file(
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         return unreadable(f"Byte {content[error.start]:#04x} is not UTF-8.\nSave the file as UTF-8.", line)
-    values, mistakes = tree.read_yaml(text, source)
+    values, mistakes = tree.read_yaml(text, Where(str(path)))
     if values is not None and not isinstance(values.value, dict):
         kind = "a list" if isinstance(values.value, list) else "a single value"
         return unreadable(f"It holds {kind}; expected keys such as {keys}.", values.where.line)
@@ -196,19 +195,16 @@ def _apply_plan_file(values: Node, path: Path) -> tuple[Node, list[Mistake]]:
 
 def _write_out_short_forms(values: Node) -> None:
     """Write short forms out, so that overrides find their way: `parallel: auto`, one source, a path as a source."""
-    parallel = tree.descend(values, ("parallel",))
+    parallel, data = (tree.descend(values, (name,)) for name in ("parallel", "data"))
     if parallel is not None and parallel.value == "auto":
         parallel.value = {"auto": Node(True, parallel.where, "true")}
-    data = tree.descend(values, ("data",))
-    if data is None or not isinstance(data.value, dict):
-        return
+    sections = data.value if data is not None and isinstance(data.value, dict) else {}
     for key in ("train", "evaluation"):
-        node = data.value.get(key)
-        if node is None or node.value is None:
-            continue
-        many = node.value if isinstance(node.value, list) else [node]
-        sources = [Node({"path": one}, one.where) if isinstance(one.value, str) else one for one in many]
-        data.value[key] = Node([*sources], node.where)
+        node = sections.get(key)
+        if node is not None and node.value is not None:
+            many = node.value if isinstance(node.value, list) else [node]
+            sources = [Node({"path": one}, one.where) if isinstance(one.value, str) else one for one in many]
+            sections[key] = Node([*sources], node.where)
 
 
 # ------------------------------------------------------------------------------------------------ overrides
@@ -336,17 +332,12 @@ def _difference(a: Any, b: Any, path: tree.Path) -> list[str]:
     def show(value: Any) -> str:
         return "absent" if value is _ABSENT else shorten(json.dumps(value, ensure_ascii=False, default=str), 200)
 
+    if isinstance(a, list) and isinstance(b, list):
+        a, b = dict(enumerate(a)), dict(enumerate(b))
     if isinstance(a, dict) and isinstance(b, dict):
-        keys: list[Any] = list(dict.fromkeys([*a, *b]))
-        pairs = [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in keys]
-    elif isinstance(a, list) and isinstance(b, list):
-        length = max(len(a), len(b))
-        pairs = [(i, a[i] if i < len(a) else _ABSENT, b[i] if i < len(b) else _ABSENT) for i in range(length)]
-    elif type(a) is type(b) and a == b:
-        return []
-    else:
-        return [f"{join_path(path)}: {show(a)} → {show(b)}"]
-    return [line for key, left, right in pairs for line in _difference(left, right, (*path, key))]
+        pairs = [(key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in dict.fromkeys([*a, *b])]
+        return [line for key, left, right in pairs for line in _difference(left, right, (*path, key))]
+    return [] if type(a) is type(b) and a == b else [f"{join_path(path)}: {show(a)} → {show(b)}"]
 
 
 # ------------------------------------------------------------------------------------------------ plan files

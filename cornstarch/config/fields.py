@@ -6,15 +6,13 @@ import math
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from cornstarch.plan.data_options import Precision
-from cornstarch.plan.validation import NotNegative, Positive
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 TrainMode = Literal["full", "projector", "frozen", "lora"]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+false_as_off = BeforeValidator(lambda value: "off" if value is False else value)  # YAML's `off`
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 Size = Annotated[str, Field(pattern=rf"^\d+(\.\d+)? ?({'|'.join(_UNITS)})$", examples=["20 GB"])]
@@ -62,9 +60,3 @@ def aliases_of(kind: type[Section]) -> dict[str, str]:
     """Return {other name: name of the field}."""
     fields = kind.model_fields.items()
     return {alias: name for name, field in fields for one in field.metadata if isinstance(one, Also) for alias in one}
-
-
-__all__ = [
-    "Also", "Fraction", "NotNegative", "Positive", "PositiveFloat", "Precision", "Rate", "Section", "Size", "TrainMode",
-    "aliases_of", "format_size", "parse_size",
-]  # fmt: skip

@@ -203,14 +203,11 @@ def resolve_path(path: Path, node: Node) -> Path | None:
     for step in reversed(path):
         tree = Node({str(step): tree}, node.where)
     resolve_aliases(tree)
-    return _find(tree, node)
-
-
-def _find(tree: Node, node: Node, path: Path = ()) -> Path | None:
-    if tree is node:
-        return path
-    children = tree.value.items() if isinstance(tree.value, dict) else ()
-    return next((found for name, child in children if (found := _find(child, node, (*path, name))) is not None), None)
+    found: list[str] = []
+    while tree is not node and isinstance(tree.value, dict) and tree.value:
+        [(name, tree)] = tree.value.items()
+        found.append(name)
+    return tuple(found) if tree is node else None
 
 
 __all__ = ["alternatives", "canonical_schema", "describe", "field_documents", "leaves", "locate", "run_schema"]

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cornstarch.config import sections
-from cornstarch.config.fields import Also, Section
+from cornstarch.config.fields import Also, Section, false_as_off
 from cornstarch.plan.data_options import LANGUAGE_MODEL, SPLIT_BACKWARD, WHOLE_MODEL, Precision
 from cornstarch.plan.plan import ModulePlan, Plan, fill_empty
 from cornstarch.plan.validation import NotNegative, Positive, Switch, section
 
 _DEVICE = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu|npu)(:\d+)?")
 _OTHER_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
+Conflict = tuple[object, str]
 
 
 @section
@@ -71,9 +72,9 @@ class RunConfig(Section):
     """CPU threads of one process. Default: torch's choice; small models are faster with 1."""
     precision: Precision | Literal["auto"] = "auto"
     """The precision of computation. auto: bf16 on a GPU that has it, else fp32."""
-    compile: Annotated[Literal["auto", "layers", "off"], Also("torch_compile")] = "auto"
+    compile: Annotated[Literal["auto", "layers", "off"], Also("torch_compile"), false_as_off] = "auto"
     """layers: every layer is compiled; auto: on a GPU, where that is possible; off: nothing is compiled."""
-    fp8: Literal["off", "rowwise", "tensorwise"] = "off"
+    fp8: Annotated[Literal["off", "rowwise", "tensorwise"], false_as_off] = "off"
     """Multiply in 8 bits in the large linear layers of the trained parts (Ada, Hopper and newer GPUs). rowwise: a scale
     for each row, closer to bf16; tensorwise: one for each matrix, faster."""
     attention: Literal["auto", "flex", "sdpa", "cudnn", "varlen"] = "auto"
@@ -102,7 +103,7 @@ class RunConfig(Section):
     @field_validator("compile", mode="before")
     @classmethod
     def _read_compile(cls, value: Any) -> Any:
-        return {True: "layers", False: "off"}[value] if isinstance(value, bool) else value  # YAML's `off` is false
+        return "layers" if value is True else value
 
     @field_validator("parallel", mode="before")
     @classmethod
@@ -111,165 +112,137 @@ class RunConfig(Section):
             return fill_empty(value)
         return {"auto": True} if value == "auto" else value
 
-    @field_validator("fp8", mode="before")
-    @classmethod
-    def _read_fp8(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML's `off` is false
-
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
         """Refuse options of several sections that make no sense together, the first that is found."""
-        for problem in chain(
-            self._fp8_conflicts(), self._modules_conflicts(), self._early_stopping_conflicts(),
-            self._balance_conflicts(), self._unsynchronized_conflicts(), self._recomputation_conflicts(),
-            self._feature_cache_conflicts(),
-        ):  # fmt: skip
-            raise ValueError(problem)
+        parts = (
+            self._fp8_conflicts, self._loop_conflicts, self._balance_conflicts, self._recomputation_conflicts,
+            self._feature_cache_conflicts,
+        )  # fmt: skip
+        for is_conflict, problem in chain.from_iterable(part() for part in parts):
+            if is_conflict:
+                raise ValueError(problem)
         return self
 
-    def _fp8_conflicts(self) -> Iterator[str]:
-        if self.fp8 == "off":
-            return
-        given: dict[str, str | None] = {"precision": self.precision}
-        given |= {f"parallel.modules.{name}.precision": one.precision for name, one in self.parallel.modules.items()}
+    # Each of these yields (whether options are in conflict, what to say of it).
+
+    def _fp8_conflicts(self) -> Iterator[Conflict]:
+        plan, given = self.parallel, {"precision": self.precision}
+        given |= {f"parallel.modules.{name}.precision": one.precision for name, one in plan.modules.items()}
         for key, precision in given.items():
-            if precision not in ("auto", "bf16", None):
-                yield (
-                    f"`fp8` = {self.fp8} with `{key}` = {precision}: what is not multiplied in fp8 is computed in bf16 "
-                    "then. Use bf16 or auto, or set `fp8` to off"
-                )
-        plan = self.parallel
+            yield self.fp8 != "off" and precision not in ("auto", "bf16", None), (
+                f"`fp8` = {self.fp8} with `{key}` = {precision}: what is not multiplied in fp8 is computed in bf16 "
+                "then. Use bf16 or auto, or set `fp8` to off"
+            )
         cut = sorted(name for name, module in plan.modules.items() if module.tp > 1)
-        if cut:
-            yield (
-                f"`fp8` = {self.fp8} with tp > 1 for {', '.join(cut)}: matrices that are cut over ranks are not "
-                "multiplied in fp8. Use data parallelism (fsdp2) or stages instead of tp, or set `fp8` to off"
-            )
-        if plan.is_pipeline and plan.schedule in SPLIT_BACKWARD:
-            yield (
-                f"`fp8` = {self.fp8} with `parallel.schedule` = {plan.schedule}: it takes apart the gradients of "
-                "inputs and of weights, which layers in fp8 compute together. Use 1f1b or interleaved, or set `fp8` to "
-                "off"
-            )
+        yield self.fp8 != "off" and cut, (
+            f"`fp8` = {self.fp8} with tp > 1 for {', '.join(cut)}: matrices that are cut over ranks are not "
+            "multiplied in fp8. Use data parallelism (fsdp2) or stages instead of tp, or set `fp8` to off"
+        )
+        yield self.fp8 != "off" and plan.is_pipeline and plan.schedule in SPLIT_BACKWARD, (
+            f"`fp8` = {self.fp8} with `parallel.schedule` = {plan.schedule}: it takes apart the gradients of "
+            "inputs and of weights, which layers in fp8 compute together. Use 1f1b or interleaved, or set `fp8` to "
+            "off"
+        )
 
-    def _modules_conflicts(self) -> Iterator[str]:
-        model, named = self.model, set(self.parallel.modules)
-        known = {*model.encoders, LANGUAGE_MODEL} if model.encoders else {WHOLE_MODEL, LANGUAGE_MODEL}
-        wrong = sorted(named - known - {WHOLE_MODEL})
-        if wrong:
-            yield (
-                f"`parallel.modules` has {', '.join(wrong)}; the model has {', '.join(sorted(known))}"
-                f"{', or `model` for all of them alike' if model.encoders else ''}"
-            )
-        missing = sorted(known - named)
-        if model.encoders and named != {WHOLE_MODEL} and missing:
-            yield (
-                f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
-                "which stands for all of them"
-            )
+    def _loop_conflicts(self) -> Iterator[Conflict]:
+        encoders, named = self.model.encoders, set(self.parallel.modules)
+        known = {*encoders, LANGUAGE_MODEL} if encoders else {WHOLE_MODEL, LANGUAGE_MODEL}
+        wrong, missing = sorted(named - known - {WHOLE_MODEL}), sorted(known - named)
+        yield wrong, (
+            f"`parallel.modules` has {', '.join(wrong)}; the model has {', '.join(sorted(known))}"
+            f"{', or `model` for all of them alike' if encoders else ''}"
+        )
+        yield encoders and named != {WHOLE_MODEL} and missing, (
+            f"`parallel.modules` says nothing about {', '.join(missing)}; say it for every module, or for `model`, "
+            "which stands for all of them"
+        )
+        stops, option = self.loop.early_stopping, "`loop.early_stopping` ends a run whose evaluations do not get better"
+        yield stops is not None and not self.data.evaluation, (
+            f"{option}, and `data.evaluation` has no data. Give it some, or leave early_stopping out"
+        )
+        yield stops is not None and self.loop.evaluate_every is None, (
+            f"{option}, and without `loop.evaluate_every` there is one, at the end. Set it to a number of steps, "
+            "or leave early_stopping out"
+        )
 
-    def _early_stopping_conflicts(self) -> Iterator[str]:
-        if self.loop.early_stopping is None:
-            return
-        option = "`loop.early_stopping` ends a run whose evaluations do not get better"
-        if not self.data.evaluation:
-            yield f"{option}, and `data.evaluation` has no data. Give it some, or leave early_stopping out"
-        if self.loop.evaluate_every is None:
-            yield (
-                f"{option}, and without `loop.evaluate_every` there is one, at the end. Set it to a number of steps, "
-                "or leave early_stopping out"
-            )
-
-    def _balance_conflicts(self) -> Iterator[str]:
-        if self.data.balance != "off" and self.parallel.data.is_unsynchronized:
-            yield (
-                f"`data.balance` = {self.data.balance} with `parallel.data.kind` = {self.parallel.data.kind}: "
-                "a process trains on batches of its own between exchanges, and long samples would come together in "
-                "them. Set `data.balance` to off"
-            )
-        if not self.data.balance_encoders:
-            return
-        plan, option = self.parallel, "`data.balance_encoders` = true"
-        if plan.data.is_unsynchronized:
-            yield (
-                f"{option} with `parallel.data.kind` = {plan.data.kind}: processes train by themselves between "
-                "exchanges, and would have to wait for one another's images. Set `data.balance_encoders` to false"
-            )
-        if plan.is_pipeline:
-            yield (
-                f"{option} with stages, or encoders on ranks of their own: replicas of a pipeline do not encode at the "
-                "same moment. Put all modules on the same ranks (`parallel.ranks` = shared, one stage), or set "
-                "`data.balance_encoders` to false"
-            )
+    def _balance_conflicts(self) -> Iterator[Conflict]:
+        plan, option, lends = self.parallel, "`data.balance_encoders` = true", self.data.balance_encoders
+        kind, is_unsynchronized = f"`parallel.data.kind` = {plan.data.kind}", plan.data.is_unsynchronized
+        yield self.data.balance != "off" and is_unsynchronized, (
+            f"`data.balance` = {self.data.balance} with {kind}: a process trains on batches of its own between "
+            "exchanges, and long samples would come together in them. Set `data.balance` to off"
+        )
+        yield lends and is_unsynchronized, (
+            f"{option} with {kind}: processes train by themselves between exchanges, and would have to wait for one "
+            "another's images. Set `data.balance_encoders` to false"
+        )
+        yield lends and plan.is_pipeline, (
+            f"{option} with stages, or encoders on ranks of their own: replicas of a pipeline do not encode at the "
+            "same moment. Put all modules on the same ranks (`parallel.ranks` = shared, one stage), or set "
+            "`data.balance_encoders` to false"
+        )
         encoders = [name for name in plan.modules if name != LANGUAGE_MODEL or len(plan.modules) == 1]
-        if cut := sorted(name for name in encoders if plan.modules[name].cp > 1):
-            yield (
-                f"{option} with cp > 1 for {', '.join(cut)}: the ranks of a replica share out its images already. Use "
-                "cp = 1 for encoders, with `parallel.ranks` = shared, or set `data.balance_encoders` to false"
-            )
-        if self.features.cache:
-            yield (
-                f"{option} with `features.cache`: what is kept needs no encoder, and processes that have all of their "
-                "images would not take part. Leave one of them out"
-            )
-        if self.model.language_model is not None and not self.model.encoders:
-            yield f"{option} lends what encoders read; `model` has none"
+        cut = sorted(name for name in encoders if plan.modules[name].cp > 1)
+        yield lends and cut, (
+            f"{option} with cp > 1 for {', '.join(cut)}: the ranks of a replica share out its images already. Use "
+            "cp = 1 for encoders, with `parallel.ranks` = shared, or set `data.balance_encoders` to false"
+        )
+        yield lends and self.features.cache, (
+            f"{option} with `features.cache`: what is kept needs no encoder, and processes that have all of their "
+            "images would not take part. Leave one of them out"
+        )
+        yield lends and self._has_no_encoders, f"{option} lends what encoders read; `model` has none"
+        yield is_unsynchronized and self.loop.ema_decay is not None, (
+            f"`loop.ema_decay` with {kind}: each process has weights of its own, and would average others over time "
+            "than are saved. Leave `loop.ema_decay` out: the mean over processes is saved"
+        )
+        yield is_unsynchronized and self.precision == "fp16", (
+            f"`precision` = fp16 with {kind}: each process would scale its losses otherwise, and leave out other "
+            "steps. Use bf16 or fp32"
+        )
 
-    def _unsynchronized_conflicts(self) -> Iterator[str]:
-        kind = self.parallel.data.kind
-        if not self.parallel.data.is_unsynchronized:
-            return
-        if self.loop.ema_decay is not None:
-            yield (
-                f"`loop.ema_decay` with `parallel.data.kind` = {kind}: each process has weights of its own, and would "
-                "average others over time than are saved. Leave `loop.ema_decay` out: the mean over processes is saved"
-            )
-        if self.precision == "fp16":
-            yield (
-                f"`precision` = fp16 with `parallel.data.kind` = {kind}: each process would scale its losses "
-                "otherwise, and leave out other steps. Use bf16 or fp32"
-            )
-
-    def _recomputation_conflicts(self) -> Iterator[str]:
-        schedule = self.parallel.schedule
-        if self.loop.activation_checkpointing and schedule in SPLIT_BACKWARD and self.parallel.is_pipeline:
-            yield (
-                f"`loop.activation_checkpointing` with `parallel.schedule` = {schedule}: activations would be computed "
-                "again for the gradients of inputs, and once more for those of each matrix, which zero_bubble takes "
-                "apart; use 1f1b or interleaved"
-            )
-        if self.loop.activation_bytes is None:
-            return
-        plan, option = self.parallel, f"`loop.activation_budget` = {self.loop.activation_budget}"
-        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
-            yield (
-                f"{option}: what stages of a pipeline and parts of layers (tp, cp) keep is not estimated yet. Set "
-                "`parallel.modules.<name>.activation_checkpointing`, which computes every layer of a module again"
-            )
-        if again := sorted(name for name, module in plan.modules.items() if module.activation_checkpointing):
-            yield (
-                f"{option} chooses which layers are computed again, and `parallel.modules.{again[0]}."
+    def _recomputation_conflicts(self) -> Iterator[Conflict]:
+        plan, loop = self.parallel, self.loop
+        yield loop.activation_checkpointing and plan.schedule in SPLIT_BACKWARD and plan.is_pipeline, (
+            f"`loop.activation_checkpointing` with `parallel.schedule` = {plan.schedule}: activations would be "
+            "computed again for the gradients of inputs, and once more for those of each matrix, which zero_bubble "
+            "takes apart; use 1f1b or interleaved"
+        )
+        has_budget, option = loop.activation_bytes is not None, f"`loop.activation_budget` = {loop.activation_budget}"
+        yield has_budget and self._shares_samples, (
+            f"{option}: what stages of a pipeline and parts of layers (tp, cp) keep is not estimated yet. Set "
+            "`parallel.modules.<name>.activation_checkpointing`, which computes every layer of a module again"
+        )
+        for name in sorted(name for name, module in plan.modules.items() if module.activation_checkpointing):
+            yield has_budget, (
+                f"{option} chooses which layers are computed again, and `parallel.modules.{name}."
                 "activation_checkpointing` says all of them; give one of them"
             )
 
-    def _feature_cache_conflicts(self) -> Iterator[str]:
-        if not self.features.cache:
-            return
+    def _feature_cache_conflicts(self) -> Iterator[Conflict]:
+        cache = self.features.cache
         trained = sorted(name for name, part in self.model.encoders.items() if part.train in ("full", "lora"))
-        if trained:
-            yield (
-                f"`features.cache` keeps what frozen encoders make; {', '.join(trained)} is trained, and makes other "
-                "features after every step. Set its `train` to projector or frozen, or leave the cache out"
-            )
-        if self.model.language_model is not None and not self.model.encoders:
-            yield "`features.cache` keeps what encoders make; `model` has none"
-        plan = self.parallel
-        if plan.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in plan.modules.values()):
-            yield (
-                "`features.cache` works with data parallelism only: processes that share the samples of a step "
-                "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
-                "let every process have samples of its own"
-            )
+        yield cache and trained, (
+            f"`features.cache` keeps what frozen encoders make; {', '.join(trained)} is trained, and makes other "
+            "features after every step. Set its `train` to projector or frozen, or leave the cache out"
+        )
+        yield cache and self._has_no_encoders, "`features.cache` keeps what encoders make; `model` has none"
+        yield cache and self._shares_samples, (
+            "`features.cache` works with data parallelism only: processes that share the samples of a step "
+            "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
+            "let every process have samples of its own"
+        )
+
+    @property
+    def _has_no_encoders(self) -> bool:
+        return self.model.language_model is not None and not self.model.encoders
+
+    @property
+    def _shares_samples(self) -> bool:
+        """Whether several processes compute on the samples of one replica."""
+        modules = self.parallel.modules.values()
+        return self.parallel.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in modules)
 
     @property
     def recomputes(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from cornstarch.config import fields
 from cornstarch.config.fields import Also, Fraction, PositiveFloat, Rate, Section, Size, TrainMode, parse_size
 from cornstarch.plan.data_options import REGISTERED, Precision
 from cornstarch.plan.validation import NotNegative, Positive, as_tuple, or_registered
@@ -206,7 +207,7 @@ class DataConfig(Section):
     """What to do with a longer sample."""
     packing: bool = False
     """Put several samples in one row instead of padding."""
-    balance: Literal["off", "cost"] = "off"
+    balance: Annotated[Literal["off", "cost"], fields.false_as_off] = "off"
     """cost: distribute the samples of a step so that all processes, and all microbatches, have as much to compute. The
     cost of a sample is predicted from its text and the headers of its media; the loss stays the same."""
     balance_encoders: Annotated[bool, Also("split_images")] = False
@@ -231,11 +232,6 @@ class DataConfig(Section):
     """Stop when more than this fraction of the samples is broken."""
     max_pixels: Positive = 89_478_485
     """Images with more pixels are refused as decompression bombs."""
-
-    @field_validator("balance", mode="before")
-    @classmethod
-    def _read_off(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML's `off` is false
 
     @field_validator("train", "evaluation", mode="before")
     @classmethod

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from cornstarch.plan.validation import COMMAND_LINE, Mistake, Path, Where, join_path, raise_mistakes, shorten
+from cornstarch.plan.validation import COMMAND_LINE, Mistake, Path, Where, raise_mistakes, shorten
 
 LARGEST_FILE = 256 * 1024
 DEEPEST = 32
@@ -43,9 +43,7 @@ class Node:
         """Return the value as a message shows it; None for a mapping, which would be too long."""
         if isinstance(self.value, dict):
             return None
-        text = self.written
-        if text is None:
-            text = json.dumps(self.plain(), ensure_ascii=False, default=str)
+        text = json.dumps(self.plain(), ensure_ascii=False, default=str) if self.written is None else self.written
         return shorten(text)
 
 
@@ -56,8 +54,6 @@ _INT = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:_[0-9]{3})+)")
 _OTHER_BASE = re.compile(r"[-+]?0(?:x[0-9a-fA-F]+|o[0-7]+|b[01]+)")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-
-
 # Keys for which `off` can mean only one thing.
 _UNAMBIGUOUS: dict[Path, tuple[str, ...]] = {("compile",): ("off",), ("fp8",): ("off",), ("mixed_precision",): ("no",)}
 
@@ -112,10 +108,7 @@ class _Composer(yaml.SafeLoader):
     # `scalar` tells the types apart.
     yaml_implicit_resolvers: dict[Any, Any] = {}
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.depth = 0
-        self.values = 0
+    depth = values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
@@ -157,40 +150,7 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             return Node([self.build(item, (*path, index)) for index, item in enumerate(node.value)], where)
         assert isinstance(node, yaml.ScalarNode)
-        return self._build_scalar(node, path, where)
-
-    def _build_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Node]:
-        built: dict[str, Node] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = self._read_key(key_node, path, line)
-            if key is None:
-                continue
-            here = (*path, key)
-            value = self.build(value_node, here, line)
-            if key in built:
-                text = f"It is given twice, first in line {built[key].where.line}.\nKeep one."
-                self.mistakes.append(Mistake(here, value.format_value(), text, value.where))
-            else:
-                built[key] = value
-        return built
-
-    def _read_key(self, node: yaml.Node, path: Path, line: int) -> str | None:
-        """Return a key, which is always text (as in JSON); None if it is none."""
-        try:
-            if not isinstance(node, yaml.ScalarNode):
-                raise ValueError("A key is a list or a mapping; expected a name.")
-            if node.style is None and node.value in ("", "<<"):
-                name = "Merge keys (`<<`) are not read here." if node.value else "There is no name before the colon."
-                raise ValueError(f"{name}\nWrite every key out.")
-            return check_unicode(node.value)
-        except ValueError as error:
-            self.mistakes.append(Mistake(path, None, str(error), _at(self.source, line)))
-            return None
-
-    def _build_scalar(self, node: yaml.ScalarNode, path: Path, where: Where) -> Node:
-        text = node.value
-        plain = node.style is None
+        text, plain = node.value, node.style is None
         written = text if plain else json.dumps(text, ensure_ascii=False)
         try:
             return Node(scalar(text, path) if plain else check_unicode(text), where, written)
@@ -198,30 +158,56 @@ class _Builder:
             self.mistakes.append(Mistake(path, shorten(written), str(error), where))
             return Node(None, where, written, broken=True)
 
+    def _build_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Node]:
+        built: dict[str, Node] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            try:
+                key = _read_key(key_node)
+            except ValueError as error:
+                self.mistakes.append(Mistake(path, None, str(error), _at(self.source, line)))
+                continue
+            value = self.build(value_node, (*path, key), line)
+            if key in built:
+                text = f"It is given twice, first in line {built[key].where.line}.\nKeep one."
+                self.mistakes.append(Mistake((*path, key), value.format_value(), text, value.where))
+            built.setdefault(key, value)
+        return built
+
+
+def _read_key(node: yaml.Node) -> str:
+    """Return a key, which is always text (as in JSON)."""
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError("A key is a list or a mapping; expected a name.")
+    if node.style is None and node.value in ("", "<<"):
+        name = "Merge keys (`<<`) are not read here." if node.value else "There is no name before the colon."
+        raise ValueError(f"{name}\nWrite every key out.")
+    return check_unicode(node.value)
+
 
 def read_yaml(text: str, source: Where, path: Path = ()) -> tuple[Node | None, list[Mistake]]:
-    """Return the tree of a YAML text (None if it cannot be read at all) and what is wrong with it.
+    """Return the tree of a YAML text, the value of the key `path` (None if it cannot be read), and what is wrong."""
 
-    `source` says where the text comes from, and `path` which key it is the value of.
-    """
+    def unreadable(problem: str, where: Where = source) -> tuple[None, list[Mistake]]:
+        return None, [Mistake(path, shorten(text) if path else None, problem, where)]
+
     builder = _Builder(source)
-    found = shorten(text) if path else None
     loader: _Composer | None = None
     try:
         loader = _Composer(text)
         composed = loader.get_single_node()
         if composed is None:
-            return None, [Mistake(path, found, "It is empty.\nExpected keys such as `model:` and `data:`.", source)]
+            return unreadable("It is empty.\nExpected keys such as `model:` and `data:`.")
         tree = builder.build(composed, path)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         problem = f"It holds the control character {error.character:#04x}, which no text has.\nRemove it."
-        return None, [Mistake(path, found, problem, _at(source, line))]
+        return unreadable(problem, _at(source, line))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        return None, [Mistake(path, found, _describe_syntax_error(error), _at(source, mark.line + 1 if mark else None))]
+        return unreadable(_describe_syntax_error(error), _at(source, mark.line + 1 if mark else None))
     except (ValueError, RecursionError) as error:  # PyYAML: `"\U00110000"`, a version of thousands of digits
-        return None, [Mistake(path, found, f"It cannot be read as YAML: {shorten(str(error))}", source)]
+        return unreadable(f"It cannot be read as YAML: {shorten(str(error))}")
     finally:
         if loader is not None:
             loader.dispose()
@@ -283,16 +269,13 @@ def descend(node: Node, path: Path) -> Node | None:
 
 def find_broken(node: Node, path: Path = ()) -> set[Path]:
     """Return the paths of all values that could not be read."""
-    children: Iterable[tuple[str | int, Node]] = ()
-    if isinstance(node.value, dict):
-        children = node.value.items()
-    elif isinstance(node.value, list):
-        children = enumerate(node.value)
-    found = {inner for step, child in children for inner in find_broken(child, (*path, step))}
+    children: dict[Any, Node] = dict(enumerate(node.value)) if isinstance(node.value, list) else {}
+    children = node.value if isinstance(node.value, dict) else children
+    found = {inner for step, child in children.items() for inner in find_broken(child, (*path, step))}
     return found | {path} if node.broken else found
 
 
-__all__ = [
-    "LARGEST_FILE", "Mistake", "Node", "Path", "Where", "descend", "find_broken", "join_path", "merge",
-    "raise_mistakes", "read_yaml", "scalar", "tree_of",
+__all__ = [  # also what every reader of a tree needs
+    "LARGEST_FILE", "Mistake", "Node", "Path", "Where", "descend", "find_broken", "merge", "raise_mistakes",
+    "read_yaml", "scalar", "tree_of",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cornstarch.lazily import names_of
+from cornstarch.lazily import lazy_attributes
 
 if TYPE_CHECKING:
     from cornstarch.api.pipe import Pipe
@@ -13,4 +13,4 @@ __all__ = ["LayerSpec", "Pipe", "PipelineEngine", "PipelineModule", "initialize"
 # Looked up when first asked for (PEP 562): they import more than those need who only cut a model.
 _MODULES = dict.fromkeys(__all__, "cornstarch.api.pipeline_module") | {"Pipe": "cornstarch.api.pipe"}
 
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

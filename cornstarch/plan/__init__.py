@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cornstarch.lazily import names_of
+from cornstarch.lazily import lazy_attributes
 
 if TYPE_CHECKING:
     from cornstarch.plan.data_options import Asynchronous, Compression, Gossip, Local
@@ -24,4 +24,4 @@ _NAMES = {
 }
 _MODULES = {name: f"cornstarch.plan.{module}" for module, names in _NAMES.items() for name in names.split()}
 
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

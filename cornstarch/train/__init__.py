@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from cornstarch.lazily import names_of
+from cornstarch.lazily import lazy_attributes
 
 if TYPE_CHECKING:
     from cornstarch.config import RunConfig
@@ -29,4 +29,4 @@ _MODULES = {
     "load_config": "cornstarch.config.config_file",
 }
 
-__getattr__, __dir__ = names_of(__name__, _MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)
