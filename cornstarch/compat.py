@@ -1,6 +1,7 @@
 """Every private name of torch and transformers that is used, and every branch on a version, in one place.
 
-Each entry says which versions it is for, why it is needed, and when it can go.
+Each entry says why it is needed. Unless it says otherwise, it is for all supported versions (torch 2.11 to 2.15,
+transformers 5.17 to 5.22), which have no public way to do the same, and can go when there is one.
 """
 
 from __future__ import annotations
@@ -24,25 +25,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-# torch 2.11 to 2.15: the documented way to see every operation with its tags, in a module with a private name. Goes
-# when it is importable from elsewhere.
+# The documented way to see every operation with its tags, in a module with a private name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def is_flattened(parameter: Any) -> bool:
-    """Say whether FSDP1 keeps a parameter in a flat one, cut into intervals.
+    """Return whether FSDP1 keeps a parameter in a flat one, cut into intervals. Goes when FSDP1 goes.
 
-    torch 2.11 to 2.15 mark it on the parameter, and have no public way to ask: a model inside the outermost
-    `FullyShardedDataParallel` shows intervals in place of parameters and nothing that says so. Goes when FSDP1 goes.
+    A model inside the outermost `FullyShardedDataParallel` shows intervals in place of parameters.
     """
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def reshard_flat_units(model: torch.nn.Module) -> None:
-    """Free the parameters that FSDP1 has gathered; the model has its intervals again, and only those.
+    """Free the parameters that FSDP1 has gathered, so that the model has its intervals only. Goes when FSDP1 goes.
 
-    torch 2.11 to 2.15 leave the outermost unit gathered after a forward pass without a backward, use those values in
-    the next one, and have no public way to free them. Goes when FSDP1 goes.
+    torch leaves the outermost unit gathered after a forward pass without a backward, and uses those values in the next.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._runtime_utils import _reshard
@@ -56,10 +54,9 @@ def reshard_flat_units(model: torch.nn.Module) -> None:
 
 
 def content_before_sharding(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without what `fully_shard` has added: its state, and its hooks.
+    """Return the attributes of a module without the state and the hooks of `fully_shard`.
 
-    torch 2.11 to 2.15 keep the state in the module, under a name of their own, and refuse to copy the module. Goes when
-    a sharded module can be copied.
+    torch refuses to copy a sharded module; goes when it copies it.
     """
     content = {name: value for name, value in module.__dict__.items() if not name.startswith("__composable_api")}
     for name, hooks in content.items():
@@ -71,20 +68,12 @@ def content_before_sharding(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def leave_out_of_ddp(kind: type[torch.nn.Module], names: Callable[[Any], list[str]]) -> None:
-    """Let `DistributedDataParallel` leave out parameters of models of a class: no gradient is waited for or averaged.
-
-    torch 2.11 to 2.15 read the names from an attribute of the model when it is wrapped, and have no public way to say
-    so. Goes when there is one.
-    """
+    """Let `DistributedDataParallel` leave out parameters of models of a class: their gradients are not averaged."""
     setattr(kind, "_ddp_params_and_buffers_to_ignore", property(names))  # noqa: B010
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors, in place, by a number on their device, in one kernel where there is one.
-
-    torch 2.11 to 2.15 have this under a private name only (`torch._foreach_mul_`, which their own clipping calls); a
-    loop would start a kernel for each tensor. Goes when there is a public one.
-    """
+    """Multiply tensors, in place, by a number on their device, in one kernel where there is one."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -93,7 +82,7 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
-    """Add a number to tensors of one device, in place, in one kernel; for the reason that `multiply_all` gives."""
+    """Add a number to tensors of one device, in place, in one kernel."""
     # A tensor by itself would be read by the CPU, which waits for it; a list of it is not.
     numbers = [number] * len(tensors) if isinstance(number, Tensor) else number
     torch._foreach_add_(list(tensors), numbers)
@@ -102,15 +91,28 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
 def buffer_options(sent: bool) -> dict[str, Any]:
     """Return the argument of `DistributedDataParallel` that says whether buffers are sent round in every step.
 
-    torch 2.11 and 2.12 call it `broadcast_buffers`; 2.13 warns of that name and has `forward_sync_buffers`. Goes with
-    torch 2.12.
+    torch 2.13 warns of the older name. Goes with torch 2.12.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sent}
 
 
-_reading = threading.RLock()
+_patching = threading.RLock()
 Reader = Callable[[Any, list[str], Any], Mapping[str, Any]]
+
+
+@contextmanager
+def _patch(*replaced: tuple[Any, str, Any]) -> Iterator[None]:
+    """Run a block with attributes (owner, name, value) replaced."""
+    with _patching:  # one at a time: what is replaced is there once for all threads
+        originals = [vars(owner)[name] for owner, name, _ in replaced]
+        try:
+            for owner, name, value in replaced:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for (owner, name, _), original in zip(replaced, originals, strict=True):
+                setattr(owner, name, original)
 
 
 @contextmanager
@@ -119,15 +121,13 @@ def weights_through(reader: Reader) -> Iterator[None]:
 
     The reader is called with the model on the meta device, the files, and transformers' own settings of this load
     (`weight_mapping`, `hf_quantizer`, `ignore_mismatched_sizes`). It may change the model, and returns by stored name
-    whatever gives a tensor for `[...]`.
-
-    transformers 5.17 to 5.22 have `distributed_config` for this, which cuts models as transformers does only, and which
-    changes from release to release. Goes when a function of one's own can be given there.
+    whatever gives a tensor for `[...]`. transformers' `distributed_config` cuts models as transformers does only; goes
+    when a function of one's own can be given there.
     """
     from transformers import PreTrainedModel
 
     loader: Any = PreTrainedModel
-    with _reading:  # one at a time: what is replaced is there once for all threads
+    with _patching:
         original, own = loader._load_pretrained_model, threading.get_ident()
 
         def load(model: Any, state_dict: Any, files: Any, settings: Any, *others: Any, **options: Any) -> Any:
@@ -135,11 +135,8 @@ def weights_through(reader: Reader) -> Iterator[None]:
                 state_dict = reader(model, files, settings)
             return original(model, state_dict, files, settings, *others, **options)
 
-        loader._load_pretrained_model = staticmethod(load)
-        try:
+        with _patch((loader, "_load_pretrained_model", staticmethod(load))):
             yield
-        finally:
-            loader._load_pretrained_model = staticmethod(original)
 
 
 @dataclass(frozen=True)
@@ -160,9 +157,6 @@ def destinations(
     base_prefix: str, names: Collection[str], stored: Iterable[str], mapping: Any
 ) -> dict[str, Destination]:
     """Return where transformers' loader puts each stored tensor; those that it has no place for are left out.
-
-    transformers 5.17 to 5.22 rename with functions of `core_model_loading`, which have no promise to stay. Goes when
-    there is a public way to ask.
 
     `base_prefix` is the model's `base_model_prefix`, `names` are those of its parameters and buffers, `stored` those in
     the files, and `mapping` is the `weight_mapping` of this load.
@@ -202,10 +196,8 @@ def backward_of_inputs(
 ) -> Any:  # fmt: skip
     """Compute the gradients of inputs alone, into their `grad`; return what `backward_of_weights` goes on from.
 
-    None: the gradients of the weights have been computed, too.
-
-    torch 2.11 to 2.15 have this for their own zero-bubble schedules only, which lose gradients behind frozen stages;
-    the two functions themselves are right, also where some weights are frozen. Goes when there is a public one.
+    None: the gradients of the weights have been computed, too. torch's own zero-bubble schedules lose gradients behind
+    frozen stages; the two functions themselves are right, also where some weights are frozen.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -235,8 +227,7 @@ _in_order: ContextVar[bool] = ContextVar("cornstarch_positions_in_order", defaul
 def positions_in_order() -> Iterator[None]:
     """Run a block in which transformers does not look for documents in the positions of tokens: there are none.
 
-    transformers 5.17 to 5.22 look whenever they are given neither a mask nor a cache, and wait for a GPU to do so. Goes
-    when they can be told.
+    It looks whenever it is given neither a mask nor a cache, and waits for a GPU to do so.
     """
     _ask_before_looking()
     token = _in_order.set(True)
@@ -255,47 +246,33 @@ def _ask_before_looking() -> None:
 
 
 def default_store() -> torch.distributed.Store:
-    """Return the store over which the processes of a run found one another.
-
-    torch 2.11 to 2.15 have no public way to it once the process group is there.
-    """
+    """Return the store over which the processes of a run found one another."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def process_groups() -> list[torch.distributed.ProcessGroup]:
-    """Return all process groups that this process is in, that of all ranks included.
-
-    torch 2.11 to 2.15 list them nowhere in public.
-    """
+    """Return all process groups that this process is in, that of all ranks included."""
     from torch.distributed.distributed_c10d import _world
 
     return [group for group in _world.pg_map if isinstance(group, torch.distributed.ProcessGroup)]
 
 
 def move_present(model: torch.nn.Module, device: torch.device) -> None:
-    """Bring a model to a device, in place, but for parameters on the meta device: they stay there.
-
-    torch 2.11 to 2.15: `Module.to` refuses tensors without memory, and has no way to leave some out. Goes when it has.
-    """
+    """Bring a model to a device, in place, but for parameters on the meta device, which `Module.to` refuses."""
     model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def multiply_groups() -> list[Any]:
-    """Return the operations that multiply rows with the matrices of experts, each row with one of them.
-
-    torch 2.11 to 2.15 have `aten::_grouped_mm`, which `torch.nn.functional.grouped_mm` calls too. Goes when there is a
-    public operation, which is then named where it is looked for.
-    """
+    """Return the operations that multiply rows with the matrices of experts; `functional.grouped_mm` calls them."""
     return [torch.ops.aten._grouped_mm] if hasattr(torch.ops.aten, "_grouped_mm") else []
 
 
 def multiply_scaled(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, fast: bool) -> Tensor:
     """Return the product of two matrices of 8 bits in bf16; `fast`: sums may be kept in less than full precision.
 
-    torch 2.13 has `torch.nn.functional.scaled_mm`, which does the same on CPUs and can be compiled; that it can in 2.11
-    has not been tried. Goes when it has, or with 2.11 and 2.12.
+    torch 2.13 has `torch.nn.functional.scaled_mm` and can compile it; not tried in 2.11. Goes with 2.11 and 2.12.
 
     `a` lies row by row in memory, `b` column by column. Each is multiplied by its scale: a number, or one for each row
     of `a` and for each column of `b`.
@@ -339,7 +316,7 @@ def _complete_future(value: Any) -> torch.futures.Future[Any]:
 
 
 def has_triton() -> bool:
-    """Return whether Triton can make kernels for a device here; torch asks so itself, and has no public name for it."""
+    """Return whether Triton can make kernels for a device here."""
     from torch.utils._triton import has_triton as found
 
     return bool(found())
@@ -362,13 +339,6 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Callable[.
     return made
 
 
-def compile_counts() -> dict[str, int]:
-    """Return how many graphs were compiled in this process so far, and how often a function had to be left."""
-    from torch._dynamo.utils import counters
-
-    return {"graphs": int(counters["stats"]["unique_graphs"]), "breaks": sum(counters["graph_break"].values())}
-
-
 def compile_error() -> type[Exception]:
     """Return the class of what torch raises when it cannot compile a function."""
     from torch._dynamo.exc import TorchDynamoException
@@ -376,16 +346,15 @@ def compile_error() -> type[Exception]:
     return TorchDynamoException
 
 
-def set_activation_budget(share: float) -> None:
-    """Let what is compiled from now on keep this share of its activations, and compute the rest again.
+def set_activation_budget(fraction: float) -> None:
+    """Let what is compiled from now on keep this fraction of its activations, and recompute the cheapest of the rest.
 
-    torch chooses what costs least to compute again; it has no public name for it. It would also keep whatever a matrix
-    product of the backward pass reads: an activation function's output beside its inputs. To write that once more costs
-    almost nothing, and takes a fifth of the memory of a language model's step.
+    torch would also keep whatever a matrix product of the backward pass reads: an activation function's output beside
+    its inputs. To write that once more costs almost nothing, and it takes a fifth of the memory of a step.
     """
     from torch._functorch import config
 
-    config.activation_memory_budget = share
+    config.activation_memory_budget = fraction
     config.ban_recompute_materialized_backward = False
 
 
@@ -403,7 +372,7 @@ def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
     """Do a step with gradients divided by a number on their device, in the same pass over memory.
 
-    `GradScaler` hands its scale to fused optimizers in this way (torch 2.11 to 2.15); there is no public name for it.
+    `GradScaler` hands its scale to fused optimizers in this way.
     """
     chosen: Any = optimizer
     chosen.grad_scale = divisor.float().reshape(())
@@ -414,13 +383,10 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
         del chosen.grad_scale, chosen.found_inf
 
 
-_loading = threading.RLock()
-
-
 def load_processor_of(source: str, trust_remote_code: bool) -> Any:
     """Return what `AutoProcessor` finds in a folder, with or without torchvision.
 
-    transformers 5.17 to 5.22 process images with Pillow where torchvision is missing, but not videos, and refuse to
+    transformers processes images with Pillow where torchvision is missing, but not videos, and refuses to
     make a processor for both; a class that takes a function from an image processor's module (Pixtral's) cannot even
     be imported. Without torchvision, the processor is made with the settings of its video processor in the place of
     one: it does everything but videos. Goes when transformers makes such processors itself.
@@ -431,13 +397,6 @@ def load_processor_of(source: str, trust_remote_code: bool) -> Any:
     options = {"trust_remote_code": trust_remote_code}
     if is_torchvision_available():
         return AutoProcessor.from_pretrained(source, **options)
-    with _without_torchvision(source):
-        return AutoProcessor.from_pretrained(source, **options)
-
-
-@contextmanager
-def _without_torchvision(source: str) -> Iterator[None]:
-    """Run a block in which a processor is made of what needs no torchvision, and of its video processor's settings."""
     from transformers import ProcessorMixin
     from transformers.models.auto import processing_auto, video_processing_auto
 
@@ -448,21 +407,13 @@ def _without_torchvision(source: str) -> Iterator[None]:
         return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
 
     load_settings = staticmethod(lambda *args, **options: _video_settings(source))
-    replaced: list[tuple[Any, str, Any]] = [
+    with _patch(
         # The class that transformers itself gives out under this name stands for nothing without torchvision.
         (video_processing_auto.AutoVideoProcessor, "from_pretrained", load_settings),
         (mixin, "check_argument_for_proper_class", check_others),
         (processing_auto, "processor_class_from_name", lambda name: _importable(find(name))),
-    ]
-    with _loading:  # one at a time: what is replaced is there once for all threads
-        originals = [vars(owner)[name] for owner, name, _ in replaced]
-        try:
-            for owner, name, other in replaced:
-                setattr(owner, name, other)
-            yield
-        finally:
-            for (owner, name, _), original in zip(replaced, originals, strict=True):
-                setattr(owner, name, original)
+    ):
+        return AutoProcessor.from_pretrained(source, **options)
 
 
 def _importable(kind: Any) -> Any:
@@ -482,10 +433,7 @@ def _importable(kind: Any) -> Any:
 
 
 def _video_settings(source: str) -> VideoSettings:
-    """Return the settings of a video processor as they are stored: among others, in a file of their own, or nowhere.
-
-    In the last case transformers takes those of the image processor, and so does this.
-    """
+    """Return the stored settings of a video processor; if there are none, those of the image processor."""
     from transformers.utils import cached_file
 
     for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):

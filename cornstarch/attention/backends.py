@@ -34,11 +34,8 @@ AttentionChoice = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
 
 # cuDNN's kernels are the fastest on GPUs that have them; the next backend takes what they do not support.
 _SDPA_PRIORITY = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 # Arguments by which a layer changes its attention scores in a way that masks as data do not express.
 _UNSUPPORTED_SCORES = ("position_bias", "indices", "block_indices", "head_mask")
 _MAX_HEAD_DIM = 128  # of kernels for documents, on all GPUs
@@ -179,11 +176,9 @@ def use_attention(choice: AttentionChoice) -> Iterator[None]:
     """
     token = _choice.set(choice)
     try:
-        if choice == "sdpa":
+        kernels = _SDPA_PRIORITY[:1] if choice == "cudnn" else _SDPA_PRIORITY
+        with nullcontext() if choice == "sdpa" else sdpa_kernel(kernels, set_priority=True):
             yield
-        else:
-            with sdpa_kernel(_SDPA_PRIORITY[:1] if choice == "cudnn" else _SDPA_PRIORITY, set_priority=True):
-                yield
     finally:
         _choice.reset(token)
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +96,7 @@ def build_mask(
         sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         return AttentionMaskInterface()["sdpa"](batch_size=batch_size, **sizes, device=device, **layer, **options)
     end = kv_offset + kv_length
-    _check_mask_function(attention_mask, q_length, use_vmap, options)
-    _check_index_scaling(config, end)
+    _check_layer(attention_mask, q_length, use_vmap, options, config, end)
     rows = spec.documents.shape[0]
     if rows != batch_size and (batch_size % rows or torch.is_grad_enabled()):
         raise ConfigError(
@@ -120,8 +119,7 @@ def build_mask(
 
 def _restrict_to_documents(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
     """Return transformers' rule on positions within a document."""
-    rule: Any = mask_function
-    if rule is causal_mask_function:
+    if mask_function is causal_mask_function:
         return CAUSAL
     if attention_mask is None:
         return mask_function
@@ -143,18 +141,16 @@ def _get_head_dim(config: Any) -> int | None:
     return head_dim if isinstance(head_dim, int) else None
 
 
-def _check_mask_function(attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any]) -> None:
-    """Refuse rules that transformers or the model made depend on row indices."""
+def _check_layer(
+    attention_mask: Tensor | None, q_length: int, use_vmap: bool, options: dict[str, Any], config: Any, end: int
+) -> None:
+    """Refuse rules and scores that depend on indices in a row of `end` tokens, not on positions in a document."""
     if use_vmap:
         raise UnsupportedModelError("The model adds a mask function of its own, which may depend on row indices.")
     # Without an attention mask transformers looks for documents in the position ids. If it finds any, it adds them to
     # mask_function by row index, and no longer allows to omit the mask.
     if attention_mask is None and q_length > 1 and not options.get("allow_is_causal_skip", True):
         raise ConfigError("A model under use_mask(spec) needs its 2-D attention_mask too (1: token, 0: padding).")
-
-
-def _check_index_scaling(config: Any, end: int) -> None:
-    """Refuse models that scale queries by their index in a row of `end` tokens."""
     # With temperature tuning (Llama 4) a query is scaled by its index in the row, in steps of floor_scale tokens: equal
     # to the index in its document only before the first step.
     if getattr(config, "attn_temperature_tuning", False) and end >= getattr(config, "floor_scale", end + 1):
@@ -196,6 +192,7 @@ class ScoreOptions:
     training: bool
 
 
+RenderedMask: TypeAlias = Tensor | BlockMask | RangeMask
 ShardedAttention = Callable[[ScoreOptions, "ShardedMask", Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(options, mask, query, key, value, sinks) of this rank's tokens [B, H, s, D] -> [B, s, H, D]."""
 
@@ -233,9 +230,7 @@ class ShardedMask:
     sharding: TokenSharding
     pattern: MaskFunction
     use_flex: bool
-    _rendered: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor | BlockMask | RangeMask] = field(
-        default_factory=dict
-    )
+    _rendered: dict[tuple[tuple[int, ...], tuple[int, ...]], RenderedMask] = field(default_factory=dict)
     _empty: dict[int, bool] = field(default_factory=dict)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -256,7 +251,7 @@ class ShardedMask:
         scoring = ScoreOptions(scale, options["softcap"], options["dropout"], module.training)
         return self.sharding.method(scoring, self, query, key, value, sinks)
 
-    def render(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> Tensor | BlockMask | RangeMask:
+    def render(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> RenderedMask:
         """Return the mask between the tokens of these ranks, in their order: bool [B, 1, Q, K], or for a kernel."""
         if (queries, keys) not in self._rendered:
             spec, positions = self.sharding.spec, self.sharding.rank_positions
@@ -265,12 +260,10 @@ class ShardedMask:
             is_flex = self.use_flex and device.type == "cuda" and min(map(len, between)) >= BLOCK_SIZE
             if is_flex and self.pattern is CAUSAL and spec.counts.are_contiguous:
                 backend = select_backend(device, sharded=True)
-            mask: Tensor | BlockMask | RangeMask
             if backend is not None:
-                mask = backend.build_mask(spec, *between)
+                self._rendered[queries, keys] = backend.build_mask(spec, *between)
             else:
-                mask = (spec.block_mask if is_flex else spec.dense)(self.pattern, *between)
-            self._rendered[queries, keys] = mask
+                self._rendered[queries, keys] = (spec.block_mask if is_flex else spec.dense)(self.pattern, *between)
         return self._rendered[queries, keys]
 
     def is_empty(self, owner: int) -> bool:
@@ -286,12 +279,7 @@ class ShardedMask:
 
 
 def attend_locally(
-    scoring: ScoreOptions,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | BlockMask | RangeMask,
-    sinks: Tensor | None = None,
+    scoring: ScoreOptions, query: Tensor, key: Tensor, value: Tensor, mask: RenderedMask, sinks: Tensor | None = None
 ) -> Tensor:
     """Attend to keys that are all on this rank: [B, Q, H, D]."""
     layer: Any = nn.Module()  # transformers' functions read these attributes of a layer
@@ -307,18 +295,9 @@ def start_token_sharding(sharding: TokenSharding) -> Callable[[], None]:
 
 
 def _build_sharded_mask(
-    sharding: TokenSharding,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    *,
-    mask_function: MaskFunction,
-    attention_mask: Tensor | None,
-    use_vmap: bool,
-    config: Any,
-    use_flex: bool,
-    options: dict[str, Any],
-) -> ShardedMask:
+    sharding: TokenSharding, batch_size: int, q_length: int, kv_length: int, *, mask_function: MaskFunction,
+    attention_mask: Tensor | None, use_vmap: bool, config: Any, use_flex: bool, options: dict[str, Any],
+) -> ShardedMask:  # fmt: skip
     rows, tokens = sharding.spec.documents.shape
     own = len(sharding.local_positions)
     if (q_length, kv_length) != (own, own):
@@ -326,8 +305,7 @@ def _build_sharded_mask(
             f"it asks for a mask of {q_length} by {kv_length} tokens where this rank has {own}: its layers see other "
             "tokens than those of the text"
         )
-    _check_mask_function(attention_mask, q_length, use_vmap, options)
-    _check_index_scaling(config, tokens)
+    _check_layer(attention_mask, q_length, use_vmap, options, config, tokens)
     if rows != batch_size:
         raise ConfigError(f"The batch has {rows} rows, and a layer was given {batch_size}.")
     if attention_mask is None:

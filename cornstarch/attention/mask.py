@@ -236,10 +236,9 @@ class MaskSpec:
         self, pattern: MaskFunction = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
     ) -> Tensor:
         """Return the mask as bool [B, 1, Q, K]: of all tokens, or of these token indices."""
-        rows, tokens = self.documents.shape
-        index = torch.arange(tokens, device=self.documents.device)
-        queries, keys = index if queries is None else queries, index if keys is None else keys
-        return evaluate_mask(self.mask_function(pattern), rows, queries, keys)
+        index = torch.arange(self.documents.shape[1], device=self.documents.device)
+        queries, keys = (index if one is None else one for one in (queries, keys))
+        return evaluate_mask(self.mask_function(pattern), len(self.documents), queries, keys)
 
     def block_mask(
         self, pattern: MaskFunction = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
@@ -262,8 +261,7 @@ class MaskSpec:
         self, pattern: MaskPattern = CAUSAL, queries: Tensor | None = None, keys: Tensor | None = None
     ) -> RangeMask:
         """Return the mask as visible ranges of positions; needs `counts.are_contiguous`."""
-        tokens = self.documents.shape[1]
-        index = torch.arange(tokens, device=self.documents.device) if keys is None else keys
+        index = torch.arange(self.documents.shape[1], device=self.documents.device) if keys is None else keys
         first, last = (one if queries is None else one[:, queries].contiguous() for one in self.visible_range(pattern))
         positions = None if keys is None else index.int()
         some, every = _find_blocks_in_range(first, last, index)

@@ -150,19 +150,17 @@ def _verify_spans(language_model: nn.Module, tokens: Tensor, rounding: float) ->
     others[later] = tokens[later].flip(0) + 1
     first, second = (_compute_logits(language_model, ids[None], spec)[0] for ids in (tokens, others))
     before = _distance(first[: _SPAN.start], second[: _SPAN.start])
-    inside = _distance(first[_SPAN.start], second[_SPAN.start])
     if not before <= rounding:
         raise UnsupportedModelError(f"text sees tokens that come after it (relative change {before:.1e})")
-    if not inside > rounding:
+    if not _distance(first[_SPAN.start], second[_SPAN.start]) > rounding:
         raise UnsupportedModelError("tokens of a bidirectional span do not see those that come after them")
 
 
 def _build_tokens(model: PreTrainedModel) -> Tensor:
     """Return distinct token ids, small enough that adding one gives an id."""
     table: Any = model.get_input_embeddings().weight
-    vocabulary = int(table.shape[0])
     index = torch.arange(_PADDING + _FIRST + _SECOND, device=table.device)
-    return (index * 7 + 3) % max(vocabulary - 1, 1)
+    return (index * 7 + 3) % max(int(table.shape[0]) - 1, 1)
 
 
 def _compute_logits(language_model: nn.Module, tokens: Tensor, spec: MaskSpec) -> Tensor:
@@ -181,15 +179,11 @@ def _forward(language_model: nn.Module, **inputs: Tensor) -> Tensor:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm())
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def median_distance(found: Tensor, expected: Tensor) -> float:
-    """Return the relative distance of logits.
-
-    It is the median over tokens: in low precision a single token may jump when it is routed to another expert.
-    """
+    """Return the relative distance of logits, the median over tokens: a single one may be routed to another expert."""
     return statistics.median(_distance(*pair) for pair in zip(found, expected, strict=True))
 
 

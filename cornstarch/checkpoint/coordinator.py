@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cornstarch.checkpoint.shards import Box
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 
@@ -31,17 +32,20 @@ class Coordinator:
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self._group = rank, size, group
+        self._world = _find_world()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the process group that it was made in is still that of the run."""
+        return self._world is _find_world()
 
     @classmethod
     def default(cls) -> Coordinator:
         """Return the coordinator of this run. The first call in a run is collective."""
         global _default
-        if distributed.is_single_process():
-            return cls()
-        world = dist.group.WORLD
-        if _default is None or _default[0] is not world:
-            _default = (world, cls.with_own_group())
-        return _default[1]
+        if _default is None or not _default.is_current:
+            _default = cls.with_own_group()
+        return _default
 
     @classmethod
     def with_own_group(cls) -> Coordinator:
@@ -102,8 +106,9 @@ class Coordinator:
         result: T = self.reduce(lambda: None, lambda _: work())
         return result
 
-    def fetch(self, rank: int, number: int, into: Tensor) -> None:
-        """On rank 0: receive a tensor from a rank that runs `serve`."""
+    def fetch(self, rank: int, number: int, dtype: torch.dtype, box: Box) -> Tensor:
+        """On rank 0: receive a shard, the values of `box`, from a rank that runs `serve`."""
+        into = torch.empty(box.sizes, dtype=dtype)
         with _explain_lost_rank(rank):
             dist.send(torch.tensor([number]), rank, group=self._group)
             answer = self._receive(rank)
@@ -111,6 +116,7 @@ class Coordinator:
                 raise ConfigError(f"Rank {rank}: {answer}")
             if into.numel():
                 dist.recv(into.reshape(-1).view(torch.uint8), rank, group=self._group)
+        return into
 
     def serve(self, tensors: Sequence[Callable[[], Tensor]]) -> None:
         """On the other ranks: send tensors by number until rank 0 calls `stop_serving`."""
@@ -137,8 +143,7 @@ class Coordinator:
 
     def _receive_outcome(self, rank: int) -> dict[str, Any]:
         try:
-            outcome: dict[str, Any] = self._receive(rank)
-            return outcome
+            return dict(self._receive(rank))
         except RuntimeError as error:
             return {"failure": f"it has ended or cannot be reached ({_first_line(error)})."}
 
@@ -155,8 +160,11 @@ class Coordinator:
         return json.loads(content.numpy().tobytes())
 
 
-_default: tuple[Any, Coordinator] | None = None
-"""The process group of the run and its coordinator."""
+_default: Coordinator | None = None
+
+
+def _find_world() -> dist.ProcessGroup | None:
+    return None if distributed.is_single_process() else dist.group.WORLD
 
 
 @contextmanager

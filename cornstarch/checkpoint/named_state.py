@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from cornstarch.checkpoint.coordinator import Coordinator
 from cornstarch.checkpoint.reader import TensorReader
-from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, copy_shards, is_sharded
+from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, is_sharded
 from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
@@ -78,19 +78,6 @@ def describe(tensor: Tensorlike) -> str:
 
 def is_trained(parameter: Tensorlike) -> bool:
     return parameter.local.requires_grad if isinstance(parameter, Sharded) else parameter.requires_grad
-
-
-def fill(tensors: Mapping[str, Any], name: str, target: Tensorlike) -> None:
-    """Copy a saved tensor into a tensor, or into its local shards."""
-    if isinstance(tensors, TensorReader):
-        tensors.copy_into(name, target)
-        return
-    if tensors[name].shape != target.shape:  # else a single number would be broadcast
-        raise ConfigError(
-            f"{name} has the shape {list(tensors[name].shape)} in the checkpoint, {list(target.shape)} here."
-        )
-    with torch.no_grad():
-        copy_shards(tensors[name], target)
 
 
 # ---------------------------------------------------------------------------------------------------- local shards
@@ -209,8 +196,7 @@ def flatten_groups(optimizer: Optimizer, parameters: Parameters, tensors: dict[s
         {"parameters": names, "options": {key: value for key, value in group.items() if key != "params"}}
         for names, group in zip(members, optimizer.state_dict()["param_groups"], strict=True)
     ]
-    flat: list[Group] = flatten_values(groups, "optimizer/groups", tensors)
-    return flat
+    return list(flatten_values(groups, "optimizer/groups", tensors))
 
 
 def merge_groups(of_ranks: Sequence[list[Group]]) -> list[Group]:
@@ -230,10 +216,11 @@ def merge_groups(of_ranks: Sequence[list[Group]]) -> list[Group]:
     return list(merged.values())
 
 
-def flatten_states(
-    optimizer: Optimizer, parameters: Parameters, local: Mapping[str, Tensorlike], tensors: dict[str, Tensorlike]
-) -> dict[str, Any]:
-    """Return the states of this rank by parameter; tensors are put into `tensors`."""
+def flatten_optimizer(
+    optimizer: Optimizer, parameters: Parameters, local: Mapping[str, Tensorlike], tensors: dict[str, Tensorlike],
+    groups: list[Group],
+) -> dict[str, Any]:  # fmt: skip
+    """Return an optimizer with the groups of all ranks and the states of this one; tensors are put into `tensors`."""
     state_dict = optimizer.state_dict()
     names = {
         number: name
@@ -247,6 +234,8 @@ def flatten_states(
         else:
             whole[key] = value
     return {
+        "class": type(optimizer).__qualname__,
+        "groups": groups,
         "parameters": flatten_values(states, "optimizer/parameters", tensors),
         "whole": flatten_values(whole, "optimizer/whole", tensors),
     }
@@ -295,7 +284,7 @@ def list_needed_tensors(
 
 def restore_optimizer(
     saved: Mapping[str, Any],
-    tensors: Mapping[str, Any],
+    tensors: TensorReader,
     optimizer: Optimizer,
     parameters: Parameters,
     local: Mapping[str, Tensorlike],
@@ -335,7 +324,7 @@ def copy_options(inner: Optimizer, outer: Optimizer) -> None:
             group.update({key: value for key, value in restored.items() if key != "params"})
 
 
-def _load_state(value: Any, tensors: Mapping[str, Any], parameter: Tensorlike) -> Any:
+def _load_state(value: Any, tensors: TensorReader, parameter: Tensorlike) -> Any:
     """Return the state of a parameter, each tensor sharded and placed like the parameter."""
     if not isinstance(value, dict):
         return unflatten_values(value, tensors)
@@ -347,17 +336,14 @@ def _load_state(value: Any, tensors: Mapping[str, Any], parameter: Tensorlike) -
 
 
 @torch.no_grad()
-def _load_tensor(name: str, tensors: Mapping[str, Any], parameter: Tensorlike) -> Tensor:
-    if isinstance(tensors, TensorReader):
-        shape, dtype = tensors.shape(name), tensors.dtype(name)
-    else:
-        shape, dtype = tensors[name].shape, tensors[name].dtype
+def _load_tensor(name: str, tensors: TensorReader, parameter: Tensorlike) -> Tensor:
+    shape = tensors.shape(name)
     if is_sharded(parameter) and shape and shape == parameter.shape:
         like = parameter.local if isinstance(parameter, Sharded) else parameter.detach()
-        state = torch.empty_like(like, dtype=dtype)
-        fill(tensors, name, parameter.with_local(state) if isinstance(parameter, Sharded) else state)
+        state = torch.empty_like(like, dtype=tensors.dtype(name))
+        tensors.copy_into(name, parameter.with_local(state) if isinstance(parameter, Sharded) else state)
         return state
-    whole: Tensor = tensors[name].clone()
+    whole = tensors[name].clone()
     if not whole.dim():
         return whole  # the optimizer decides where counters live
     if isinstance(parameter, Sharded):

@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.checkpoint import shards as files
-from cornstarch.checkpoint.shards import Box, StoredShard, Tensorlike, TensorShard, is_partition, local_shards
+from cornstarch.checkpoint.shards import Box, Tensorlike, TensorShard, is_partition, list_shards, local_shards
 from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_manifest, own_digest
@@ -35,10 +35,17 @@ class TensorReader(Mapping[str, Tensor]):
     A tensor may be memory-mapped from a file: clone it to keep it.
     """
 
-    def __init__(self, shards: Mapping[str, list[StoredShard]], is_local: bool = False) -> None:
+    def __init__(self, shards: Mapping[str, list[TensorShard]], is_local: bool = False) -> None:
         self._shards = shards
         self.is_local = is_local
         """Whether there are only the shards that this rank saved itself."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensorlike]) -> TensorReader:
+        """Return tensors in memory, or their local shards, as if they were stored; a reader as it is."""
+        if isinstance(tensors, cls):
+            return tensors
+        return cls({name: list_shards(name, tensor) for name, tensor in tensors.items()})
 
     def __getitem__(self, name: str) -> Tensor:
         if self.is_local and self._shards[name][0].box.sizes != self._shards[name][0].shape:
@@ -67,30 +74,27 @@ class TensorReader(Mapping[str, Tensor]):
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a part of a tensor; nothing else is read."""
-        for shard in self._shards[name]:
-            if shard.box == box or shard.box.intersect(box) == box:
-                return shard.read(box)
-        result = torch.empty(box.sizes, dtype=self.dtype(name))
-        self._read_into(name, box, result)
-        return result
+        parts = [(shard.box, shard.read) for shard in self._shards[name]]
+        for part, read in parts:
+            if part == box or part.intersect(box) == box:
+                return read(box)
+        return files.assemble(parts, self.dtype(name), box)
 
     def copy_into(self, name: str, target: Tensorlike) -> None:
         """Fill a tensor, or its local shards; only what is needed is read."""
         shape = self.shape(name)
         if shape != target.shape:  # else a single number would be broadcast
             raise ConfigError(f"{name} has the shape {list(shape)} in the checkpoint, {list(target.shape)} here.")
+        parts = {shard.box: shard.read for shard in self._shards[name]}
         with torch.no_grad():
             for box, destination in local_shards(target):
-                if self.is_local and box not in [shard.box for shard in self._shards[name]]:
-                    had = ", ".join(str(shard.box) for shard in self._shards[name])
+                if self.is_local and box not in parts:
+                    had = ", ".join(map(str, parts))
                     raise ConfigError(
                         f"{name}: this process has the part {box}, but had {had} when the checkpoint was saved in the "
                         "local form, which can be loaded only as it was saved. Use the same parallelism, or convert it."
                     )
-                self._read_into(name, box, destination)
-
-    def _read_into(self, name: str, box: Box, destination: Tensor) -> None:
-        files.copy_intersections(box, destination, [(shard.box, shard.read) for shard in self._shards[name]])
+                files.copy_intersections(box, destination, parts.items())
 
 
 def state_hash(tensors: Mapping[str, Any], leave_out: Collection[str] = ("rng/",)) -> str:
@@ -136,8 +140,7 @@ class Checkpoint:
         """Return the JSON data that was saved beside the tensors."""
         return _parse_json(self.folder / files.DATA, _read_bytes(self.storage, self.folder / files.DATA))
 
-    @contextmanager
-    def tensors(self) -> Iterator[TensorReader]:
+    def tensors(self) -> AbstractContextManager[TensorReader]:
         """Open the tensors; nothing is read before it is accessed. The call is not collective."""
         size = world.world_size()
         if self.form == "local" and self.layout["processes"] != size:
@@ -146,19 +149,16 @@ class Checkpoint:
                 f"{size}: each process would miss what others had. Start as many processes, or convert it: "
                 f"cornstarch checkpoint convert {self.folder} NEW_FOLDER."
             )
-        with self._open(world.rank() if self.form == "local" else None) as reader:
-            yield reader
+        return self._open(world.rank() if self.form == "local" else None)
 
-    @contextmanager
-    def all_tensors(self) -> Iterator[TensorReader]:
+    def all_tensors(self) -> AbstractContextManager[TensorReader]:
         """Open the tensors of all ranks together, also of a checkpoint in the local form."""
-        with self._open(None) as reader:
-            yield reader
+        return self._open(None)
 
     @contextmanager
     def _open(self, rank: int | None) -> Iterator[TensorReader]:
         with ExitStack() as stack:
-            shards: dict[str, list[StoredShard]] = {}
+            shards: dict[str, list[TensorShard]] = {}
             for file in sorted(self.files):
                 if not file.endswith(".safetensors") or (rank is not None and files.file_rank(file) != rank):
                     continue
@@ -323,4 +323,4 @@ def _split_first_dim(tensors: TensorReader, rank: int, count: int) -> Iterator[T
             begin, end = (shape[0] * number // count for number in (rank, rank + 1))
             box = Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])) if end > begin else None
         if box is not None and (box.numel or not tensors.shape(name).numel()):
-            yield TensorShard(name, shape, tensors.dtype(name), box, partial(tensors.read, name, box))
+            yield TensorShard(name, shape, tensors.dtype(name), box, partial(tensors.read, name))

@@ -223,24 +223,19 @@ class CheckpointWriter:
             self._resources.close()
             raise
         self.temporary, self._plan, self.form = Path(decision["temporary"]), decision["plan"], form
-        self._shards = list(self._own_shards())
+        self._shards = self._list_own_shards()
         self.tensors = {}  # the shards have what is needed
 
-    def _own_shards(self) -> Iterator[TensorShard]:
-        """Yield the shards that this rank writes, or sends to rank 0, in the order of the plan."""
+    def _list_own_shards(self) -> list[TensorShard]:
+        """Return the shards that this rank writes, or sends to rank 0, in the order of the plan."""
         if self.form == "local":
-            for name, tensor in self.tensors.items():
-                # A rank without a shard of a tensor writes an empty one: the reader then knows that nothing is missing.
-                empty = (Box((0,) * len(tensor.shape), (0, *tensor.shape[1:])), torch.empty(0, dtype=tensor.dtype))
-                for box, values in local_shards(tensor) or [empty]:
-                    yield TensorShard(name, tuple(tensor.shape), tensor.dtype, box, values.detach)
-            return
+            return [shard for name, tensor in self.tensors.items() for shard in files.list_shards(name, tensor)]
+        found: list[TensorShard] = []
         for name, entry in self._plan.items():
             boxes = [_part_box(part) for part in entry["parts"] if part[0] == self.coordinator.rank]
-            local = dict(local_shards(self.tensors[name])) if boxes else {}
-            dtype = files.TORCH_DTYPES[entry["dtype"]]
-            for box in boxes:
-                yield TensorShard(name, tuple(entry["shape"]), dtype, box, local[box].detach)
+            own = {shard.box: shard for shard in files.list_shards(name, self.tensors[name])} if boxes else {}
+            found += [own[box] for box in boxes]
+        return found
 
     def stage(self, copy: Callable[[Sequence[TensorShard]], list[TensorShard]]) -> None:
         """Replace the tensors by copies, so that training may go on."""
@@ -279,7 +274,7 @@ class CheckpointWriter:
     def _write_on_first(self) -> Manifest:
         """Write all tensors on rank 0, which gathers one at a time."""
         if self.coordinator.rank > 0:
-            self.coordinator.serve([shard.load for shard in self._shards])
+            self.coordinator.serve([partial(shard.read, shard.box) for shard in self._shards])
             return {}
         try:
             tensors = _gather_tensors(self._plan, self._shards, self.coordinator)
@@ -341,22 +336,11 @@ def _gather_tensors(plan: SavePlan, own: Sequence[TensorShard], coordinator: Coo
     mine = {(shard.name, shard.box): shard for shard in own}
     counts = [0] * coordinator.size
     for name, entry in plan.items():
-        sources: list[tuple[Box, Callable[[Tensor], object]]] = []
+        shape, dtype = tuple(entry["shape"]), files.TORCH_DTYPES[entry["dtype"]]
+        sources: list[tuple[Box, Callable[[Box], Tensor]]] = []
         for part in entry["parts"]:
             rank, box = part[0], _part_box(part)
-            if rank == 0:
-                sources.append((box, lambda into, shard=mine[name, box]: into.copy_(shard.load())))  # type: ignore[misc]
-            else:
-                sources.append((box, partial(coordinator.fetch, rank, counts[rank])))
+            read = mine[name, box].read if rank == 0 else partial(coordinator.fetch, rank, counts[rank], dtype)
+            sources.append((box, read))
             counts[rank] += 1
-        shape, dtype = tuple(entry["shape"]), files.TORCH_DTYPES[entry["dtype"]]
-        yield TensorShard(name, shape, dtype, Box.whole(shape), partial(_assemble, Box.whole(shape), dtype, sources))
-
-
-def _assemble(whole: Box, dtype: torch.dtype, sources: Sequence[tuple[Box, Callable[[Tensor], object]]]) -> Tensor:
-    result = torch.empty(whole.sizes, dtype=dtype)
-    for box, fill in sources:
-        part = torch.empty(box.sizes, dtype=dtype)
-        fill(part)
-        result[box.slices_in(whole)].copy_(part)
-    return result
+        yield TensorShard(name, shape, dtype, Box.whole(shape), partial(files.assemble, sources, dtype))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from operator import add, sub
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -73,15 +74,15 @@ class Box:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A shard that is written to a file."""
+    """A shard in memory, or in a file."""
 
     name: str
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     dtype: torch.dtype
     box: Box
-    load: Callable[[], Tensor]
-    """Returns the values when they are written."""
+    read: Callable[[Box], Tensor]
+    """Returns the values of a box inside of the shard; of a file, nothing else is read."""
 
     @property
     def is_whole(self) -> bool:
@@ -151,15 +152,25 @@ def is_sharded(tensor: Tensorlike) -> bool:
     return isinstance(tensor, Sharded) or hasattr(tensor, "__create_chunk_list__")
 
 
-def copy_shards(source: Tensorlike, target: Tensorlike) -> None:
-    """Copy the local shards of `source`, which must contain those of `target`."""
+def list_shards(name: str, tensor: Tensorlike) -> list[TensorShard]:
+    """Return the shards of a tensor on this rank; without any there is an empty one: nothing is missing then."""
+    empty = (Box((0,) * len(tensor.shape), (0, *tensor.shape[1:])), torch.empty(0, dtype=tensor.dtype))
+    return [
+        TensorShard(name, tuple(tensor.shape), tensor.dtype, box, partial(read_part, values, box))
+        for box, values in local_shards(tensor) or [empty]
+    ]
 
-    def reader(box: Box, values: Tensor) -> Callable[[Box], Tensor]:
-        return lambda part: values[part.slices_in(box)]
 
-    available = [(box, reader(box, values)) for box, values in local_shards(source)]
-    for box, destination in local_shards(target):
-        copy_intersections(box, destination, available)
+def read_part(values: Tensor, whole: Box, part: Box) -> Tensor:
+    """Return the values of `part`, given those of `whole`."""
+    return values if part == whole else values[part.slices_in(whole)]
+
+
+def assemble(parts: Iterable[tuple[Box, Callable[[Box], Tensor]]], dtype: torch.dtype, box: Box) -> Tensor:
+    """Return the values of a box, which several parts of the tensor have."""
+    result = torch.empty(box.sizes, dtype=dtype)
+    copy_intersections(box, result, parts)
+    return result
 
 
 def copy_intersections(box: Box, destination: Tensor, parts: Iterable[tuple[Box, Callable[[Box], Tensor]]]) -> None:
@@ -404,37 +415,27 @@ def _encode_safetensors(shards: Sequence[TensorShard]) -> Iterator[bytes | memor
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for shard in shards:
-        yield shard.load().detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield shard.read(shard.box).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class StoredShard:
-    def __init__(self, handle: Any, key: str, name: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-        self._handle, self._key = handle, key
-        self._slice = handle.get_slice(key)
-        self.name, self.shape = name, shape
-        self.box = Box(offsets, tuple(self._slice.get_shape()))
-        self.dtype: torch.dtype = TORCH_DTYPES[self._slice.get_dtype()]
-
-    def read(self, box: Box) -> Tensor:
-        """Return the values of a box inside of the shard; no others are read."""
-        values: Tensor = self._handle.get_tensor(self._key) if box == self.box else self._slice[box.slices_in(self.box)]
-        return values
-
-
-def open_shards(storage: Storage, path: Path, stack: ExitStack) -> Iterator[StoredShard]:
+def open_shards(storage: Storage, path: Path, stack: ExitStack) -> Iterator[TensorShard]:
     """Open a file, which `stack` closes, and yield its shards."""
     try:
         local = stack.enter_context(storage.open_local(path))
         handle = stack.enter_context(safe_open(local, framework="pt"))
         parts = json.loads((handle.metadata() or {}).get(_SHARDS_KEY, "{}"))
         for key in handle.keys():  # noqa: SIM118  (a handle is no mapping)
-            if key in parts:
-                name, shape, offsets = parts[key]
-                yield StoredShard(handle, key, name, tuple(shape), tuple(offsets))
-            else:
-                shape = tuple(handle.get_slice(key).get_shape())
-                yield StoredShard(handle, key, key, shape, (0,) * len(shape))
+            stored = handle.get_slice(key)
+            sizes, dtype = tuple(stored.get_shape()), TORCH_DTYPES[stored.get_dtype()]
+            name, shape, offsets = parts.get(key, (key, sizes, (0,) * len(sizes)))
+            box = Box(tuple(offsets), sizes)
+            yield TensorShard(name, tuple(shape), dtype, box, partial(_read_stored, handle, key, box))
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} cannot be read: {error}.") from error
+
+
+def _read_stored(handle: Any, key: str, whole: Box, part: Box) -> Tensor:
+    values: Tensor = handle.get_tensor(key) if part == whole else handle.get_slice(key)[part.slices_in(whole)]
+    return values

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cornstarch.checkpoint import named_state, state_values
 from cornstarch.checkpoint.coordinator import Coordinator
-from cornstarch.checkpoint.named_state import describe, fill, is_trained, local_parameters, named_buffers
+from cornstarch.checkpoint.named_state import describe, is_trained, local_parameters, named_buffers
+from cornstarch.checkpoint.reader import TensorReader
 from cornstarch.checkpoint.shards import Sharded, Tensorlike, fingerprint_shards, is_sharded, join_fingerprints
 from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.errors import ConfigError
@@ -78,11 +79,7 @@ def capture(
     state = {
         **describe_model(model, local, prints),
         "ema": None if averages is None else {name: describe(average) for name, average in averages.items()},
-        "optimizer": {
-            "class": type(inner).__qualname__,
-            "groups": whole.groups,
-            **named_state.flatten_states(inner, parameters, local, tensors),
-        },
+        "optimizer": named_state.flatten_optimizer(inner, parameters, local, tensors, whole.groups),
         "scaler": None if scaler is None else flatten_values(scaler.state_dict(), "scaler", tensors),
         "scheduler": flatten_values(scheduler_state, "scheduler", tensors),
         "loader": flatten_values(loader_position, "loader", tensors),
@@ -126,7 +123,7 @@ def restore(
     coordinator = Coordinator.default()
     drawing, size = coordinator.rank if draws_as is None else draws_as, coordinator.size
     reshard(model)
-    state = _find_state(data)
+    state, reader = _find_state(data), TensorReader.of(tensors)
     parameters, local = named_state.named_parameters(model), local_parameters(model)
     inner = named_state.inner_optimizer(optimizer)
     averages = _shard_averages(ema, local)
@@ -154,18 +151,18 @@ def restore(
         needed = named_state.list_needed_tensors(state["optimizer"], inner, parameters, local)
         needed += list_tensors([state[part] for part in ("scaler", "scheduler", "loader")])
         needed += list_tensors(state_values.find_random_state(state, drawing, size)[0])
-        _check_complete(state, tensors, needed)
+        _check_complete(state, reader, needed)
 
     def load() -> RestoredState:
-        _load_weights(state, tensors, model, local, averaged=False)
-        named_state.restore_optimizer(state["optimizer"], tensors, inner, parameters, local)
+        _load_weights(state, reader, model, local, averaged=False)
+        named_state.restore_optimizer(state["optimizer"], reader, inner, parameters, local)
         named_state.copy_options(inner, optimizer)
         for name, average in (averages or {}).items():
-            fill(tensors, f"ema/{name}", average)
+            reader.copy_into(f"ema/{name}", average)
         if scaler is not None and state["scaler"]:
-            scaler.load_state_dict(unflatten_values(state["scaler"], tensors))
-        restored = RestoredState(*(unflatten_values(state[part], tensors) for part in ("scheduler", "loader")))
-        state_values.resume_random_state(state, tensors, drawing, size)
+            scaler.load_state_dict(unflatten_values(state["scaler"], reader))
+        restored = RestoredState(*(unflatten_values(state[part], reader) for part in ("scheduler", "loader")))
+        state_values.resume_random_state(state, reader, drawing, size)
         return restored
 
     coordinator.run_on_all(check)
@@ -178,7 +175,7 @@ def restore_weights(
     """Restore the model alone, with the averaged weights if `averaged`; all ranks must call it."""
     coordinator = Coordinator.default()
     reshard(model)
-    state = _find_state(data)
+    state, reader = _find_state(data), TensorReader.of(tensors)
     local = local_parameters(model)
     whole = _survey(model, local, list, _list_unsaved(state), coordinator)
 
@@ -186,10 +183,10 @@ def restore_weights(
         _refuse(_compare_model(state, whole), "the model")
         if averaged and state["ema"] is None:
             raise ConfigError("The checkpoint has no averaged weights: the run was made without an EMA.")
-        _check_complete(state, tensors, [])
+        _check_complete(state, reader, [])
 
     coordinator.run_on_all(check)
-    coordinator.run_on_all(lambda: _load_weights(state, tensors, model, local, averaged=averaged))
+    coordinator.run_on_all(lambda: _load_weights(state, reader, model, local, averaged=averaged))
 
 
 def _find_state(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -332,13 +329,12 @@ def _check_complete(state: Mapping[str, Any], tensors: Mapping[str, Any], more: 
 
 @torch.no_grad()
 def _load_weights(
-    state: Mapping[str, Any], tensors: Mapping[str, Any], model: nn.Module, local: Mapping[str, Tensorlike],
-    averaged: bool,
-) -> None:  # fmt: skip
+    state: Mapping[str, Any], tensors: TensorReader, model: nn.Module, local: Mapping[str, Tensorlike], averaged: bool
+) -> None:
     averages = (state["ema"] or {}) if averaged else {}
     for name, entry in state["parameters"].items():
         if entry["saved"] and name in local:
-            fill(tensors, f"ema/{name}" if name in averages else f"parameters/{name}", local[name])
+            tensors.copy_into(f"ema/{name}" if name in averages else f"parameters/{name}", local[name])
     for name, buffer, persistent in named_buffers(model):
         entry = state["buffers"].get(name)
         # The model can rebuild buffers that are not persistent: a cache of another size is left alone.
@@ -347,4 +343,4 @@ def _load_weights(
         is_expanded = any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True))
         # A buffer made by `expand` cannot be written to, and need not be if it is equal.
         if not is_expanded or not torch.equal(tensors[f"buffers/{name}"].to(buffer.device), buffer):
-            fill(tensors, f"buffers/{name}", buffer)
+            tensors.copy_into(f"buffers/{name}", buffer)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cornstarch.checkpoint.coordinator import Coordinator
 from cornstarch.checkpoint.reader import Checkpoint, Form, read_checkpoint
 from cornstarch.checkpoint.save import CheckpointWriter
-from cornstarch.checkpoint.shards import FOLDER_NAME, LEFTOVER_NAME, Tensorlike, TensorShard
+from cornstarch.checkpoint.shards import FOLDER_NAME, LEFTOVER_NAME, Tensorlike, TensorShard, read_part
 from cornstarch.checkpoint.storage import resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import own_digest
@@ -48,7 +47,7 @@ class CheckpointStore:
         """Why the last `list`, `latest` or `best` skipped checkpoints."""
         self.background = BackgroundSave()
         self.stager = Stager()
-        self._thread_coordinator: tuple[Any, Coordinator] | None = None
+        self._thread_coordinator: Coordinator | None = None
 
     def save(
         self,
@@ -99,7 +98,9 @@ class CheckpointStore:
         if wait:
             return writer.finish(prune)
         writer.stage(self.stager.stage)
-        writer.coordinator = self._background_coordinator()
+        if self._thread_coordinator is None or not self._thread_coordinator.is_current:
+            self._thread_coordinator = Coordinator.with_own_group()
+        writer.coordinator = self._thread_coordinator
         self.background.start(lambda: writer.finish(prune))
         return writer.target
 
@@ -115,12 +116,6 @@ class CheckpointStore:
     def wait(self) -> None:
         """Wait for the end of a background save."""
         self.background.wait()
-
-    def _background_coordinator(self) -> Coordinator:
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._thread_coordinator is None or self._thread_coordinator[0] is not world:
-            self._thread_coordinator = (world, Coordinator.with_own_group())
-        return self._thread_coordinator[1]
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact on all ranks; None if none was ever saved.
@@ -238,7 +233,6 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._is_registered = False
 
     def start(self, work: Callable[[], object]) -> None:
         """Start a task; the previous one must have ended."""
@@ -250,9 +244,8 @@ class BackgroundSave:
             except BaseException as error:
                 self._failure = error
 
-        if not self._is_registered:
-            atexit.register(self.print_failure)
-            self._is_registered = True
+        atexit.unregister(self.print_failure)  # once is enough
+        atexit.register(self.print_failure)
         # No daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(target=run, name="cornstarch checkpoint")
         self._thread.start()
@@ -262,17 +255,16 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        if self._thread is not None and not self._thread.is_alive():
-            self._thread.join()
-            self._thread = None
-        if self._thread is None and self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        if not self.is_running:
+            self.wait()
 
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
-        self.check()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def print_failure(self) -> None:
         if self._failure is not None:
@@ -290,13 +282,13 @@ class Stager:
         buffers: dict[tuple[str, str, torch.dtype], Tensor] = {}
         result: list[TensorShard] = []
         for shard in shards:
-            source = shard.load().detach()
+            source = shard.read(shard.box).detach()
             key = (shard.name, str(shard.box), shard.dtype)
             buffer = self.buffers.get(key)
             if buffer is None or buffer.is_pinned() != source.is_cuda:
                 buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
             buffers[key] = buffer.copy_(source, non_blocking=True)
-            result.append(replace(shard, load=partial(torch.Tensor.detach, buffer)))
+            result.append(replace(shard, read=partial(read_part, buffer, shard.box)))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.buffers = buffers

@@ -67,8 +67,7 @@ def save_optimizer_state(
     groups = Coordinator.default().reduce(
         lambda: named_state.flatten_groups(optimizer, parameters, tensors), named_state.merge_groups
     )
-    states = named_state.flatten_states(optimizer, parameters, local, tensors)
-    saved = {"class": type(optimizer).__qualname__, "groups": groups, **states}
+    saved = named_state.flatten_optimizer(optimizer, parameters, local, tensors, groups)
     return _save_part(folder, "optimizer", tensors, {"optimizer": saved, "more": dict(more)})
 
 

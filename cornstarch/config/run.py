@@ -127,7 +127,8 @@ class RunConfig(Section):
     # Each of these yields (whether options are in conflict, what to say of it).
 
     def _fp8_conflicts(self) -> Iterator[Conflict]:
-        plan, given = self.parallel, {"precision": self.precision}
+        plan = self.parallel
+        given: dict[str, str | None] = {"precision": self.precision}
         given |= {f"parallel.modules.{name}.precision": one.precision for name, one in plan.modules.items()}
         for key, precision in given.items():
             yield self.fp8 != "off" and precision not in ("auto", "bf16", None), (

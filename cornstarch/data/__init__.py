@@ -5,7 +5,7 @@ The names are imported lazily: reading rows and describing data need no torch.
 
 from typing import TYPE_CHECKING
 
-from cornstarch.lazily import names_of
+from cornstarch.lazily import lazy_attributes
 
 if TYPE_CHECKING:
     from cornstarch.data.collate import ChatCollator, CollatedBatch, PreparedSample
@@ -48,4 +48,4 @@ _MODULES = {
     "sampler": ("EpochOrder",),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
-__getattr__, __dir__ = names_of(__name__, _HOMES)
+__getattr__, __dir__ = lazy_attributes(__name__, _HOMES)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from cornstarch.compat import compile_counts
 from cornstarch.config.run_folder import RunFolder
 from cornstarch.engine.acceleration import accelerate_model
 from cornstarch.errors import ConfigError
@@ -17,6 +16,7 @@ from tests import zoo
 from tests.engine.fp8_runs import NO_DROPOUT, small_on_cpu, trained
 from tests.parity.pool import pool
 from tests.trainer.tiny import losses, tiny_config, trainer_of
+from tests.versions import compile_counts
 
 NEAR = 0.01  # of the loss, in each of six steps
 VISION_LAYERS, LANGUAGE_LAYERS = 6, 7
