@@ -119,7 +119,8 @@ def build_mask(
 
 def _restrict_to_documents(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
     """Return transformers' rule on positions within a document."""
-    if mask_function is causal_mask_function:
+    rule: Any = mask_function
+    if rule is causal_mask_function:
         return CAUSAL
     if attention_mask is None:
         return mask_function
