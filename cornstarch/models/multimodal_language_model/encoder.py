@@ -15,18 +15,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from cornstarch.compat import leave_out_of_ddp
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
-    MultimodalProjectorConfig,
-    get_encoder_width,
-)
-from cornstarch.models.multimodal_language_model.facts import (
-    CACHED_FEATURES,
-    EncoderFeatures,
-    get_token_states,
-    join_cached,
-    split_items,
-)
-from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, is_instrumented, is_peft, unwrap
+
+from .configuration_multimodal_language_model import MultimodalProjectorConfig, get_encoder_width
+from .facts import CACHED_FEATURES, EncoderFeatures, get_token_states, join_cached, split_items
+from .unwrap import get_argument_names, is_instrumented, is_peft, unwrap
 
 TokenAttention = Literal["causal", "item", "modality"]
 
@@ -241,7 +233,7 @@ class ModalEncoderModule(nn.Module):
 
     def find_unused_parameters(self, inputs: dict[str, Any] | None = None) -> list[str]:
         """Return the names of trained parameters on which the tokens do not depend: see `shape_inference`."""
-        from cornstarch.models.multimodal_language_model.shape_inference import find_unused_parameters
+        from .shape_inference import find_unused_parameters
 
         return find_unused_parameters(self, inputs)
 

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cornstarch.attention.mask import DocumentCounts, count_documents
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
+
+from .unwrap import unwrap
 
 IGNORE_INDEX = -100  # a label that is not trained on
 CACHED_FEATURES = "known_features"

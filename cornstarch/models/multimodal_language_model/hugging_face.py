@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.attention import attend_through_masks, use_mask
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import MultimodalModelConfig
-from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, unwrap
+
+from .configuration_multimodal_language_model import MultimodalModelConfig
+from .unwrap import find_tied_names, unwrap
 
 if TYPE_CHECKING:
-    from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-    from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
+    from .encoder import ModalEncoderModule
+    from .modeling_multimodal_language_model import MultimodalModel
 
 _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
@@ -227,7 +228,7 @@ class HuggingFaceModel(nn.Module):
             options: `repo_id`, `token` and other arguments of `push_to_hub`. Options of how transformers writes weights
                 (`max_shard_size`, `save_function`, …) have no effect.
         """
-        from cornstarch.models.multimodal_language_model.pretrained import save_pretrained
+        from .pretrained import save_pretrained
 
         if is_main_process:
             save_pretrained(self, folder, state_dict)  # type: ignore[arg-type]
@@ -238,14 +239,14 @@ class HuggingFaceModel(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | PathLike[str], **options: Any) -> MultimodalModel:
         """Load a model saved by `save_pretrained`; see `pretrained.from_pretrained` for the options."""
-        from cornstarch.models.multimodal_language_model.pretrained import from_pretrained
+        from .pretrained import from_pretrained
 
         return from_pretrained(folder, **options)
 
     @classmethod
     def from_multimodal(cls, model: nn.Module) -> MultimodalModel:
         """Decompose a whole Hugging Face multimodal model; the parts are shared with it, not copied."""
-        from cornstarch.models.multimodal_language_model.import_hf.decompose import decompose
+        from .import_hf.decompose import decompose
 
         return decompose(model)
 

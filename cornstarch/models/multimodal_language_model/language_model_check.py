@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from cornstarch.attention.mask_verification import use_eval_mode, use_parameter_precision
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, is_sharded, unwrap
 from cornstarch.models.twin import add_noise, build_twin_config
+
+from .unwrap import accepts_argument, is_sharded, unwrap
 
 _PROBE_LENGTH = 6
 _PADDING = 2

@@ -18,21 +18,11 @@ from torch import Tensor, nn
 from cornstarch.attention import MaskSpec
 from cornstarch.attention.mask import DocumentCounts
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder import (
-    LANGUAGE_MODEL_INPUTS,
-    ModalEncoderModule,
-    TokenAttention,
-)
-from cornstarch.models.multimodal_language_model.facts import (
-    CACHED_FEATURES,
-    IGNORE_INDEX,
-    BatchFacts,
-    EncoderFeatures,
-    TextInputs,
-    copy_to_device,
-)
-from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, count_positions
-from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, get_argument_names, unwrap
+
+from .encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule, TokenAttention
+from .facts import CACHED_FEATURES, IGNORE_INDEX, BatchFacts, EncoderFeatures, TextInputs, copy_to_device
+from .language_model_check import LanguageModelTraits, count_positions
+from .unwrap import accepts_argument, get_argument_names, unwrap
 
 TEXT = -1  # in spans: a token that sees only the tokens before it
 

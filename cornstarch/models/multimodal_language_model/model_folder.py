@@ -22,7 +22,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_inside, check_manifest, file_digests, own_digest, sync
-from cornstarch.models.multimodal_language_model.encoder import TokenAttention
+
+from .encoder import TokenAttention
 
 DESCRIPTION = "cornstarch_model.json"
 FORMAT = 1

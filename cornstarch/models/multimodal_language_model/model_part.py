@@ -25,20 +25,11 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
-    MultimodalProjectorConfig,
-)
-from cornstarch.models.multimodal_language_model.encoder import FIXED, MultimodalProjector
-from cornstarch.models.multimodal_language_model.model_folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    ADAPTERS,
-    WEIGHTS,
-    NameSet,
-    StoredAdapters,
-    StoredPart,
-)
-from cornstarch.models.multimodal_language_model.unwrap import is_peft
+
+from .configuration_multimodal_language_model import MultimodalProjectorConfig
+from .encoder import FIXED, MultimodalProjector
+from .model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTERS, WEIGHTS, NameSet, StoredAdapters, StoredPart
+from .unwrap import is_peft
 
 _TRUSTED = ("transformers.", "cornstarch.")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from cornstarch.attention import MaskSpec, attend_through_masks, use_mask
 from cornstarch.compat import leave_out_of_ddp, positions_in_order
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder import (
+
+from .encoder import (
     LANGUAGE_MODEL_INPUTS,
     ModalEncoderModule,
     MultimodalProjector,
@@ -22,29 +23,11 @@ from cornstarch.models.multimodal_language_model.encoder import (
     check_widths,
     set_trainable,
 )
-from cornstarch.models.multimodal_language_model.facts import (
-    CACHED_FEATURES,
-    IGNORE_INDEX,
-    BatchFacts,
-    EncoderFeatures,
-    TextInputs,
-)
-from cornstarch.models.multimodal_language_model.hugging_face import HuggingFaceModel
-from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
-from cornstarch.models.multimodal_language_model.merge import (
-    TokenMerger,
-    check_batch_keys,
-    get_callback_names,
-    route_batch,
-)
-from cornstarch.models.multimodal_language_model.unwrap import (
-    disable_cache,
-    is_gathered_by_caller,
-    is_sharded,
-    replace_forward,
-    run_inside,
-    unwrap,
-)
+from .facts import CACHED_FEATURES, IGNORE_INDEX, BatchFacts, EncoderFeatures, TextInputs
+from .hugging_face import HuggingFaceModel
+from .language_model_check import LanguageModelTraits, check_language_model
+from .merge import TokenMerger, check_batch_keys, get_callback_names, route_batch
+from .unwrap import disable_cache, is_gathered_by_caller, is_sharded, replace_forward, run_inside, unwrap
 
 __all__ = ["ModalEncoderModule", "MultimodalModel", "MultimodalProjector"]
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.models.multimodal_language_model.merge import TEXT
+
+from .encoder import LANGUAGE_MODEL_INPUTS
+from .facts import IGNORE_INDEX
+from .merge import TEXT
 
 logger = logging.getLogger(__name__)
 

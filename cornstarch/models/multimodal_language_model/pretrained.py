@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from cornstarch import __version__
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import model_folder, model_part
-from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.import_hf.decompose import DecomposedModel, DecomposedOrigin, rebuild
-from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits
-from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.unwrap import find_tied_names, is_peft, strip_wrapper_names, unwrap
+
+from . import model_folder, model_part
+from .encoder import ModalEncoderModule
+from .import_hf.decompose import DecomposedModel, DecomposedOrigin, rebuild
+from .language_model_check import LanguageModelTraits
+from .modeling_multimodal_language_model import MultimodalModel
+from .unwrap import find_tied_names, is_peft, strip_wrapper_names, unwrap
 
 BUFFERS = "cornstarch_buffers.safetensors"
 ORIGIN = "origin"  # the key in `classes` for the class of a model that was decomposed

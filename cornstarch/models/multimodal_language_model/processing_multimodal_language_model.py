@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers import BatchFeature, PreTrainedTokenizerBase
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.preprocessing import modality_processors as processors
-from cornstarch.models.multimodal_language_model.preprocessing import tokenization
-from cornstarch.models.multimodal_language_model.preprocessing.token_count import FeatureCounter
-from cornstarch.models.multimodal_language_model.preprocessing.tokenization import ItemLengths, ItemTokenizer
-from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, unwrap
+
+from .encoder import LANGUAGE_MODEL_INPUTS
+from .preprocessing import modality_processors as processors
+from .preprocessing import tokenization
+from .preprocessing.token_count import FeatureCounter
+from .preprocessing.tokenization import ItemLengths, ItemTokenizer
+from .unwrap import get_argument_names, unwrap
 
 FeatureFunction = Callable[..., int | Sequence[int] | Sequence[Sequence[int]]]
 

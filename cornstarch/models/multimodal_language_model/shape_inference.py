@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from cornstarch.compat import content_before_sharding
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, is_instrumented, unwrap
 from cornstarch.trees import map_tensors, tensors_in
 
+from .unwrap import get_argument_names, is_instrumented, unwrap
+
 if TYPE_CHECKING:
-    from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
+    from .encoder import ModalEncoderModule
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -22,9 +22,15 @@ from transformers import PreTrainedModel
 from cornstarch.attention.mask import MaskSpec
 from cornstarch.attention.mask_verification import attend_through_masks, use_eval_mode
 from cornstarch.errors import ConfigError, UnsupportedModelError
-from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, EncoderFeatures, TextInputs
-from cornstarch.models.multimodal_language_model.import_hf.modalities import (
+
+from ..encoder import LANGUAGE_MODEL_INPUTS
+from ..facts import IGNORE_INDEX, EncoderFeatures, TextInputs
+from ..merge import TEXT
+from ..modeling_multimodal_language_model import MultimodalModel
+from ..packing import find_spans
+from ..shape_inference import is_float
+from ..unwrap import disable_cache, get_argument_names, unwrap
+from .modalities import (
     ENCODER_NAMES,
     TYPE_IDS,
     copy_skeleton,
@@ -34,16 +40,7 @@ from cornstarch.models.multimodal_language_model.import_hf.modalities import (
     record_language_model_call,
     refuse,
 )
-from cornstarch.models.multimodal_language_model.import_hf.parts import (
-    TowerEncoder,
-    TowerFeatures,
-    build_causal_language_model,
-)
-from cornstarch.models.multimodal_language_model.merge import TEXT
-from cornstarch.models.multimodal_language_model.modeling_multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.packing import find_spans
-from cornstarch.models.multimodal_language_model.shape_inference import is_float
-from cornstarch.models.multimodal_language_model.unwrap import disable_cache, get_argument_names, unwrap
+from .parts import TowerEncoder, TowerFeatures, build_causal_language_model
 
 
 @dataclass(frozen=True)

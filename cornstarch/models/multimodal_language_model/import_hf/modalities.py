@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.models.multimodal_language_model.encoder import LANGUAGE_MODEL_INPUTS
-from cornstarch.models.multimodal_language_model.unwrap import get_argument_names
+
+from ..encoder import LANGUAGE_MODEL_INPUTS
+from ..unwrap import get_argument_names
 
 if TYPE_CHECKING:
-    from cornstarch.models.multimodal_language_model.import_hf.parts import TowerEncoder
+    from .parts import TowerEncoder
 
 Module = TypeVar("Module", bound=nn.Module)
 

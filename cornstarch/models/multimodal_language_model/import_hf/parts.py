@@ -18,21 +18,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTraine
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.configuration_multimodal_language_model import (
-    MultimodalProjectorConfig,
-)
-from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule, MultimodalProjector
-from cornstarch.models.multimodal_language_model.facts import EncoderFeatures, count_audio_tokens, find_mask
-from cornstarch.models.multimodal_language_model.import_hf.modalities import (
-    ForwardBehavior,
-    Modality,
-    PlaceholderModule,
-    copy_skeleton,
-    record_language_model_call,
-    refuse,
-)
-from cornstarch.models.multimodal_language_model.unwrap import get_argument_names, unwrap
 from cornstarch.trees import tensors_in
+
+from ..configuration_multimodal_language_model import MultimodalProjectorConfig
+from ..encoder import ModalEncoderModule, MultimodalProjector
+from ..facts import EncoderFeatures, count_audio_tokens, find_mask
+from ..unwrap import get_argument_names, unwrap
+from .modalities import ForwardBehavior, Modality, PlaceholderModule, copy_skeleton, record_language_model_call, refuse
 
 # ----------------------------------------------------------------------------------------------------- encoders
 

@@ -20,15 +20,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from cornstarch.compat import load_processor_of
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import build_noise_item
-from cornstarch.models.multimodal_language_model.preprocessing.tokenization import (
-    Messages,
-    TokenTemplate,
-    check_tokenizer,
-    check_vocabulary,
-    missing_library,
-)
-from cornstarch.models.multimodal_language_model.unwrap import unwrap
+
+from ..unwrap import unwrap
+from .modality_processors import build_noise_item
+from .tokenization import Messages, TokenTemplate, check_tokenizer, check_vocabulary, missing_library
 
 Style = Literal["parts", "text", "suffix", "tokens"]
 

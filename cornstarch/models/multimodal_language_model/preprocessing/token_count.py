@@ -13,21 +13,12 @@ from torch import Tensor, nn
 
 from cornstarch.attention.mask_verification import use_eval_mode
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model.encoder import ModalEncoderModule
-from cornstarch.models.multimodal_language_model.facts import (
-    EncoderFeatures,
-    count_audio_tokens,
-    count_patches,
-    find_mask,
-)
-from cornstarch.models.multimodal_language_model.shape_inference import (
-    ShapeInferenceMode,
-    ShapeTensor,
-    copy_without_weights,
-    is_float,
-)
-from cornstarch.models.multimodal_language_model.unwrap import is_sharded, unwrap
 from cornstarch.trees import map_tensors
+
+from ..encoder import ModalEncoderModule
+from ..facts import EncoderFeatures, count_audio_tokens, count_patches, find_mask
+from ..shape_inference import ShapeInferenceMode, ShapeTensor, copy_without_weights, is_float
+from ..unwrap import is_sharded, unwrap
 
 # A formula (ours or the user's) that was right for this many different geometries is trusted without further shape
 # inference, which costs up to a second for a large encoder. A wrong number is still refused by the model's forward.
