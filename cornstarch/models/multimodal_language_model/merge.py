@@ -9,8 +9,8 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,13 @@ from cornstarch.attention import MaskSpec
 from cornstarch.attention.mask import DocumentCounts
 from cornstarch.errors import ConfigError
 
-from .encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule, TokenAttention
+from .encoder import LANGUAGE_MODEL_INPUTS, ModalEncoderModule
 from .facts import CACHED_FEATURES, IGNORE_INDEX, BatchFacts, EncoderFeatures, TextInputs, copy_to_device
-from .language_model_check import LanguageModelTraits, count_positions
+from .language_model_check import count_positions
 from .unwrap import accepts_argument, get_argument_names, unwrap
+
+if TYPE_CHECKING:
+    from .modeling_multimodal_language_model import MultimodalModel
 
 TEXT = -1  # in spans: a token that sees only the tokens before it
 
@@ -32,19 +35,13 @@ LlmCallback = Callable[..., dict[str, Any]]
 _OPTIONAL_INPUTS = frozenset({"token_type_ids", "mm_token_type_ids"})
 
 
-@dataclass(frozen=True)
 class TokenMerger:
-    """Merges encoders' tokens into a text; the fields are the settings of a model that decide how."""
+    """Merges encoders' tokens into a text; the model's settings decide how."""
 
-    language_model: nn.Module
-    traits: LanguageModelTraits
-    token_ids: Mapping[str, int]  # by modality: the placeholder token
-    attention: Mapping[str, TokenAttention]  # by modality, for all encoders: how its tokens see each other
-    callback: LlmCallback | None  # the user's callback, which runs last
-    trains_on_placeholders: bool
-    positions_from_mask: bool  # whether positions are counted from the first token that is not padding
-    prompt_length: int | None = None
-    """The number of tokens that may be placeholders; later tokens were generated and are text. None: all."""
+    def __init__(self, model: MultimodalModel) -> None:
+        self.model, self.language_model = model, model.language_model
+        # By modality, for all encoders: how its tokens see each other.
+        self.attention = {name: encoder.attention for name, encoder in model.encoders.items()}
 
     def __call__(
         self, features: Mapping[str, EncoderFeatures], text: TextInputs, rest: Mapping[str, Any]
@@ -63,7 +60,7 @@ class TokenMerger:
         if input_ids is not None and self.attention:
             masks = self._find_placeholders(input_ids, features, facts)
             inputs_embeds = self._embed(input_ids, inputs_embeds, masks, features, facts)
-            if labels is not None and not self.trains_on_placeholders:
+            if labels is not None and not self.model.trains_on_placeholders:
                 for mask in masks.values():
                     labels = labels.masked_fill(mask, IGNORE_INDEX)
             if any(attention != "causal" for attention in self.attention.values()):
@@ -83,7 +80,7 @@ class TokenMerger:
             if position_ids is None and documents is not None:
                 position_ids = spec.positions()
         if attention_mask is not None and self._starts_with_padding(attention_mask, rest, facts):
-            if not self.traits.takes_left_padding:
+            if not self.model.traits.takes_left_padding:
                 raise ConfigError(
                     f"{type(unwrap(self.language_model)).__name__} gives a text other logits when padding stands in "
                     "front of it. Pad on the right: tokenizer.padding_side = 'right'."
@@ -101,28 +98,29 @@ class TokenMerger:
             "labels": labels,
             **rest,
         }
-        if self.callback is not None:
-            offered = {**llm_inputs, "input_ids": input_ids}
-            names = get_callback_names(self.callback)
+        callback = self.model.preprocess_llm_callback
+        if callback is not None:
+            offered, names = {**llm_inputs, "input_ids": input_ids}, get_callback_names(callback)
             used = offered if names is None else {name: offered.get(name) for name in names}
-            llm_inputs = {**llm_inputs, **self.callback(**used)}
+            llm_inputs = {**llm_inputs, **callback(**used)}
         taken = (LANGUAGE_MODEL_INPUTS - _OPTIONAL_INPUTS).union(get_argument_names(self.language_model))
         return {name: value for name, value in llm_inputs.items() if value is not None and name in taken}, spec
 
     def _find_placeholders(
         self, input_ids: Tensor, features: Mapping[str, EncoderFeatures], facts: BatchFacts | None
     ) -> dict[str, Tensor]:
-        missing = [name for name in features if name not in self.token_ids]
+        token_ids, prompt_length = self.model.modality_token_ids, self.model.prompt_length
+        missing = [name for name in features if name not in token_ids]
         if missing:
             raise ConfigError(
                 f"The batch has input for {missing}, but the model does not know which token marks their place in the "
                 "text. Call set_modality_token_ids({'" + missing[0] + "': <token id>}), or make the processor with "
                 "MultimodalProcessor(…, model=this_model), which does it."
             )
-        masks = find_placeholders(input_ids, self.token_ids)
+        masks = find_placeholders(input_ids, token_ids)
         for name, mask in masks.items():
-            if self.prompt_length is not None:
-                mask[:, self.prompt_length :] = False
+            if prompt_length is not None:
+                mask[:, prompt_length:] = False
             check_placeholders(name, mask if facts is None else facts.tokens[name], features.get(name))
         return masks
 
@@ -138,14 +136,14 @@ class TokenMerger:
             # Placeholder ids may lie outside the embedding table, which is not resized.
             for mask in masks.values():
                 input_ids = input_ids.masked_fill(mask, 0)
-            embeddings = unwrap(self.language_model).get_input_embeddings()  # type: ignore[operator]
+            embeddings: Any = self.model.get_input_embeddings()
             try:
                 inputs_embeds = embeddings(input_ids)
             except IndexError as error:
                 raise ConfigError(
                     f"input_ids has the token {int(input_ids.max())}, but the language model's table has "
-                    f"{embeddings.weight.shape[0]} rows, and no modality has this token "
-                    f"(set_modality_token_ids got {dict(self.token_ids)}). Is it the language model's tokenizer?"
+                    f"{embeddings.weight.shape[0]} rows, and no modality has this token (set_modality_token_ids got "
+                    f"{self.model.modality_token_ids}). Is it the language model's tokenizer?"
                 ) from error
         assert inputs_embeds is not None
         for name, found in features.items():
@@ -174,21 +172,20 @@ class TokenMerger:
         return replace(facts.documents, spans=len(sizes), longest_span=max(sizes, default=0))
 
     def _starts_with_padding(self, attention_mask: Tensor, rest: Mapping[str, Any], facts: BatchFacts | None) -> bool:
-        if not self.positions_from_mask or attention_mask.dim() != 2 or rest.get("past_key_values") is not None:
+        if not self.model.positions_from_mask or attention_mask.dim() != 2 or rest.get("past_key_values") is not None:
             return False
         return not bool(attention_mask[:, 0].all()) if facts is None else facts.starts_with_padding
 
     def _needs_no_mask(self, facts: BatchFacts, rest: Mapping[str, Any]) -> bool:
-        """Return whether the language model computes the same without the padding mask.
-
-        In a causal model, tokens do not see the padding behind them. Without a mask, transformers does not search for
-        padding, and attention uses its fastest kernel.
-        """
-        if not self.positions_from_mask or self.callback is not None or "past_key_values" in rest:
+        """Return whether the language model computes the same without the padding mask."""
+        # In a causal model, tokens do not see the padding behind them. Without a mask, transformers does not search for
+        # padding, and attention uses its fastest kernel.
+        has_callback = self.model.preprocess_llm_callback is not None
+        if not self.model.positions_from_mask or has_callback or "past_key_values" in rest:
             return False
         config = getattr(unwrap(self.language_model), "config", None)
         counts_all = rest.get("output_router_logits", getattr(config, "output_router_logits", False))
-        return facts.padding == "none" or (facts.padding == "right" and self.traits.is_causal and not counts_all)
+        return facts.padding == "none" or (facts.padding == "right" and self.model.traits.is_causal and not counts_all)
 
 
 # -------------------------------------------------------------------------------------------------- batch keys

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -43,15 +42,6 @@ ModuleSource = type[nn.Module] | Callable[[], nn.Module] | nn.Module
 """The class of a part, a function that builds it, or the module to load into."""
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """The user's options for all parts."""
-
-    dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    trust_remote_code: bool = False
-
-
 # ----------------------------------------------------------------------------------------------------- saving
 
 
@@ -67,10 +57,7 @@ def strip_wrappers(part: nn.Module) -> nn.Module:
 
 
 def save_part(name: str, part: nn.Module, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> StoredPart:
-    """Write a part into its own new folder, and return the description that is needed to load it.
-
-    `state_dict` has weights to write instead of the part's own.
-    """
+    """Write a part, or `state_dict` in place of its weights, into its own new folder; return what loading it needs."""
     part = strip_wrappers(part)
     folder.mkdir()
     base, adapters = part, None
@@ -168,19 +155,21 @@ def load_part(
     folder: Path,
     given: ModuleSource | None,
     buffers: Mapping[str, Tensor],
-    options: LoadOptions,
+    chosen_dtype: torch.dtype | None,
+    trust_remote_code: bool,
 ) -> nn.Module:
     """Load a part; `given` is the user's class, function or module, `buffers` its `collect_transient_buffers`."""
     part: nn.Module
     if stored.kind == "transformers":
-        part = _load_transformers(name, stored, folder, given, options)
+        model_class = _find_model_class(name, stored, folder, given, trust_remote_code)
+        part = _load_transformers(model_class, stored, folder, chosen_dtype)
     else:
         part = _load_module(name, stored, folder, given)
     if stored.adapters is not None:
         part = _load_adapters(part, folder / ADAPTERS, stored.adapters)
     others = {key: dtype for dtype, keys in stored.other_dtypes.items() for key in keys}
     for key, tensor in _collect_weights(part).items():
-        wanted = options.dtype or parse_dtype(others.get(key, stored.dtype))
+        wanted = chosen_dtype or parse_dtype(others.get(key, stored.dtype))
         if tensor.dtype != wanted:
             tensor.data = tensor.data.to(wanted)
     if stored.adapters is not None:
@@ -190,7 +179,7 @@ def load_part(
             weights = load_file(folder / ADAPTERS / stored.adapters.place(key) / ADAPTER_WEIGHTS)
             set_peft_model_state_dict(part, weights, adapter_name=key)
     # In another dtype, transformers computes the buffers of its models itself.
-    if options.dtype is None or stored.kind != "transformers":
+    if chosen_dtype is None or stored.kind != "transformers":
         for prefix, module in part.named_modules():
             for key in module._non_persistent_buffers_set:
                 found = buffers.get(f"{prefix}.{key}".lstrip("."))
@@ -203,21 +192,20 @@ def load_part(
             parameter.requires_grad_(key in trainable)
     if stored.fixed is not None:
         part.__dict__[FIXED] = stored.fixed.among(parameters)
-    return part if options.device is None else part.to(options.device)
+    return part
 
 
 def _load_transformers(
-    name: str, stored: StoredPart, folder: Path, given: ModuleSource | None, options: LoadOptions
+    model_class: type[PreTrainedModel], stored: StoredPart, folder: Path, dtype: torch.dtype | None
 ) -> nn.Module:
-    model_class = _find_model_class(name, stored, folder, given, options.trust_remote_code)
     arguments: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     found: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             found.update(file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118
     known = [_DTYPES[key] for key in sorted(found) if key in _DTYPES]
-    if options.dtype or known:  # by default, the dtype that represents every stored weight exactly
-        arguments["dtype"] = options.dtype or reduce(torch.promote_types, known)
+    if dtype or known:  # by default, the dtype that represents every stored weight exactly
+        arguments["dtype"] = dtype or reduce(torch.promote_types, known)
     if stored.attn_implementation in _PORTABLE_ATTENTION:
         arguments["attn_implementation"] = stored.attn_implementation
     loaded: Any = model_class.from_pretrained(folder, **arguments)

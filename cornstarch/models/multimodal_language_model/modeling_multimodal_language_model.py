@@ -75,12 +75,13 @@ class MultimodalModel(HuggingFaceModel):
         self.modality_token_ids: dict[str, int] = {}
         # A model imported from another library keeps that library's conventions (see from_multimodal).
         self.trains_on_placeholders = False
-        self.positions_from_mask = True
+        self.positions_from_mask = True  # whether positions are counted from the first token that is not padding
         self.origin: Any = None
         self.zero_gradient_parameters: tuple[nn.Parameter, ...] = ()
         """Trained parameters that no loss reaches, where a wrapper creates zero gradients for them (FSDP1)."""
         self._stand_ins: dict[str, dict[str, Any]] = {}
-        self._prompt_length: int | None = None
+        self.prompt_length: int | None = None
+        """The number of tokens that may be placeholders; later tokens were generated and are text. None: all."""
         self._labels_given: Tensor | None = None
         self.register_forward_pre_hook(_record_labels, with_kwargs=True)
         self._features_to_use: tuple[dict[str, EncoderFeatures], list[Tensor]] | None = None
@@ -304,28 +305,18 @@ class MultimodalModel(HuggingFaceModel):
     @contextmanager
     def use_prompt_length(self, length: int) -> Iterator[None]:
         """Treat tokens after the first `length` as generated text inside the block, whatever their ids."""
-        self._prompt_length = length
+        self.prompt_length = length
         try:
             yield
         finally:
-            self._prompt_length = None
+            self.prompt_length = None
 
     def merge(self, features: dict[str, EncoderFeatures], **inputs: Any) -> tuple[dict[str, Any], MaskSpec | None]:
         """Return the language model's inputs, and the mask where plain causal attention is not enough.
 
         `inputs` are the named arguments of `forward`, and further inputs of the language model.
         """
-        merger = TokenMerger(
-            self.language_model,
-            self.traits,
-            self.modality_token_ids,
-            {name: encoder.attention for name, encoder in self.encoders.items()},
-            self.preprocess_llm_callback,
-            self.trains_on_placeholders,
-            self.positions_from_mask,
-            self._prompt_length,
-        )
-        return merger(features, *TextInputs.split(inputs))
+        return TokenMerger(self)(features, *TextInputs.split(inputs))
 
     @property
     def base_model(self) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ safetensors; nothing is unpickled, and no file decides which code is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from os import PathLike
 from typing import Any
 
@@ -75,7 +76,7 @@ def save_pretrained(
             positions_from_mask=model.positions_from_mask,
             takes_left_padding=model.traits.takes_left_padding,
             has_llm_callback=model.preprocess_llm_callback is not None,
-            origin=None if model.origin is None else model.origin.to_dict(),
+            origin=None if model.origin is None else asdict(model.origin),
         )
         # Outside the parts' folders, where other programs would load non-persistent buffers as weights.
         collected = {part: model_part.collect_transient_buffers(module) for part, module in parts.items()}
@@ -190,17 +191,13 @@ def from_pretrained(
     )
     model_folder.check_files(path, stored.files, verify)
     model_folder.check_safe(path, stored, trust_remote_code)
-    chosen = _check_callbacks(stored, callbacks or {})
+    chosen, callback_modules = _check_callbacks(stored, callbacks or {})
     known = [*stored.parts, *([ORIGIN] if stored.origin is not None else [])]
     for name in classes or {}:
         if name not in known:
             raise ConfigError(f"classes has {name!r}; this model has the parts {', '.join(known)}.")
-    sources: dict[str, model_part.ModuleSource] = {**(classes or {}), **_find_callback_modules(stored, chosen)}
-    options = model_part.LoadOptions(
-        dtype=None if dtype is None else model_part.parse_dtype(dtype),
-        device=None if device is None else torch.device(device),
-        trust_remote_code=trust_remote_code,
-    )
+    sources: dict[str, model_part.ModuleSource] = {**(classes or {}), **callback_modules}
+    wanted = None if dtype is None else model_part.parse_dtype(dtype)
     frame = _rebuild_origin(stored, sources) if stored.origin is not None else None
     if frame is not None:
         # The class of a part that is a transformers model, or any other module itself.
@@ -214,9 +211,12 @@ def from_pretrained(
         own_buffers = {
             key.removeprefix(f"{name}."): b for key, b in stored_buffers.items() if key.startswith(f"{name}.")
         }
-        parts[name] = model_part.load_part(name, part, path / name, sources.get(name), own_buffers, options)
+        loaded = model_part.load_part(
+            name, part, path / name, sources.get(name), own_buffers, wanted, trust_remote_code
+        )
+        parts[name] = loaded if device is None else loaded.to(device)
     parts.update({name: parts[other] for name, other in stored.same_as.items()})
-    model = _compose(stored, parts, chosen) if frame is None else _fill(frame, stored, parts, chosen)
+    model = _assemble(frame, stored, parts, chosen)
     model.set_modality_token_ids(stored.modality_token_ids)
     model.trains_on_placeholders = stored.trains_on_placeholders
     model.positions_from_mask = stored.positions_from_mask
@@ -227,8 +227,11 @@ def from_pretrained(
 
 def _check_callbacks(
     stored: model_folder.StoredModel, callbacks: Callbacks
-) -> dict[str, dict[str, Callable[..., Any]]]:
-    """Return the user's callbacks by encoder; raise if one that the model had is missing."""
+) -> tuple[dict[str, dict[str, Callable[..., Any]]], dict[str, nn.Module]]:
+    """Return the user's callbacks by encoder, and those that are modules with saved weights by their folders' names.
+
+    Raises `ConfigError` if a callback that the model had is missing.
+    """
     needed: dict[str, tuple[str, ...]] = {name: encoder.callbacks for name, encoder in stored.encoders.items()}
     allowed: dict[str, set[str]] = {name: set(model_folder.ENCODER_CALLBACKS) for name in stored.encoders}
     allowed.setdefault(model_folder.LANGUAGE_MODEL, set()).add(model_folder.LLM_CALLBACK)
@@ -248,14 +251,7 @@ def _check_callbacks(
             "The model was saved with callbacks, which are functions and not part of the files. "
             f"Pass them again: from_pretrained(…, callbacks={missing})."
         )
-    return {name: dict(callbacks.get(name, {})) for name in allowed}
-
-
-def _find_callback_modules(
-    stored: model_folder.StoredModel, callbacks: Mapping[str, Mapping[str, Any]]
-) -> dict[str, nn.Module]:
-    """Return the callbacks that are modules with saved weights, by the names of their folders."""
-    found = {}
+    modules = {}
     for name, given in callbacks.items():
         for key, callback in given.items():
             part = model_folder.LLM_CALLBACK if key == model_folder.LLM_CALLBACK else f"{name}_{key}"
@@ -266,8 +262,8 @@ def _find_callback_modules(
                     f"callbacks[{name!r}][{key!r}] is a {type(callback).__name__}, but the model was saved with a "
                     f"module that has weights ({stored.parts[part].class_path}). Pass such a module."
                 )
-            found[part] = callback
-    return found
+            modules[part] = callback
+    return {name: dict(callbacks.get(name, {})) for name in allowed}, modules
 
 
 def _rebuild_origin(
@@ -275,8 +271,8 @@ def _rebuild_origin(
 ) -> DecomposedModel:
     """Build a decomposed model again, without weights."""
     try:
-        origin = DecomposedOrigin.from_dict(stored.origin or {})
-    except (KeyError, TypeError) as error:
+        origin = DecomposedOrigin(**stored.origin or {})
+    except TypeError as error:
         raise ConfigError(f"{model_folder.DESCRIPTION} is damaged: origin is incomplete ({error}).") from error
     model_class: Any = sources.get(ORIGIN)
     if model_class is None and model_part.is_trusted(origin.class_path):
@@ -289,45 +285,30 @@ def _rebuild_origin(
     return rebuild(origin, model_class=model_class)
 
 
-def _compose(
-    stored: model_folder.StoredModel, parts: Mapping[str, nn.Module], callbacks: Mapping[str, Any]
-) -> MultimodalModel:
-    language_model = parts[model_folder.LANGUAGE_MODEL]
-    model = MultimodalModel(
-        None,
-        language_model,
-        preprocess_llm_callback=callbacks[model_folder.LANGUAGE_MODEL].get(model_folder.LLM_CALLBACK),
-    )
-    # Encoders are added one by one, which skips the check of the language model: it passed when it was composed, and a
-    # model with two dtypes cannot be run outside of its training loop to check it again.
-    for name, encoder in stored.encoders.items():
-        module = ModalEncoderModule(
-            parts[f"{name}_encoder"],
-            parts[f"{name}_projector"],
-            encoder.additional_args,
-            attention=encoder.attention,
-            **{key: callbacks[name].get(key) for key in model_folder.ENCODER_CALLBACKS},
-        )
-        model.add_encoder(name, module)
-    return model
-
-
-def _fill(
-    frame: DecomposedModel,
+def _assemble(
+    frame: DecomposedModel | None,
     stored: model_folder.StoredModel,
     parts: Mapping[str, nn.Module],
     callbacks: Mapping[str, Any],
 ) -> MultimodalModel:
-    """Put the loaded parts into a decomposed model without weights."""
-    if tuple(stored.encoders) != frame.encoder_names:
-        raise ConfigError(f"The model has the encoders {list(stored.encoders)}, its origin {frame.encoder_names}.")
-    for name, encoder in frame.encoders.items():
-        encoder.module = parts[f"{name}_encoder"]
-        encoder.projector = parts[f"{name}_projector"]
-        encoder.additional_args = list(stored.encoders[name].additional_args)
-        encoder.attention = stored.encoders[name].attention
-        for key in model_folder.ENCODER_CALLBACKS:
-            setattr(encoder, key, callbacks[name].get(key))
-    frame.language_model = parts[model_folder.LANGUAGE_MODEL]
-    frame.preprocess_llm_callback = callbacks[model_folder.LANGUAGE_MODEL].get(model_folder.LLM_CALLBACK)
-    return frame
+    """Compose the loaded parts, or put them into `frame`, a decomposed model without weights."""
+    language_model = parts[model_folder.LANGUAGE_MODEL]
+    llm_callback = callbacks[model_folder.LANGUAGE_MODEL].get(model_folder.LLM_CALLBACK)
+    if frame is None:
+        model = MultimodalModel(None, language_model, llm_callback)
+    else:
+        if tuple(stored.encoders) != frame.encoder_names:
+            raise ConfigError(f"The model has the encoders {list(stored.encoders)}, its origin {frame.encoder_names}.")
+        model, frame.language_model, frame.preprocess_llm_callback = frame, language_model, llm_callback
+    for name, encoder in stored.encoders.items():
+        module, projector = parts[f"{name}_encoder"], parts[f"{name}_projector"]
+        settings: dict[str, Any] = {key: callbacks[name].get(key) for key in model_folder.ENCODER_CALLBACKS}
+        settings |= {"additional_args": list(encoder.additional_args), "attention": encoder.attention}
+        if frame is None:
+            # Encoders are added one by one, which skips the check of the language model: it passed when it was
+            # composed, and a model with two dtypes cannot be run outside of its training loop to check it again.
+            model.add_encoder(name, ModalEncoderModule(module, projector, **settings))
+        else:
+            for key, value in {"module": module, "projector": projector, **settings}.items():
+                setattr(frame.encoders[name], key, value)
+    return model

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -49,13 +49,6 @@ class DecomposedOrigin:
 
     class_path: str  # `transformers.models.llava.modeling_llava.LlavaForConditionalGeneration`
     config: dict[str, Any]  # the whole model's config, as its `to_dict` returns it
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> DecomposedOrigin:
-        return cls(class_path=data["class_path"], config=data["config"])
 
 
 class DecomposedModel(MultimodalModel):
