@@ -18,7 +18,7 @@ from .encoder import LANGUAGE_MODEL_INPUTS
 from .preprocessing import modality_processors as processors
 from .preprocessing import tokenization
 from .preprocessing.token_count import FeatureCounter
-from .preprocessing.tokenization import ItemLengths, ItemTokenizer
+from .preprocessing.tokenization import ItemLengths
 from .unwrap import get_argument_names, unwrap
 
 FeatureFunction = Callable[..., int | Sequence[int] | Sequence[Sequence[int]]]
@@ -167,7 +167,7 @@ class MultimodalProcessor:
             items = {name: self._count(name, given[name], outputs[name]) for name in given}
             own = processors.get_keywords(self.llm_tokenizer)
             passed = {key: value for key, value in kwargs.items() if key in own}
-            batch.update(self._item_tokenizer()(texts, items, {"return_tensors": return_tensors, **passed, **options}))
+            batch.update(self._tokenize(texts, items, {"return_tensors": return_tensors, **passed, **options}))
         reserved = LANGUAGE_MODEL_INPUTS.union(self.llm_tokenizer.model_input_names)
         for name, output in outputs.items():
             if return_tensors == "np":
@@ -180,19 +180,17 @@ class MultimodalProcessor:
         self, encoder_inputs: Mapping[str, Mapping[str, Any] | None]
     ) -> dict[str, tuple[dict[str, Any], list[int]]]:
         """Run the processors without a text; return, by modality, its encoder's inputs and the tokens of each item."""
-        found: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        for name, inputs in self._collect_items(encoder_inputs, {}).items():
-            outputs = self._run(name, inputs, {})
-            found[name] = outputs, list(self._count(name, inputs, outputs).lengths)
-        return found
+        given = self._collect_items(encoder_inputs, {})
+        outputs = {name: self._run(name, inputs, {}) for name, inputs in given.items()}
+        return {name: (outputs[name], list(self._count(name, given[name], outputs[name]).lengths)) for name in given}
 
     def tokenize(self, texts: Sequence[str], lengths: Mapping[str, Sequence[int]], **options: Any) -> dict[str, Any]:
         """Tokenize texts; `lengths` has, by modality, the tokens of each item in the order of their placeholders."""
-        items = {name: ItemLengths(list(counts)) for name, counts in lengths.items()}
-        return self._item_tokenizer()(list(texts), items, options)
+        return self._tokenize(list(texts), {name: ItemLengths(list(one)) for name, one in lengths.items()}, options)
 
-    def _item_tokenizer(self) -> ItemTokenizer:
-        return ItemTokenizer(self.llm_tokenizer, self.modality_tokens, self.modality_token_ids)
+    def _tokenize(self, texts: list[str], items: dict[str, ItemLengths], options: dict[str, Any]) -> dict[str, Any]:
+        tokens = {name: (token, self.modality_token_ids[name]) for name, token in self.modality_tokens.items()}
+        return tokenization.tokenize_with_items(self.llm_tokenizer, tokens, texts, items, options)
 
     def stand_ins(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
@@ -221,10 +219,8 @@ class MultimodalProcessor:
                 given[name] = {kind: value}
         named = {name: processors.name_items(self.encoder_processors[name], i) for name, i in given.items()}
         items = {name: self._get_items(name, inputs) for name, inputs in named.items() if inputs}
-        empty = [
-            n for n, one in items.items() if isinstance(one, (list, tuple)) and not tokenization.count_items(one, 0)
-        ]
-        return {name: inputs for name, inputs in named.items() if inputs and name not in empty}
+        filled = [n for n, i in items.items() if not isinstance(i, (list, tuple)) or tokenization.count_items(i, 0)]
+        return {name: named[name] for name in filled}
 
     def _get_items(self, name: str, inputs: Mapping[str, Any]) -> Any:
         argument = processors.get_item_argument(self.encoder_processors[name])
@@ -332,8 +328,8 @@ class MultimodalProcessor:
 
         Functions cannot be stored; they are passed to `from_pretrained` again.
         """
-        parts = processors.ProcessorParts(self.llm_tokenizer, self.encoder_processors, self.modality_tokens)
-        processors.save_parts(Path(folder), parts, self._functions)
+        own = (self.llm_tokenizer, self.encoder_processors, self.modality_tokens)
+        processors.save_processor(Path(folder), *own, self._functions)
 
     @classmethod
     def from_pretrained(
@@ -356,14 +352,8 @@ class MultimodalProcessor:
         """
         functions = dict(num_feature_calculation_funcs or {})
         counted = functions if model is None else None  # a model counts all of them
-        parts = processors.load_parts(Path(folder), counted, classes, trust_remote_code)
-        return cls(
-            encoder_processors=parts.processors,
-            llm_tokenizer=parts.tokenizer,
-            model=model,
-            num_feature_calculation_funcs=functions,
-            predefined_tokens=parts.tokens,
-        )
+        tokenizer, loaded, tokens = processors.load_processor(Path(folder), counted, classes, trust_remote_code)
+        return cls(loaded, tokenizer, model, functions, tokens)
 
     def _check_modality(self, name: str) -> None:
         if name not in self.encoder_processors:

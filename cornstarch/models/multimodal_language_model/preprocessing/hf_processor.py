@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
@@ -30,7 +30,6 @@ Style = Literal["parts", "text", "suffix", "tokens"]
 # By modality: the name of its items in transformers, and the processor attributes that process them.
 _KINDS = {"vision": "image", "audio": "audio"}
 _ATTRIBUTES = {"vision": ("image_processor",), "audio": ("feature_extractor", "audio_processor")}
-_KEYS = {"image": "images", "audio": "audio"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,10 @@ class WholeModelProcessor:
         self.llm_tokenizer: PreTrainedTokenizerBase = original.tokenizer
         check_tokenizer(self.llm_tokenizer)
         check_vocabulary(self.llm_tokenizer, unwrap(model.language_model))
-        found = {
-            name: next((one for one in (getattr(original, key, None) for key in keys) if one is not None), None)
-            for name, keys in _ATTRIBUTES.items()
-        }
-        self.encoder_processors: dict[str, Any] = {name: one for name, one in found.items() if one is not None}
+        self.encoder_processors: dict[str, Any] = {}
+        for name, keys in _ATTRIBUTES.items():
+            if found := [one for key in keys if (one := getattr(original, key, None)) is not None]:
+                self.encoder_processors[name] = found[0]
         missing = [name for name in model.encoders if name not in self.encoder_processors]
         if missing:
             raise ConfigError(
@@ -167,19 +165,16 @@ class WholeModelProcessor:
         return str(self._apply_template(messages, prompt))
 
     def encode(self, messages: Messages, *, prompt: bool = False, hidden: str = "") -> EncodedConversation:
-        """Process a conversation with its items; `prompt`: an answer follows.
+        """Process a conversation with its items (`prompt`: an answer follows).
 
         The tokenizer does not see `hidden` characters; the returned text has them.
         """
-        worker, recorder = self._build_worker(hidden)
-        inputs = self._call(worker, [messages], {}, prompt)
-        return EncodedConversation(dict(inputs), recorder.text, recorder.offsets)
+        return self._record(lambda worker: self._call(worker, [messages], {}, prompt), hidden)
 
     def encode_text(self, text: str, items: Mapping[str, list[Any]]) -> EncodedConversation:
         """Process a text without roles, which has a placeholder for each item."""
-        worker, recorder = self._build_worker("")
-        inputs = worker(text=[text], **self._build_item_arguments([items]), return_tensors="pt")
-        return EncodedConversation(dict(inputs), recorder.text, recorder.offsets)
+        arguments = self._build_item_arguments([items])
+        return self._record(lambda worker: worker(text=[text], **arguments, return_tensors="pt"))
 
     def encode_batch(self, conversations: Sequence[Messages]) -> dict[str, Any]:
         """Process several conversations, padded on the right."""
@@ -222,12 +217,11 @@ class WholeModelProcessor:
             given["audio"] = [sound for sample in items for sound in sample.get("audio", ())]
         return given
 
-    def _build_worker(self, hidden: str) -> tuple[Any, _RecordingTokenizer]:
-        """Return the processor with a tokenizer that records the text it is given."""
-        recorder = _RecordingTokenizer(self.llm_tokenizer, hidden)
-        worker = copy.copy(self.original)
+    def _record(self, process: Callable[[Any], Any], hidden: str = "") -> EncodedConversation:
+        """Call `process` with a copy of the processor whose tokenizer records the text it is given."""
+        recorder, worker = _RecordingTokenizer(self.llm_tokenizer, hidden), copy.copy(self.original)
         worker.tokenizer = recorder
-        return worker, recorder
+        return EncodedConversation(dict(process(worker)), recorder.text, recorder.offsets)
 
     def _apply_template(self, messages: Messages, prompt: bool = False) -> Any:
         return self.original.apply_chat_template(
@@ -252,11 +246,8 @@ class WholeModelProcessor:
         return prefix, suffix[0] if suffix else None
 
     def stand_ins(self) -> dict[str, dict[str, Any]]:
-        """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`.
-
-        Empty for an undivided model, whose encoders cannot be run alone.
-        """
-        if not self._has_encoders:
+        """Return, by modality, an encoder's input for an item of noise: see `MultimodalModel.keep_encoders_running`."""
+        if not self._has_encoders:  # the encoders of an undivided model cannot be run alone
             return {}
         return {name: self.encoder_inputs(name, [build_noise_item(p)]) for name, p in self.encoder_processors.items()}
 
@@ -271,15 +262,9 @@ class WholeModelProcessor:
 
     def split_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Split a batch of one into the entries per token and the encoders' inputs."""
-        tokens: dict[str, Tensor] = {}
-        items: dict[str, Any] = {}
-        for key, value in inputs.items():
-            is_encoder_input = any(key in names for names in self.input_names.values())
-            if not is_encoder_input and is_per_token(inputs, key):
-                tokens[key] = value
-            else:
-                items[key] = value
-        return tokens, items
+        taken = {key for names in self.input_names.values() for key in names}
+        tokens = {key: value for key, value in inputs.items() if key not in taken and is_per_token(inputs, key)}
+        return tokens, {key: value for key, value in inputs.items() if key not in tokens}
 
     def encoder_inputs(self, name: str, items: Sequence[Any]) -> dict[str, Any]:
         """Return an encoder's inputs for items, taken from a conversation that has nothing else."""
@@ -330,7 +315,7 @@ def collect_items(messages: Messages) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for message in messages:
         for part in message["content"]:
-            if part["type"] in _KEYS and part["type"] in part:
+            if part["type"] in _KINDS.values() and part["type"] in part:
                 found.setdefault(part["type"], []).append(part[part["type"]])
     return found
 

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import transformers
 from PIL import Image
-from transformers import AutoTokenizer, BatchFeature, PreTrainedTokenizerBase, SequenceFeatureExtractor
+from transformers import AutoTokenizer, BatchFeature, SequenceFeatureExtractor
 
 from cornstarch.errors import ConfigError
 
@@ -34,10 +33,8 @@ _DIMENSIONS = {"images": 3, "audio": 1, "videos": 4}
 def collect_processors(named: Mapping[str, Any] | None, image_processor: Any, feature_extractor: Any) -> dict[str, Any]:
     """Return the processors by modality; a class is built with its defaults."""
     processors = dict(named or {})
-    for name, argument, processor in (
-        ("vision", "image_processor", image_processor),
-        ("audio", "feature_extractor", feature_extractor),
-    ):
+    short = {"vision": ("image_processor", image_processor), "audio": ("feature_extractor", feature_extractor)}
+    for name, (argument, processor) in short.items():
         if processor is not None and name in processors:
             raise ConfigError(f"{argument} and encoder_processors[{name!r}] are two processors of one modality.")
         if processor is not None:
@@ -56,8 +53,7 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _get_parameters(processor: Any) -> tuple[str, ...]:
-    function: Any = processor if inspect.isroutine(processor) else type(processor)
-    return _get_parameters_of(function)
+    return _get_parameters_of(processor if inspect.isroutine(processor) else type(processor))
 
 
 @lru_cache(maxsize=256)  # called several times for every sample, and reading a signature is slow
@@ -133,41 +129,36 @@ PROCESSOR_CONFIG = "cornstarch_processor.json"
 _FORMAT = 1
 
 
-@dataclass(frozen=True)
-class ProcessorParts:
-    """The parts of a `MultimodalProcessor` that can be stored."""
-
-    tokenizer: PreTrainedTokenizerBase
-    processors: Mapping[str, Any]  # by modality
-    tokens: Mapping[str, str]  # by modality: its placeholder
-
-
-def save_parts(folder: Path, parts: ProcessorParts, with_functions: Collection[str]) -> None:
+def save_processor(
+    folder: Path, tokenizer: Any, processors: Mapping[str, Any], tokens: Mapping[str, str], functions: Collection[str]
+) -> None:
     """Write the tokenizer and each modality's processor into sub-folders that transformers loads.
 
-    `with_functions` are modalities with a function of the user's, which cannot be stored.
+    `tokens` are the modalities' placeholders, `functions` the modalities with a function of the user's, which cannot
+    be stored.
     """
     modalities: dict[str, Any] = {}
-    for name, processor in parts.processors.items():
+    for name, processor in processors.items():
         if not hasattr(processor, "save_pretrained"):
             raise ConfigError(f"The {name} processor ({type(processor).__name__}) has no save_pretrained.")
-        token, has_function = parts.tokens[name], name in with_functions
-        modalities[name] = {"class": type(processor).__name__, "token": token, "has_function": has_function}
-    for name, processor in parts.processors.items():
+        own_class, has_function = type(processor).__name__, name in functions
+        modalities[name] = {"class": own_class, "token": tokens[name], "has_function": has_function}
+    for name, processor in processors.items():
         processor.save_pretrained(folder / f"{name}_processor")
-    parts.tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder / "tokenizer")
     # Last and atomically: a folder with this file is complete.
     temporary = folder / f"{PROCESSOR_CONFIG}.tmp"
     temporary.write_text(json.dumps({"format": _FORMAT, "modalities": modalities}, indent=2) + "\n")
     os.replace(temporary, folder / PROCESSOR_CONFIG)
 
 
-def load_parts(
+def load_processor(
     folder: Path, counted: Collection[str] | None, classes: Mapping[str, type] | None, trust_remote_code: bool
-) -> ProcessorParts:
-    """Read the parts that `save_parts` wrote; `classes` are those of processors that are not in transformers.
+) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """Return the tokenizer, the processors and the placeholders that `save_processor` wrote.
 
-    `counted` are modalities whose tokens per item can be counted without a stored function; None: all.
+    `counted` are modalities whose tokens per item can be counted without a stored function; None: all. `classes` are
+    those of processors that are not in transformers.
     """
     stored = _read_json(folder / PROCESSOR_CONFIG)
     if stored.get("format") != _FORMAT:
@@ -193,11 +184,8 @@ def load_parts(
     tokenizer = folder / "tokenizer"
     if "auto_map" in _read_json(tokenizer / "tokenizer_config.json") and not trust_remote_code:
         raise ConfigError(f"The tokenizer in {tokenizer} brings its own code. Pass trust_remote_code=True to run it.")
-    return ProcessorParts(
-        AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code),
-        processors,
-        {name: entry["token"] for name, entry in modalities.items()},
-    )
+    loaded = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trust_remote_code)
+    return loaded, processors, {name: entry["token"] for name, entry in modalities.items()}
 
 
 def find_processor_class(name: str) -> Any:

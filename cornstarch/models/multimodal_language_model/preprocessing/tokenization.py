@@ -12,6 +12,7 @@ import io
 import numbers
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -176,49 +177,43 @@ def group_lengths(lengths: list[int], n_items: int | None, modality: str) -> lis
 # ------------------------------------------------------------------------------------------------- tokenizing
 
 
-@dataclass(frozen=True)
-class ItemTokenizer:
-    """A tokenizer that expands the placeholders of items and never truncates an item."""
+def tokenize_with_items(
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Mapping[str, tuple[str, int]],
+    texts: list[str],
+    items: Mapping[str, ItemLengths],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Tokenize texts, one per sample, with each placeholder repeated to its item's tokens; never truncate an item.
 
-    tokenizer: PreTrainedTokenizerBase
-    tokens: Mapping[str, str]  # the placeholder of each modality
-    ids: Mapping[str, int]  # the ids of the placeholders
-
-    def __call__(
-        self, texts: list[str], items: Mapping[str, ItemLengths], options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Tokenize texts, one per sample, with each placeholder repeated to the number of its item's tokens."""
-        expanded = texts
-        expected: dict[str, list[int]] = {}
-        for name, token in self.tokens.items():
-            found, given = [text.count(token) for text in texts], items.get(name, ItemLengths([]))
-            _check_items(name, token, found, given)
-            lengths = [given.lengths[start:end] for start, end in pairwise(accumulate(found, initial=0))]
-            expected[name] = [sum(of_sample) for of_sample in lengths]
-            expanded = [_expand(text, token, of_sample) for text, of_sample in zip(expanded, lengths, strict=True)]
-        encoded = dict(self.tokenizer(expanded, **options))
-        for name, token_id in self.ids.items():
-            for sample, ids in enumerate(encoded["input_ids"]):
-                kept = int((np.asarray(ids) == token_id).sum())
-                if kept != expected[name][sample]:
-                    problem = self._describe_loss(name, expanded[sample], kept, expected[name][sample], options)
-                    raise ConfigError(f"Sample {sample} {problem}")
-        return encoded
-
-    def _describe_loss(self, name: str, text: str, kept: int, wanted: int, options: Mapping[str, Any]) -> str:
-        """Return why a text has lost tokens of an item."""
-        if not options.get("truncation"):
-            return (
-                f"has {kept} tokens {self.tokens[name]!r} instead of {wanted}: the tokenizer does not keep "
-                f"this token whole (options: {options})."
+    `tokens` are the placeholder of each modality and its id.
+    """
+    expanded, expected = texts, {}
+    for name, (token, _) in tokens.items():
+        found, given = [text.count(token) for text in texts], items.get(name, ItemLengths([]))
+        _check_items(name, token, found, given)
+        lengths = [given.lengths[start:end] for start, end in pairwise(accumulate(found, initial=0))]
+        expected[name] = [sum(of_sample) for of_sample in lengths]
+        expanded = [_expand(text, token, of_sample) for text, of_sample in zip(expanded, lengths, strict=True)]
+    encoded = dict(tokenizer(expanded, **options))
+    for name, (token, token_id) in tokens.items():
+        for sample, (ids, wanted) in enumerate(zip(encoded["input_ids"], expected[name], strict=True)):
+            kept = int((np.asarray(ids) == token_id).sum())
+            if kept == wanted:
+                continue
+            if not options.get("truncation"):
+                raise ConfigError(
+                    f"Sample {sample} has {kept} tokens {token!r} instead of {wanted}: the tokenizer does not keep "
+                    f"this token whole (options: {options})."
+                )
+            length = len(tokenizer(expanded[sample], verbose=False)["input_ids"])
+            limit = options.get("max_length") or tokenizer.model_max_length
+            raise ConfigError(
+                f"Sample {sample} has {length} tokens, the limit is {limit}: truncation would leave {kept} of its "
+                f"{wanted} {name} tokens, and an item is never cut. Raise max_length, or give fewer items or less text "
+                "beside them (text beyond the last item may be cut)."
             )
-        length = len(self.tokenizer(text, verbose=False)["input_ids"])
-        limit = options.get("max_length") or self.tokenizer.model_max_length
-        return (
-            f"has {length} tokens, the limit is {limit}: truncation would leave {kept} of its {wanted} {name} tokens, "
-            "and an item is never cut. Raise max_length, or give fewer items or less text beside them (text beyond "
-            "the last item may be cut)."
-        )
+    return encoded
 
 
 def _check_items(modality: str, token: str, found: list[int], items: ItemLengths) -> None:
@@ -260,14 +255,10 @@ def _expand(text: str, token: str, lengths: list[int]) -> str:
 def missing_library(original: ProcessorMixin) -> str | None:
     """Return which library a processor's chat template needs and lacks; None if there is none."""
     source, tekken = str(original.tokenizer.name_or_path), "tekken.json"
-    try:
-        has_tekken = (
-            Path(source, tekken).exists()
-            if Path(source).is_dir()
-            else isinstance(try_to_load_from_cache(source, tekken), str)
-        )
-    except ValueError:  # not a name on the hub
-        has_tekken = False
+    has_tekken = Path(source, tekken).exists()
+    if not Path(source).is_dir():
+        with suppress(ValueError):  # not a name on the hub
+            has_tekken = isinstance(try_to_load_from_cache(source, tekken), str)
     if is_mistral_common_available() or not has_tekken:
         return None
     return (
@@ -291,9 +282,7 @@ class TokenTemplate:
     ) -> None:
         self._for_prompts, self._for_answers = original, _copy_for_answers(original)
         self._rates = rates
-        self._forms: dict[str, Callable[[str, Any], dict[str, Any]]] = {}
-        for kind, (noise, token) in items.items():
-            self._forms[kind] = self._find_form(kind, noise, token)
+        self._forms = {kind: self._find_form(kind, noise, token) for kind, (noise, token) in items.items()}
 
     def _find_form(self, kind: str, noise: Any, token: int) -> Callable[[str, Any], dict[str, Any]]:
         """Return how the processor takes items of a kind; raise ConfigError if it takes none, or drops them."""
@@ -371,13 +360,10 @@ class TokenTemplate:
 
 
 def _copy_for_answers(original: ProcessorMixin) -> Any:
-    """Return a copy of a processor that takes conversations ending with an answer.
-
-    mistral-common's tokenizers take either these or prompts, depending on `mode`.
-    """
+    """Return a copy of a processor that takes conversations ending with an answer."""
     worker: Any = copy.copy(original)
     tokenizer: Any = original.tokenizer
-    if hasattr(tokenizer, "mode"):
+    if hasattr(tokenizer, "mode"):  # mistral-common's tokenizers take either these or prompts
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
             worker.tokenizer = type(tokenizer).from_pretrained(folder, mode="finetuning", padding_side="right")
