@@ -100,28 +100,28 @@ def _shorten(config: PreTrainedConfig, layers: int) -> None:
 
 
 def _narrow(config: PreTrainedConfig, multiple: int) -> None:
-    width = next((vars(config)[name] for name in _WIDTHS if type(vars(config).get(name)) is int), None)
+    numbers = {name: value for name, value in vars(config).items() if type(value) is int}
+    width = next((numbers[name] for name in _WIDTHS if name in numbers), None)
     if width is None:
         return
     new_width = width
-    state = _find_state_heads(config, width)
+    # Latent attention (MLA): head widths with and without positions belong together and stay.
+    is_latent, has_head_size = "qk_rope_head_dim" in numbers, "head_dim" in numbers
     for heads_name in _HEAD_COUNTS:
-        groups_name = "num_key_value_heads" if heads_name == "num_attention_heads" else None
-        heads = vars(config).get(heads_name)
+        heads = numbers.get(heads_name)
         # A config that states the width of a head has any number of heads; otherwise they divide the model's width.
-        has_head_size = type(vars(config).get("head_dim")) is int or _is_latent(config)
-        if type(heads) is not int or not heads or (width % heads and not has_head_size):
+        if not heads or (width % heads and not has_head_size and not is_latent):
             continue
-        groups = vars(config).get(groups_name) if groups_name else None
-        groups = groups if type(groups) is int and groups and heads % groups == 0 else heads
-        few = _reduce_count(groups, multiple)
-        each = _reduce_count(heads // groups, 1)
+        has_groups = heads_name == "num_attention_heads" and "num_key_value_heads" in numbers
+        groups = numbers["num_key_value_heads"] if has_groups else heads
+        groups = groups if groups and heads % groups == 0 else heads
+        few, each = _reduce_count(groups, multiple), _reduce_count(heads // groups, 1)
         head = _reduce_head_size(config, width // heads)
         new_width = few * each * head
         setattr(config, heads_name, few * each)
-        if groups_name and type(vars(config).get(groups_name)) is int:
-            setattr(config, groups_name, few)
-        if type(vars(config).get("head_dim")) is int and not _is_latent(config):
+        if has_groups:
+            config.num_key_value_heads = few
+        if has_head_size and not is_latent:
             config.head_dim = head
     for name, value in list(vars(config).items()):
         if type(value) is not int:
@@ -134,26 +134,13 @@ def _narrow(config: PreTrainedConfig, multiple: int) -> None:
             setattr(config, name, min(value, new_width))
         elif name == "rotary_dim":
             setattr(config, name, min(value, _HEAD))
-    if state is not None:
-        heads_name, size_name, expand = state
-        size = min(vars(config)[size_name], _HEAD // 2)
-        setattr(config, size_name, size)
-        setattr(config, heads_name, expand * new_width // size)
-
-
-def _find_state_heads(config: PreTrainedConfig, width: int) -> tuple[str, str, int] | None:
-    """Return the config names of state-space heads and of their width, and the expansion factor of these layers."""
-    expand = next((vars(config)[name] for name in _EXPANSIONS if type(vars(config).get(name)) is int), None)
+    expand = next((numbers[name] for name in _EXPANSIONS if name in numbers), 0)
     for heads_name, size_name in _STATE_HEADS:
-        heads, size = vars(config).get(heads_name), vars(config).get(size_name)
-        if expand and type(heads) is int and type(size) is int and heads * size == expand * width:
-            return heads_name, size_name, expand
-    return None
-
-
-def _is_latent(config: PreTrainedConfig) -> bool:
-    """Whether attention is latent (MLA): head widths with and without positions belong together and stay."""
-    return type(vars(config).get("qk_rope_head_dim")) is int
+        if expand and numbers.get(heads_name, 0) * numbers.get(size_name, 0) == expand * width:
+            size = min(numbers[size_name], _HEAD // 2)
+            setattr(config, size_name, size)
+            setattr(config, heads_name, expand * new_width // size)
+            break
 
 
 def _narrow_experts(config: PreTrainedConfig, multiple: int) -> None:
@@ -200,10 +187,7 @@ def _reduce_head_size(config: PreTrainedConfig, size: int) -> int:
 
 
 def add_noise(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:
-    """Add noise to every parameter, the same on every rank.
-
-    Fresh models have zeros (biases, gates) and very small weights, which hide wrong dependencies.
-    """
+    """Add noise to every parameter, the same on every rank: zeros and small weights hide wrong dependencies."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -181,10 +181,9 @@ class ModalEncoderModule(nn.Module):
         return [item.clone() for item in states] if isinstance(states, Sequence) else states.clone()
 
     def enable_inference_mode(self) -> bool:
-        """Use inference mode if running the encoder can have no effect but its tokens; return whether it is used.
+        """Use inference mode if the encoder is frozen and has no callbacks or hooks; return whether it is used.
 
-        This holds if the encoder is frozen and unobserved: no callbacks, no hooks, nothing compiled, sharded or split
-        into stages. Call it when the model is completely set up; `set_trainable` disables inference mode again.
+        Call it when the model is completely set up; `set_trainable` disables inference mode again.
         """
         frozen = not self.module.training and not any(p.requires_grad for p in self.module.parameters())
         has_callbacks = self.preprocess_callback is not None or self.postprocess_module_callback is not None
@@ -209,10 +208,8 @@ class ModalEncoderModule(nn.Module):
     ) -> EncoderFeatures:
         """Return this encoder's tokens per item, ready to be merged into the text.
 
-        Args:
-            inputs: The encoder's inputs.
-            on_host: Sizes and masks among the inputs, by their batch keys, on the CPU (see `BatchFacts`).
-            wrapper: The module to call instead of this one: FSDP, DDP or torch.compile around it.
+        `on_host` has the sizes and masks among the inputs, by their batch keys, on the CPU (see `BatchFacts`);
+        `wrapper` is the module to call instead of this one: FSDP, DDP or torch.compile around it.
         """
         call = self if wrapper is None else wrapper
         named = self.rename_inputs(dict(on_host or {}))
@@ -261,8 +258,6 @@ def _call_with_output(callback: Callback, inputs: dict[str, Any], output: Any) -
     return callback(inputs, output) if takes_inputs else callback(output)
 
 
-# ---------------------------------------------------------------------------------------------------- freezing
-
 FIXED = "_cornstarch_fixed"
 """The attribute in which a part stores the names of its parameters that are never trained."""
 
@@ -289,9 +284,6 @@ def set_trainable(part: nn.Module, trainable: bool) -> None:
     for name, parameter in part.named_parameters():
         if parameter.is_floating_point():  # quantized weights have no gradient
             parameter.requires_grad_(trainable and name not in fixed)
-
-
-# --------------------------------------------------------------------------------------------------- projectors
 
 
 class MultimodalProjector(PreTrainedModel):
@@ -361,14 +353,12 @@ def as_projector(module: nn.Module | None) -> nn.Module | None:
     """Wrap a bare tensor-to-tensor module in a `MultimodalProjector`; return projectors and PEFT models unchanged."""
     if module is None or hasattr(module, "get_base_model"):
         return module
-    if isinstance(module, nn.Module) and isinstance(unwrap(module), MultimodalProjector):
-        return module
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"projector is a {type(module).__name__}; expected a MultimodalProjector or a torch.nn.Module. For a kind "
             "by name use init_projector_type of MultimodalModel."
         )
-    return MultimodalProjector(None, projection=module)
+    return module if isinstance(unwrap(module), MultimodalProjector) else MultimodalProjector(None, module)
 
 
 def build_projector(
@@ -389,16 +379,10 @@ def build_projector(
             "MultimodalProjector(MultimodalProjectorConfig(in_features=<its width>, out_features="
             f"{width}, projection_type={projector_type!r})))."
         )
-    return MultimodalProjector(
-        MultimodalProjectorConfig(
-            encoder_config,
-            projection_type=projector_type,
-            activation=activation,
-            in_features=own,
-            out_features=width,
-            language_model_type=language_model_type,
-        )
+    config = MultimodalProjectorConfig(
+        encoder_config, None, projector_type, activation, own, width, language_model_type=language_model_type
     )
+    return MultimodalProjector(config)
 
 
 def check_widths(modality: str, encoder: ModalEncoderModule, width: int) -> None:

@@ -51,10 +51,7 @@ class TextInputs:
 
 @dataclass(frozen=True, eq=False)
 class BatchFacts:
-    """Facts that a model would otherwise read from the tensors of a batch.
-
-    They belong to one batch: leave them out after changing it.
-    """
+    """Facts that a model would otherwise read from the tensors of a batch; leave them out after changing the batch."""
 
     # Unhashable on purpose: shapes do not depend on facts, so code that keys a cache by a batch's values skips them.
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
@@ -129,13 +126,9 @@ class BatchFacts:
 
 def collect_integers(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the integer tensors among inputs, also nested ones."""
-    found: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if isinstance(value, Mapping):
-            found[key] = collect_integers(value)
-        elif isinstance(value, Tensor) and not value.is_floating_point():
-            found[key] = value
-    return found
+    nested = {key: collect_integers(value) for key, value in inputs.items() if isinstance(value, Mapping)}
+    flat = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
+    return {**nested, **flat}
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -209,10 +202,8 @@ def get_token_states(output: Any) -> Any:
 
 def find_mask(inputs: Mapping[str, Any]) -> Tensor | None:
     """Return the mask [N, L] among an encoder's inputs, if there is one."""
-    for name, value in inputs.items():
-        if name.endswith("mask") and isinstance(value, Tensor) and value.dim() == 2:
-            return value
-    return None
+    masks = [value for name, value in inputs.items() if name.endswith("mask")]
+    return next((mask for mask in masks if isinstance(mask, Tensor) and mask.dim() == 2), None)
 
 
 def count_patches(module: nn.Module, inputs: Mapping[str, Any]) -> list[int] | None:
@@ -239,10 +230,8 @@ def count_audio_tokens(module: nn.Module, mask: Tensor) -> list[int] | None:
 
 
 def split_items(module: nn.Module, inputs: Mapping[str, Any], states: Any) -> EncoderFeatures:
-    """Return the tokens of every item, without the padding of shorter items.
-
-    Masks and sizes among the inputs may be on the CPU while the tokens are on a GPU: then no synchronization is needed.
-    """
+    """Return the tokens of every item, without the padding of shorter items."""
+    # Masks and sizes may be on the CPU while the tokens are on a GPU: then no synchronization is needed.
     if isinstance(states, Sequence):
         return EncoderFeatures(torch.cat(list(states)), [len(item) for item in states])
     if states.dim() == 2:

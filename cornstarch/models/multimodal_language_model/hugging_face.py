@@ -30,11 +30,9 @@ _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "
 
 
 def checkpoint_activations(part: nn.Module, kwargs: Mapping[str, Any], **options: Any) -> None:
-    """Enable gradient checkpointing of a Hugging Face model; `kwargs` are arguments of torch's `checkpoint`.
-
-    transformers then makes embeddings require gradients, also frozen ones, which only reentrant checkpointing needs. A
-    frozen tower would keep a graph for nothing, so this is undone.
-    """
+    """Enable gradient checkpointing of a Hugging Face model; `kwargs` are arguments of torch's `checkpoint`."""
+    # transformers then makes embeddings require gradients, also frozen ones, which only reentrant checkpointing needs.
+    # A frozen tower would keep a graph for nothing, so this is undone.
     had_gradients = bool(getattr(part, "_require_grads_hooks", None) or getattr(part, "_require_grads_hook", None))
     part.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs), **options)  # type: ignore[operator]
     if not had_gradients and kwargs.get("use_reentrant") is False:
@@ -303,7 +301,6 @@ def _accept_tied_names(model: nn.Module, incompatible: Any) -> None:
     missing = incompatible.missing_keys
     for name, first in find_tied_names(model).items():
         # The model may be inside another module, whose prefix precedes the name.
-        found = [key for key in missing if key == name or key.endswith(f".{name}")]
-        for key in found:
+        for key in [key for key in missing if key == name or key.endswith(f".{name}")]:
             if key.removesuffix(name) + first not in missing:
                 missing.remove(key)

@@ -34,8 +34,7 @@ class LanguageModelTraits:
 def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     """Refuse a language model into which encoders' tokens cannot be merged correctly.
 
-    A sharded model cannot be run by one process: a tiny twin of its class is checked instead. Of a model on the meta
-    device, only the signature is checked.
+    Of a model on the meta device, only the signature is checked.
     """
     name = type(unwrap(language_model)).__name__
     if not accepts_argument(language_model, "inputs_embeds"):
@@ -45,7 +44,7 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     embeddings = unwrap(language_model).get_input_embeddings()  # type: ignore[operator]
     if embeddings is None or not hasattr(embeddings, "weight"):
         raise UnsupportedModelError(f"{name}.get_input_embeddings() gives no embedding table to merge into.")
-    if is_sharded(language_model):
+    if is_sharded(language_model):  # it cannot be run by one process
         return _check_twin(unwrap(language_model))
     if any(tensor.is_meta for tensor in (*language_model.parameters(), *language_model.buffers())):
         return LanguageModelTraits()

@@ -188,9 +188,6 @@ class TokenMerger:
         return facts.padding == "none" or (facts.padding == "right" and self.model.traits.is_causal and not counts_all)
 
 
-# -------------------------------------------------------------------------------------------------- batch keys
-
-
 def route_batch(
     encoders: Mapping[str, ModalEncoderModule], batch: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -257,19 +254,13 @@ def check_batch_keys(
         )
 
 
-# ------------------------------------------------------------------------------------------------ placeholders
-
-
 def find_placeholders(input_ids: Tensor, token_ids: Mapping[str, int]) -> dict[str, Tensor]:
     """Return, for each modality, where its placeholders are: bool [B, S]."""
     return {name: input_ids == token_id for name, token_id in token_ids.items()}
 
 
 def check_placeholders(modality: str, placeholders: Tensor | Sequence[int], features: EncoderFeatures | None) -> None:
-    """Refuse a batch whose placeholders and features do not match, naming the first sample that differs.
-
-    `placeholders` is a mask [B, S], or the number of placeholders of each sample.
-    """
+    """Refuse a batch whose placeholders (a mask [B, S], or the number of each sample) and features do not match."""
     tokens = placeholders.sum(-1).tolist() if isinstance(placeholders, Tensor) else placeholders
     if features is None:
         if any(tokens):
@@ -312,10 +303,7 @@ def check_placeholders(modality: str, placeholders: Tensor | Sequence[int], feat
 def merge_features(
     embeds_BSD: Tensor, mask_BS: Tensor, features: EncoderFeatures, places: Tensor | None = None
 ) -> Tensor:
-    """Return the embeddings with the placeholders' rows replaced by the features, in order.
-
-    With known `places` (see `BatchFacts`) there is no GPU synchronization; the size of the mask requires one.
-    """
+    """Return the embeddings with the placeholders' rows replaced by the features, in order."""
     width = embeds_BSD.shape[-1]
     if features.tokens.shape[-1] != width:
         raise ConfigError(
@@ -323,13 +311,10 @@ def merge_features(
             "The projector must put out the language model's width."
         )
     tokens = features.tokens.to(embeds_BSD.device, embeds_BSD.dtype)
-    if places is None:
+    if places is None:  # waits for the GPU, which knows the size of the mask
         return embeds_BSD.masked_scatter(mask_BS.unsqueeze(-1), tokens)
     merged: Tensor = embeds_BSD.flatten(0, 1).index_copy(0, places.to(tokens.device), tokens)
     return merged.view_as(embeds_BSD)
-
-
-# --------------------------------------------------------------------------------------------- masks and labels
 
 
 def mask_context_free_labels(labels_BS: Tensor | None, documents_BS: Tensor) -> Tensor | None:
@@ -348,10 +333,7 @@ def mask_context_free_labels(labels_BS: Tensor | None, documents_BS: Tensor) -> 
 def mark_spans(
     spans_BS: Tensor, modality: str, attention: str, mask_BS: Tensor, features: EncoderFeatures, first: int
 ) -> int:
-    """Write into `spans_BS` which tokens of one modality see each other in both directions.
-
-    Spans are numbered from `first`; returns the first number that is still free.
-    """
+    """Write into `spans_BS` which tokens of a modality see each other, numbered from `first`; return the next one."""
     if attention == "causal":
         return first
     if attention == "modality":

@@ -370,10 +370,7 @@ def check_source(folder: str | os.PathLike[str]) -> Path:
 
 
 def check_files(folder: Path, files: Manifest, verify: bool) -> None:
-    """Refuse a folder whose files differ from the saved ones.
-
-    Without `verify` configs may have been edited, and only the sizes of the weights are compared.
-    """
+    """Refuse a folder whose files differ from the saved ones; without `verify`, compare only the weights' sizes."""
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():

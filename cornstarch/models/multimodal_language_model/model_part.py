@@ -42,9 +42,6 @@ ModuleSource = type[nn.Module] | Callable[[], nn.Module] | nn.Module
 """The class of a part, a function that builds it, or the module to load into."""
 
 
-# ----------------------------------------------------------------------------------------------------- saving
-
-
 def strip_wrappers(part: nn.Module) -> nn.Module:
     """Return a part without the wrappers of torch.compile and DDP; PEFT stays."""
     while True:
@@ -144,9 +141,6 @@ def _describe_tensors(part: nn.Module) -> dict[str, Any]:
         "trainable": NameSet.of(trainable, parameters),
         "fixed": None if fixed is None else NameSet.of(fixed, parameters),
     }
-
-
-# ---------------------------------------------------------------------------------------------------- loading
 
 
 def load_part(
@@ -302,9 +296,6 @@ def parse_dtype(name: object) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype = {name!r}: expected a precision of torch, such as torch.bfloat16 or 'bfloat16'.")
     return found
-
-
-# --------------------------------------------------------------------------------------------------- adapters
 
 
 def _is_from_peft(module: nn.Module) -> bool:

@@ -400,12 +400,9 @@ def _run_without_head(model: MultimodalModel, *args: Any, **inputs: Any) -> Any:
 
 
 def _correct_count(count: Any, given: Tensor, trained: Tensor) -> Any:
-    """Return the divisor of a sum of losses, corrected for labels that are given, but not trained on.
-
-    Trainers count the labels of all batches of a step beforehand, including those of placeholders, and pass a tensor as
-    `num_items_in_batch`. If they counted this batch alone, the right number is known. A plain number is the caller's
-    own, and is kept.
-    """
+    """Return the divisor of a sum of losses, corrected for labels that are given, but not trained on."""
+    # Trainers count the labels of all batches of a step beforehand, including those of placeholders, and pass a tensor.
+    # If they counted this batch alone, the right number is known. A plain number is the caller's own, and is kept.
     if not isinstance(count, Tensor):
         return count
     own, right = ((labels[..., 1:] != IGNORE_INDEX).sum() for labels in (given, trained))

@@ -80,11 +80,11 @@ def pack(
 
 
 def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Return rows of indices: longest first, each goes to the first row with room for it.
+    """Return rows of indices (longest first, each to the first row with room), at most 11/9 of the fewest, plus one.
 
-    Rows, and the indices in a row, are in the order of the samples. At most 11/9 of the fewest rows possible, plus
-    one. A tournament tree over the rows' room finds the first that fits in logarithmic time.
+    Rows, and the indices in a row, are in the order of the samples.
     """
+    # A tournament tree over the rows' room finds the first that fits in logarithmic time.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [limit] * (2 * leaves)  # room[n] is the most room below node n; the rows are the leaves
     rows: dict[int, list[int]] = {}
@@ -219,11 +219,9 @@ def _join_values(name: str, values: list[Any], samples: list[int]) -> Any:
 def find_spans(masks: Any, lengths: Tensor) -> Tensor:
     """Return the spans [N, S] of tokens that see each other in both directions, read from a model's masks; -1 is text.
 
-    Models that make masks themselves let images, or whole prompts, see themselves in both directions. A mask that is
-    anything else than causal attention with such spans is refused. Shape letters: N documents, S tokens of the longest.
-
-    `masks` are what the model passes to its language model: a boolean mask [N, 1, S, S], one for each kind of layer, or
-    None for causal attention. `lengths` [N] are the tokens of each document; the rest is padding.
+    A mask that is anything else than causal attention with such spans (images, whole prompts) is refused. `masks` are
+    given to the language model: boolean [N, 1, S, S], one for each kind of layer, or None for causal attention.
+    `lengths` [N] are the tokens of each document; the rest is padding. N: documents, S: tokens of the longest.
     """
     full = "full_attention"
     by_kind = dict(masks) if isinstance(masks, Mapping) else {full: masks}

@@ -89,10 +89,7 @@ def save_pretrained(
 def _split_state(
     model: nn.Module, parts: Mapping[str, nn.Module], state_dict: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Split the weights of the whole model into the weights of each part, by their names in the part.
-
-    Names in `state_dict` may contain the prefixes of wrappers.
-    """
+    """Split the whole model's weights into those of each part; names in `state_dict` may have wrappers' prefixes."""
     given = {strip_wrapper_names(name): tensor for name, tensor in state_dict.items()}
     places = {id(module): strip_wrapper_names(f"{name}.") for name, module in model.named_modules()}
     states: dict[str, dict[str, Tensor]] = {}

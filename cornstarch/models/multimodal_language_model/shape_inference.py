@@ -92,10 +92,7 @@ class ShapeTensor(Tensor):
 
 
 class ShapeInferenceMode(TorchFunctionMode):
-    """Computes floating-point tensors as shapes only, and integers with their values.
-
-    An operation that needs a value which is not known raises.
-    """
+    """Computes floats as shapes only, and integers with their values; an operation on an unknown value raises."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -189,11 +186,9 @@ def _read_channels(config: Any) -> int:
 def find_unused_parameters(encoder: ModalEncoderModule, inputs: dict[str, Any] | None = None) -> list[str]:
     """Return the names of an encoder's trained parameters on which its tokens do not depend.
 
-    CLIP has a norm over its pooled output, SigLIP a head; LLaVA takes tokens from the layer before the last. Such
-    parameters never get gradients, and a plain `DistributedDataParallel` would wait for them.
-
-    A copy of the encoder runs in train mode, on shapes alone. The result is empty if the copy cannot run, if it draws
-    random numbers (the layers in use may then differ from step to step), or if modules are hooked or sharded.
+    A norm over CLIP's pooled output, say: it never gets a gradient, and a plain `DistributedDataParallel` would wait
+    for it. The result is empty if a copy of the encoder cannot run on shapes alone, if it draws random numbers (the
+    layers in use may then differ from step to step), or if modules are hooked or sharded.
     """
     trained = [parameter.requires_grad for parameter in encoder.parameters()]
     if not any(trained) or is_instrumented(encoder):

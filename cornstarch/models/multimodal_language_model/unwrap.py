@@ -55,11 +55,9 @@ def accepts_argument(module: nn.Module, name: str) -> bool:
 
 
 def disable_cache(module: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with `use_cache=False` if they have labels, unless they set it or the module lacks it.
-
-    No code reads the key-value cache after a loss. It costs memory, and compiled layers would be compiled again for
-    the cache entry of each layer.
-    """
+    """Return the inputs with `use_cache=False` if they have labels, unless they set it or the module lacks it."""
+    # No code reads the key-value cache after a loss. It costs memory, and compiled layers would be compiled again for
+    # the cache entry of each layer.
     if inputs.get("labels") is None or "use_cache" in inputs or not accepts_argument(module, "use_cache"):
         return dict(inputs)
     return {**inputs, "use_cache": False}
@@ -101,10 +99,7 @@ def is_instrumented(module: nn.Module) -> bool:
 
 
 def is_gathered_by_caller(module: nn.Module, inner: nn.Module) -> bool:
-    """Whether the parameters of `inner` are whole only while `module`, or a module between the two, runs.
-
-    This holds if `module` or a module on the way to `inner` is an FSDP unit.
-    """
+    """Whether `inner` is whole only while `module`, or one between the two, runs: one of these is an FSDP unit."""
     path = _modules_between(module, inner)
     return any("_fsdp_wrapped_module" in one._modules or isinstance(one, FSDPModule) for one in path)
 
@@ -120,10 +115,7 @@ def _modules_between(module: nn.Module, inner: nn.Module) -> list[nn.Module]:
 
 
 def run_inside(wrapper: nn.Module, function: Callable[[Callable[..., Any]], Any], **inputs: Any) -> Any:
-    """Call `wrapper(**inputs)` with `function(forward)` in place of the forward of the module inside.
-
-    `function` is given the module's own forward, and may call it with other inputs.
-    """
+    """Call `wrapper(**inputs)` with `function(forward)` in place of the own `forward` of the module inside."""
     inner = unwrap(wrapper)
     own = inner.forward
     with replace_forward(inner, lambda *_, **__: function(own)):

@@ -1,11 +1,9 @@
 """Decompose a whole Hugging Face multimodal model into encoders, projectors and a causal language model.
 
-It works without code for any one model. A *skeleton* of a Hugging Face module has its methods and config, but no
-weights and no children. An encoder's features are computed by the model's own `get_image_features` on a skeleton to
-which tower and projector are attached; positions and masks by the model's own forward on a skeleton whose language
-model only records how it is called. Before that, the same forward is probed with a made-up sentence and made-up
-features: a model that does anything else than put features in place of the placeholders is refused. It can still be
-trained as an `UndividedModel`.
+It works without code for any one model. An encoder's features are computed by the model's own `get_image_features` on a
+skeleton (see `modalities`) to which tower and projector are attached; positions and masks by the model's own forward on
+a skeleton whose language model only records how it is called. A model that is refused can still be trained as an
+`UndividedModel`.
 """
 
 from __future__ import annotations
@@ -148,11 +146,8 @@ class DecomposedModel(MultimodalModel):
         inputs: dict[str, Any],
     ) -> dict[str, Any]:
         """Return the arguments of the original forward's call of its language model, without the embeddings."""
-        if input_ids is None:
-            assert inputs_embeds is not None
-            inputs = {**inputs, "inputs_embeds": inputs_embeds}
-        else:
-            inputs = {**inputs, "input_ids": input_ids}
+        inputs = {**inputs, "inputs_embeds": inputs_embeds} if input_ids is None else {**inputs, "input_ids": input_ids}
+        if input_ids is not None:
             zero = torch.zeros(1, dtype=self.dtype, device=self.device)
             inputs_embeds = zero.expand(*input_ids.shape, self._embedding_table().shape[1])
         outputs: dict[str, Any] = {}
@@ -172,23 +167,20 @@ class DecomposedModel(MultimodalModel):
 
     def _add_type_ids(self, inputs: dict[str, Any], present: Mapping[str, Any]) -> None:
         """Add the modality of each token, as processors do for models that take it."""
-        input_ids = inputs.get("input_ids")
-        if "mm_token_type_ids" not in self._forward_names or "mm_token_type_ids" in inputs:
-            return
-        if input_ids is None or not present:
+        input_ids, key = inputs.get("input_ids"), "mm_token_type_ids"
+        if key not in self._forward_names or key in inputs or input_ids is None or not present:
             return
         types = torch.zeros_like(input_ids)
         for name, token_id in self.modality_token_ids.items():
             types[input_ids == token_id] = TYPE_IDS[self._towers[name].modality.kind]
-        inputs["mm_token_type_ids"] = types
+        inputs[key] = types
 
     def _run_documents(
         self, input_ids: Tensor, documents: Tensor, position_ids: Tensor | None, rest: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the positions and spans of packed tokens, computed by the original forward on each document alone.
 
-        Positions are the given ones, or the model's own. Spans of tokens that see each other are [B, S], or None for a
-        model that makes no masks itself.
+        Spans of tokens that see each other are [B, S], or None for a model that makes no masks itself.
         """
         makes_masks = any(encoder.behavior.makes_masks for encoder in self._towers.values())
         if position_ids is not None and not makes_masks:
@@ -321,10 +313,7 @@ def _find_text_model(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
 def rebuild(
     origin: DecomposedOrigin, device: str | torch.device = "meta", model_class: type | None = None
 ) -> DecomposedModel:
-    """Build the parts of the model that `origin` names, with new weights, on `device`.
-
-    `model_class` is the model's class, if it is not one of transformers'.
-    """
+    """Build the parts of the model that `origin` names, with new weights; `model_class` if it is not transformers'."""
     module, _, name = origin.class_path.rpartition(".")
     if model_class is None:
         if module.split(".")[0] != "transformers":
@@ -342,11 +331,9 @@ def rebuild(
 
 
 class UndividedModel(MultimodalModel):
-    """A multimodal model in place of a language model: batches go to its own forward unchanged.
+    """A Hugging Face multimodal model (or a PEFT model around one) in place of a language model.
 
-    Args:
-        whole: The Hugging Face model (or a PEFT model around one).
-        reason: Why it cannot be decomposed.
+    Batches go to its own forward unchanged. `reason` says why it cannot be decomposed.
     """
 
     def __init__(self, whole: nn.Module, reason: str) -> None:

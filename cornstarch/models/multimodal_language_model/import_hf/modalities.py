@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -141,9 +142,8 @@ def record_language_model_call(
 ) -> dict[str, Any]:
     """Run a skeleton's own forward up to its language model, and return the arguments of that call.
 
-    State that the forward keeps (rope deltas) stays on the skeleton `inner`. Of `text_model`, only attributes are read;
-    `embeds` is the result of looking up the token ids. `outputs` has, by method name, the result to return instead of
-    running the method, or a function to run instead.
+    Of `text_model`, only attributes are read; `embeds` is the result of looking up the token ids. `outputs` has, by
+    method name, the result or the function to use instead. State that the forward keeps (rope deltas) stays on `inner`.
     """
     recorder = _CallRecorder(text_model, embeds)
     attached: dict[str, Any] = {text_name: recorder, "get_input_embeddings": recorder.get_input_embeddings}
@@ -335,10 +335,9 @@ class _ForwardProbe:
         return _ProbeResult(call, output._fields, passed)
 
     def try_run(self, features: Any, **further: Any) -> _ProbeResult | None:
-        try:
+        with suppress(Exception):
             return self.run(features, **further)
-        except Exception:
-            return None
+        return None
 
 
 def _probe_method(probe: _ForwardProbe) -> ForwardBehavior:

@@ -26,8 +26,6 @@ from ..facts import EncoderFeatures, count_audio_tokens, find_mask
 from ..unwrap import get_argument_names, unwrap
 from .modalities import ForwardBehavior, Modality, PlaceholderModule, copy_skeleton, record_language_model_call, refuse
 
-# ----------------------------------------------------------------------------------------------------- encoders
-
 
 class OriginalProjector(MultimodalProjector):
     """The modules between a tower and the language model, called as the multimodal model calls them."""
@@ -185,9 +183,6 @@ class TowerEncoder(ModalEncoderModule):
         return TowerFeatures(states.reshape(-1, states.shape[-1]), lengths, output, self.behavior.passes_on_more)
 
 
-# --------------------------------------------------------------------------------------------- the language model
-
-
 class _BodyOutput:
     """The text model's output with the interface of the inner model's output."""
 
@@ -239,10 +234,9 @@ class ForwardTail:
 
 
 class TextModelForCausalLM:
-    """A text model with a head; logits and loss are those of the original multimodal model.
+    """A text model with a head whose logits and loss are those of the original: a mixin for `_create_class`.
 
-    A mixin of the class that `_create_class` builds. Weights are named `model.*` and `lm_head.*`, so that the text
-    model's own class can load a saved folder.
+    Weights are named `model.*` and `lm_head.*`, so that the text model's own class can load a saved folder.
     """
 
     text_class: ClassVar[type[PreTrainedModel]]

@@ -29,8 +29,6 @@ from cornstarch.errors import ConfigError
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: `role`, and `content` as a list of parts with a type (`{"type": "image", "image": …}`)."""
 
-# ------------------------------------------------------------------------------------------- checking tokenizers
-
 _PLAIN_TEXT = "The quick brown fox jumps over 12 lazy dogs."
 _TRIED_TOKENS = 64
 
@@ -38,12 +36,11 @@ _TRIED_TOKENS = 64
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that encodes plain text to nothing but special and unknown tokens.
 
-    transformers builds a tokenizer from its class alone where a folder has no tokenizer files. Such a tokenizer knows
-    its special tokens only: every text becomes nothing, or a row of unknown tokens, without an error. A tokenizer
-    that does not know the plain text, such as one with few words, is tried on its own tokens.
+    transformers builds such a tokenizer, without an error, from its class alone where a folder has no tokenizer files.
     """
     if _encodes(tokenizer, _PLAIN_TEXT):
         return
+    # A tokenizer that does not know the plain text, such as one with few words, is tried on its own tokens.
     special = {*tokenizer.all_special_tokens, *map(str, _get_added_tokens(tokenizer).values())}
     own = [token for token in tokenizer.get_vocab() if token not in special]
     if any(_encodes(tokenizer, tokenizer.convert_tokens_to_string([token])) for token in own[:_TRIED_TOKENS]):
@@ -63,14 +60,12 @@ def _encodes(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
-    """Refuse a tokenizer with ordinary tokens beyond the embedding table of a language model (without wrappers).
-
-    Added tokens may lie beyond it: placeholders of modalities are never looked up, and published tokenizers have added
-    tokens that their model has no row for.
-    """
+    """Refuse a tokenizer with ordinary tokens beyond the embedding table of a language model (without wrappers)."""
     rows = count_embedding_rows(model)
     if rows is None:
         return
+    # Added tokens may lie beyond it: placeholders of modalities are never looked up, and published tokenizers have
+    # added tokens that their model has no row for.
     beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= rows}
     ordinary = sorted(beyond.keys() - _get_added_tokens(tokenizer).keys())
     if ordinary:
@@ -91,9 +86,6 @@ def count_embedding_rows(model: Any) -> int | None:
     """Return the number of rows of a model's token embeddings; None if they are no plain `nn.Embedding`."""
     table = model.get_input_embeddings()
     return table.num_embeddings if isinstance(table, nn.Embedding) else None
-
-
-# ------------------------------------------------------------------------------------------------------- items
 
 
 @dataclass(frozen=True)
@@ -174,9 +166,6 @@ def group_lengths(lengths: list[int], n_items: int | None, modality: str) -> lis
     )
 
 
-# ------------------------------------------------------------------------------------------------- tokenizing
-
-
 def tokenize_with_items(
     tokenizer: PreTrainedTokenizerBase,
     tokens: Mapping[str, tuple[str, int]],
@@ -249,9 +238,6 @@ def _expand(text: str, token: str, lengths: list[int]) -> str:
     return first + "".join(token * length + piece for length, piece in zip(lengths, rest, strict=True))
 
 
-# ------------------------------------------------------------------------------- chat templates of tokens
-
-
 def missing_library(original: ProcessorMixin) -> str | None:
     """Return which library a processor's chat template needs and lacks; None if there is none."""
     source, tekken = str(original.tokenizer.name_or_path), "tekken.json"
@@ -270,10 +256,8 @@ def missing_library(original: ProcessorMixin) -> str | None:
 class TokenTemplate:
     """Encodes conversations with a processor whose `apply_chat_template` returns tokens, as mistral-common's does.
 
-    There is no text whose characters could locate the answers. Instead, the tokens of the conversation before an answer
-    are a prefix of the tokens with the answer.
-
-    `items` has, for each kind (image, audio), an item of noise and its placeholder token; `rates` has the sampling
+    There is no text whose characters could locate the answers; the tokens before an answer are a prefix of those with
+    it. `items` has, for each kind (image, audio), an item of noise and its placeholder token; `rates` the sampling
     rates of the kinds that are sounds.
     """
 
