@@ -116,7 +116,10 @@ def _narrow(config: PreTrainedConfig, multiple: int) -> None:
         groups = numbers["num_key_value_heads"] if has_groups else heads
         groups = groups if groups and heads % groups == 0 else heads
         few, each = _reduce_count(groups, multiple), _reduce_count(heads // groups, 1)
-        head = _reduce_head_size(config, width // heads)
+        # With sectioned rotary positions (mRoPE) the width of a head stays, or they would not fit.
+        rope = vars(config).get("rope_parameters") or vars(config).get("rope_scaling") or {}
+        is_sectioned = isinstance(rope, dict) and any("section" in str(key) for key in rope)
+        head = width // heads if is_sectioned else min(numbers.get("head_dim", width // heads), _HEAD)
         new_width = few * each * head
         setattr(config, heads_name, few * each)
         if has_groups:
@@ -175,15 +178,6 @@ def _reduce_count(count: int, multiple: int) -> int:
     """Return the smallest divisor of `count` above 1 that is a multiple of `multiple`; `count` if there is none."""
     wanted = math.lcm(multiple, 2 if count % 2 == 0 else 1)
     return wanted if count % wanted == 0 else count
-
-
-def _reduce_head_size(config: PreTrainedConfig, size: int) -> int:
-    """Return a smaller head width; with sectioned rotary positions (mRoPE) the width stays, or they would not fit."""
-    rope = vars(config).get("rope_parameters") or vars(config).get("rope_scaling") or {}
-    if isinstance(rope, dict) and any("section" in str(key) for key in rope):
-        return size
-    own: Any = vars(config).get("head_dim")
-    return min(own if type(own) is int else size, _HEAD)
 
 
 def add_noise(model: nn.Module, seed: int = 0, scale: float = 0.1) -> None:

@@ -45,7 +45,16 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     if embeddings is None or not hasattr(embeddings, "weight"):
         raise UnsupportedModelError(f"{name}.get_input_embeddings() gives no embedding table to merge into.")
     if is_sharded(language_model):  # it cannot be run by one process
-        return _check_twin(unwrap(language_model))
+        # Check a tiny model of the same class and options; accept the model if no twin can be built.
+        inner: Any = unwrap(language_model)
+        plain: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))
+        try:
+            with torch.random.fork_rng(devices=[]):
+                twin = plain(build_twin_config(inner.config))
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+            return LanguageModelTraits()
+        add_noise(twin)
+        return check_language_model(twin)
     if any(tensor.is_meta for tensor in (*language_model.parameters(), *language_model.buffers())):
         return LanguageModelTraits()
     probe = _Probe(name, language_model, embeddings)
@@ -53,18 +62,6 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
         probe.check_embeddings()
         probe.check_training()
         return LanguageModelTraits(takes_left_padding=probe.takes_left_padding(), is_causal=True)
-
-
-def _check_twin(language_model: nn.Module) -> LanguageModelTraits:
-    """Check a tiny model of the same class and options; accept the model if no twin can be built."""
-    plain: Any = next(base for base in type(language_model).__mro__ if not issubclass(base, FSDPModule))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            twin = plain(build_twin_config(language_model.config))  # type: ignore[arg-type]
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
-        return LanguageModelTraits()
-    add_noise(twin)
-    return check_language_model(twin)
 
 
 class _Probe:

@@ -147,8 +147,18 @@ class TokenMerger:
                 ) from error
         assert inputs_embeds is not None
         for name, found in features.items():
-            places = None if facts is None else facts.places[name]
-            inputs_embeds = merge_features(inputs_embeds, masks[name], found, places)
+            width = inputs_embeds.shape[-1]
+            if found.tokens.shape[-1] != width:
+                raise ConfigError(
+                    f"Features have width {found.tokens.shape[-1]}, the language model's embeddings {width}. "
+                    "The projector must put out the language model's width."
+                )
+            tokens = found.tokens.to(inputs_embeds.device, inputs_embeds.dtype)
+            if facts is None:  # waits for the GPU, which knows the size of the mask
+                inputs_embeds = inputs_embeds.masked_scatter(masks[name].unsqueeze(-1), tokens)
+            else:
+                flat = inputs_embeds.flatten(0, 1).index_copy(0, facts.places[name].to(tokens.device), tokens)
+                inputs_embeds = flat.view_as(inputs_embeds)
         return inputs_embeds
 
     def _is_plain(self, facts: BatchFacts, features: Mapping[str, EncoderFeatures]) -> bool:
@@ -298,23 +308,6 @@ def check_placeholders(modality: str, placeholders: Tensor | Sequence[int], feat
             f"{sum(left)} features have no tokens (tokens per sample: {list(tokens)}). "
             "Put a placeholder in the text for each item."
         )
-
-
-def merge_features(
-    embeds_BSD: Tensor, mask_BS: Tensor, features: EncoderFeatures, places: Tensor | None = None
-) -> Tensor:
-    """Return the embeddings with the placeholders' rows replaced by the features, in order."""
-    width = embeds_BSD.shape[-1]
-    if features.tokens.shape[-1] != width:
-        raise ConfigError(
-            f"Features have width {features.tokens.shape[-1]}, the language model's embeddings {width}. "
-            "The projector must put out the language model's width."
-        )
-    tokens = features.tokens.to(embeds_BSD.device, embeds_BSD.dtype)
-    if places is None:  # waits for the GPU, which knows the size of the mask
-        return embeds_BSD.masked_scatter(mask_BS.unsqueeze(-1), tokens)
-    merged: Tensor = embeds_BSD.flatten(0, 1).index_copy(0, places.to(tokens.device), tokens)
-    return merged.view_as(embeds_BSD)
 
 
 def mask_context_free_labels(labels_BS: Tensor | None, documents_BS: Tensor) -> Tensor | None:

@@ -288,31 +288,26 @@ def finish_folder(fresh: Path, target: Path, description: dict[str, Any]) -> Non
         sync(fresh / name)
     digests = file_digests(fresh, written)
     files = {name: {"size": (fresh / name).stat().st_size, "sha256": digests[name]} for name in written}
-    _copy_foreign_files(target, fresh, files)
+    if (target / DESCRIPTION).is_file():
+        # Keep files that others put into the replaced folder: a processor, a README, a tokenizer next to the weights.
+        listed = read_description(target, verify=False)["files"]
+        parts = {PurePosixPath(name).parts[0] for name in (*listed, *files)}
+        for name in _list_files(target):
+            if name in listed or name in files or name == DESCRIPTION:
+                continue
+            if PurePosixPath(name).parts[0] in parts and _affects_loading(name):
+                continue  # in a part's folder, such a file would be loaded as the part's weights
+            (fresh / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(target / name, fresh / name, follow_symlinks=False)
+            except OSError:  # a file system without hard links
+                shutil.copy2(target / name, fresh / name, follow_symlinks=False)
     content = {**description, "files": files}
     content["sha256"] = own_digest(content)
     (fresh / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     sync(fresh / DESCRIPTION)
     for root, _, _ in os.walk(fresh):
         sync(Path(root))
-
-
-def _copy_foreign_files(target: Path, fresh: Path, files: Manifest) -> None:
-    """Keep files that others put into the replaced folder: a processor, a README, a tokenizer next to the weights."""
-    if not (target / DESCRIPTION).is_file():
-        return
-    listed = read_description(target, verify=False)["files"]
-    parts = {PurePosixPath(name).parts[0] for name in (*listed, *files)}
-    for name in _list_files(target):
-        if name in listed or name in files or name == DESCRIPTION:
-            continue
-        if PurePosixPath(name).parts[0] in parts and _affects_loading(name):
-            continue  # in a part's folder, such a file would be loaded as the part's weights
-        (fresh / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(target / name, fresh / name, follow_symlinks=False)
-        except OSError:  # a file system without hard links
-            shutil.copy2(target / name, fresh / name, follow_symlinks=False)
 
 
 def _list_files(folder: Path) -> list[str]:

@@ -120,8 +120,17 @@ def _check_savable(
     model: MultimodalModel, parts: Mapping[str, nn.Module], same_as: Mapping[str, str], gathered: bool
 ) -> None:
     """Refuse a model of which a weight or class would be lost."""
-    for name, part in parts.items():
-        _check_whole(name, part, gathered)
+    for part_name, part in parts.items():
+        shards = [name for name, module in part.named_modules() if type(module).__name__ == "FullyShardedDataParallel"]
+        whole = gathered and not is_peft(part)  # adapters are saved by PEFT, from the module
+        for name, tensor in [] if whole else [*part.named_parameters(), *part.named_buffers()]:
+            if tensor.is_meta or type(tensor).__name__ == "DTensor":
+                shards.append(f"{name}, a {type(tensor).__name__} on {tensor.device}")
+        if shards:
+            raise ConfigError(
+                f"{part_name} cannot be saved: this process does not have all of it ({shards[0]}). "
+                "Gather the weights before saving, and give them: save_pretrained(folder, state_dict=…)."
+            )
     owners: dict[int, str] = {}
     separate = {name: part for name, part in parts.items() if name not in same_as}
     for part_name, part in separate.items():
@@ -141,19 +150,6 @@ def _check_savable(
         raise ConfigError(
             f"The model cannot be saved: {what}. Save it in your own class, or keep the weights in the encoder, the "
             "projector or a callback of a plain ModalEncoderModule."
-        )
-
-
-def _check_whole(part_name: str, part: nn.Module, gathered: bool) -> None:
-    shards = [name for name, module in part.named_modules() if type(module).__name__ == "FullyShardedDataParallel"]
-    whole = gathered and not is_peft(part)  # adapters are saved by PEFT, from the module
-    for name, tensor in [] if whole else [*part.named_parameters(), *part.named_buffers()]:
-        if tensor.is_meta or type(tensor).__name__ == "DTensor":
-            shards.append(f"{name}, a {type(tensor).__name__} on {tensor.device}")
-    if shards:
-        raise ConfigError(
-            f"{part_name} cannot be saved: this process does not have all of it ({shards[0]}). "
-            "Gather the weights before saving, and give them: save_pretrained(folder, state_dict=…)."
         )
 
 

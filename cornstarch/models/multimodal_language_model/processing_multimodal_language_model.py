@@ -273,7 +273,15 @@ class MultimodalProcessor:
                 f"or num_feature_calculation_funcs={{{name!r}: lambda inputs, outputs: <number>}}."
             )
         lengths = counter.lengths(counter.arguments(outputs))
-        return ItemLengths(tokenization.group_lengths(lengths, n_items, name), per_sample)
+        if n_items == 1:
+            lengths = [sum(lengths)]  # the processor may have made several items of one (crops)
+        elif n_items != len(lengths):
+            raise ConfigError(
+                f"The {name} processor made {len(lengths)} items out of {n_items}, so it is unknown which belong "
+                f"together. Pass num_feature_calculation_funcs={{{name!r}: …}} that returns the tokens of each of the "
+                f"{n_items}."
+            )
+        return ItemLengths(lengths, per_sample)
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """Return the text of token ids, as the tokenizer does."""

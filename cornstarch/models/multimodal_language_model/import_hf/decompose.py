@@ -31,6 +31,7 @@ from ..unwrap import disable_cache, get_argument_names, unwrap
 from .modalities import (
     ENCODER_NAMES,
     TYPE_IDS,
+    PlaceholderModule,
     copy_skeleton,
     find_modalities,
     find_placeholder_id,
@@ -82,7 +83,8 @@ class DecomposedModel(MultimodalModel):
         object.__setattr__(self, "_whole", copy_skeleton(whole))
         object.__setattr__(self, "_inner", copy_skeleton(inner))
         for encoder in encoders.values():
-            self._inner.__dict__.update(encoder.build_placeholders())
+            parts = encoder.modules_by_name().items()
+            self._inner.__dict__.update({part: PlaceholderModule(part, unwrap(module)) for part, module in parts})
         names = set(get_argument_names(inner)) - LANGUAGE_MODEL_INPUTS - {"mm_encoder_outputs"}
         self._triggers = {encoder.modality.inputs[0]: name for name, encoder in encoders.items()}
         self._video_names = {name for encoder in encoders.values() for name in encoder.modality.video_inputs}
@@ -276,7 +278,18 @@ def decompose(model: nn.Module) -> DecomposedModel:
             "expected a Hugging Face multimodal model with a head for text, such as LlavaForConditionalGeneration "
             "(wrap parts with PEFT afterwards, each on its own)",
         )
-    inner, text_name = _find_text_model(model)
+    inner = model.base_model
+    if model.config.is_encoder_decoder or inner is model or not isinstance(inner, PreTrainedModel):
+        children = ", ".join(name for name, _ in model.named_children())
+        raise refuse(
+            model,
+            "it is not a head on one inner model that holds towers, projectors and a decoder-only text model "
+            f"(its children: {children})",
+        )
+    decoder = inner.get_decoder()
+    text_name = next((name for name, child in inner.named_children() if child is decoder), None)
+    if text_name is None:
+        raise refuse(model, f"{type(inner).__name__} holds no text model beside encoders")
     modalities = find_modalities(inner, text_name)
     encoders = {modality.name: TowerEncoder(inner, text_name, modality) for modality in modalities}
     probe_forward(inner, text_name, list(encoders.values()))
@@ -291,23 +304,6 @@ def decompose(model: nn.Module) -> DecomposedModel:
     for new in (parts, language_model, *(m for encoder in encoders.values() for m in (encoder, encoder.projector))):
         new.training = model.training
     return parts
-
-
-def _find_text_model(model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
-    """Return the inner model that holds towers, projectors and text model, and the name of the text model in it."""
-    inner = model.base_model
-    if model.config.is_encoder_decoder or inner is model or not isinstance(inner, PreTrainedModel):
-        children = ", ".join(name for name, _ in model.named_children())
-        raise refuse(
-            model,
-            "it is not a head on one inner model that holds towers, projectors and a decoder-only text model "
-            f"(its children: {children})",
-        )
-    decoder = inner.get_decoder()
-    text_name = next((name for name, child in inner.named_children() if child is decoder), None)
-    if text_name is None:
-        raise refuse(model, f"{type(inner).__name__} holds no text model beside encoders")
-    return inner, text_name
 
 
 def rebuild(

@@ -24,7 +24,7 @@ from ..configuration_multimodal_language_model import MultimodalProjectorConfig
 from ..encoder import ModalEncoderModule, MultimodalProjector
 from ..facts import EncoderFeatures, count_audio_tokens, find_mask
 from ..unwrap import get_argument_names, unwrap
-from .modalities import ForwardBehavior, Modality, PlaceholderModule, copy_skeleton, record_language_model_call, refuse
+from .modalities import ForwardBehavior, Modality, copy_skeleton, record_language_model_call, refuse
 
 
 class OriginalProjector(MultimodalProjector):
@@ -105,18 +105,15 @@ class TowerEncoder(ModalEncoderModule):
         """Return the inputs unchanged: batch keys are the names of the method's arguments."""
         return given
 
-    def _modules_by_name(self) -> dict[str, nn.Module]:
+    def modules_by_name(self) -> dict[str, nn.Module]:
         """Return the tower and the projector's modules by their names in the original model."""
         names, projection = self.modality.projectors, cast(Any, unwrap(self.projector)).projection
         parts = {names[0]: projection} if len(names) == 1 else {name: projection[name] for name in names}
         return {self.modality.tower: self.module, **parts}
 
-    def build_placeholders(self) -> dict[str, PlaceholderModule]:
-        return {name: PlaceholderModule(name, unwrap(module)) for name, module in self._modules_by_name().items()}
-
     def attach_to(self, inner: PreTrainedModel) -> None:
         """Make this encoder's parts the parts of the skeleton `inner`."""
-        for name, module in self._modules_by_name().items():
+        for name, module in self.modules_by_name().items():
             inner.__dict__.pop(name, None)
             inner._modules[name] = module
         projector = unwrap(self.projector)
@@ -143,13 +140,10 @@ class TowerEncoder(ModalEncoderModule):
             )
         if self.preprocess_callback is not None:
             inputs = self.preprocess_callback(inputs)
-        inner, method = self._build_model(), self.modality.method
-        if method is None:
-            return self._encode_sentence(inner, inputs)
-        return getattr(inner, method)(**{**(self.behavior.fixed_inputs or {}), **inputs})
-
-    def _encode_sentence(self, inner: PreTrainedModel, inputs: dict[str, Any]) -> list[Tensor]:
-        """Return the features per item by running the model on a sentence of placeholders."""
+        inner = self._build_model()
+        if self.modality.method is not None:
+            return getattr(inner, self.modality.method)(**{**(self.behavior.fixed_inputs or {}), **inputs})
+        # Without a method for features, the model runs on a sentence of placeholders.
         mask = find_mask(inputs)
         lengths = count_audio_tokens(self.module, mask) if mask is not None else None
         if lengths is None:
@@ -233,6 +227,10 @@ class ForwardTail:
         return type(whole).forward(whole, **inputs)
 
 
+# The arguments of a causal language model's forward that are passed on if they are given, in order.
+_TEXT_ARGUMENTS = "input_ids attention_mask position_ids past_key_values inputs_embeds labels use_cache".split()
+
+
 class TextModelForCausalLM:
     """A text model with a head whose logits and loss are those of the original: a mixin for `_create_class`.
 
@@ -240,7 +238,6 @@ class TextModelForCausalLM:
     """
 
     text_class: ClassVar[type[PreTrainedModel]]
-    tail: ClassVar[ForwardTail]
     head_bias: ClassVar[bool]
 
     def __init__(self, config: Any) -> None:
@@ -249,43 +246,24 @@ class TextModelForCausalLM:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=self.head_bias)
         self.post_init()  # type: ignore[attr-defined]
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "labels": labels,
-            "use_cache": use_cache,
-        }
-        given = {name: value for name, value in inputs.items() if value is not None}
-        return self.tail(self.model, self.lm_head, **given, **kwargs)
-
 
 def _build_forward(tail: ForwardTail) -> Callable[..., Any]:
     """Return a forward whose signature includes the arguments that only the multimodal model's forward has."""
     whole = inspect.signature(type(tail.whole).forward).parameters
     inner = inspect.signature(type(tail.inner).forward).parameters
-    *own, rest = inspect.signature(TextModelForCausalLM.forward).parameters.values()
-    known = {*inner, *(parameter.name for parameter in own)}
+    own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    own += [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in _TEXT_ARGUMENTS]
+    known = {"self", *inner, *_TEXT_ARGUMENTS}
     further = [
         p.replace(kind=p.KEYWORD_ONLY) for p in whole.values() if p.name not in known and p.kind is not p.VAR_KEYWORD
     ]
 
     def forward(self: TextModelForCausalLM, *args: Any, **kwargs: Any) -> Any:
-        return TextModelForCausalLM.forward(self, *args, **kwargs)
+        given = {**dict(zip(_TEXT_ARGUMENTS, args, strict=False)), **kwargs}
+        given = {name: value for name, value in given.items() if value is not None or name not in _TEXT_ARGUMENTS}
+        return tail(self.model, self.lm_head, **given)
 
+    rest = inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)
     forward.__signature__ = inspect.Signature([*own, *further, rest])  # type: ignore[attr-defined]
     return forward
 
@@ -305,7 +283,6 @@ def _create_class(tail: ForwardTail, text_model: Any, head: nn.Linear) -> type:
         "_tied_weights_keys": {"lm_head.weight": f"model.{table}.weight"},
         "forward": _build_forward(tail),
         "text_class": text_class,
-        "tail": tail,
         "head_bias": head.bias is not None,
     }
     return type(f"{text_class.__name__}ForCausalLM", (TextModelForCausalLM, parents[0], GenerationMixin), members)

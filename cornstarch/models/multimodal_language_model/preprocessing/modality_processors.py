@@ -53,7 +53,8 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _get_parameters(processor: Any) -> tuple[str, ...]:
-    return _get_parameters_of(processor if inspect.isroutine(processor) else type(processor))
+    function: Any = processor if inspect.isroutine(processor) else type(processor)
+    return _get_parameters_of(function)
 
 
 @lru_cache(maxsize=256)  # called several times for every sample, and reading a signature is slow

@@ -133,11 +133,11 @@ def is_per_sample(items: Any) -> bool:
     )
 
 
-def parse_claim(claim: Any, n_items: int | None, source: str) -> ItemLengths:
+def parse_claim(claim: Any, n_items: int, source: str) -> ItemLengths:
     """Parse the result of a user's function: a number for all items, a list over the batch, or a list per sample."""
     claim = claim.tolist() if hasattr(claim, "tolist") else claim
     per_sample = None
-    if isinstance(claim, int) and n_items is not None:
+    if isinstance(claim, int):
         lengths: Any = [claim] * n_items
     elif isinstance(claim, (list, tuple)) and any(isinstance(sample, (list, tuple)) for sample in claim):
         per_sample = [len(sample) for sample in claim]
@@ -149,21 +149,9 @@ def parse_claim(claim: Any, n_items: int | None, source: str) -> ItemLengths:
             f"{source} returned {claim!r}; expected the number of tokens of an item: one integer for all, a list over "
             "the batch, or a list per sample."
         )
-    if n_items is not None and len(lengths) != n_items:
+    if len(lengths) != n_items:
         raise ConfigError(f"{source} returned {len(lengths)} numbers for {n_items} items; expected one per item.")
     return ItemLengths(list(lengths), per_sample)
-
-
-def group_lengths(lengths: list[int], n_items: int | None, modality: str) -> list[int]:
-    """Return the tokens per item of the user's; the processor may have made several items of one (crops)."""
-    if n_items is None or n_items == len(lengths):
-        return lengths
-    if n_items == 1:
-        return [sum(lengths)]
-    raise ConfigError(
-        f"The {modality} processor made {len(lengths)} items out of {n_items}, so it is unknown which belong together. "
-        f"Pass num_feature_calculation_funcs={{{modality!r}: …}} that returns the tokens of each of the {n_items}."
-    )
 
 
 def tokenize_with_items(
@@ -264,8 +252,17 @@ class TokenTemplate:
     def __init__(
         self, original: ProcessorMixin, items: Mapping[str, tuple[Any, int]], rates: Mapping[str, int]
     ) -> None:
-        self._for_prompts, self._for_answers = original, _copy_for_answers(original)
-        self._rates = rates
+        self._rates, self._for_prompts, tokenizer = rates, original, original.tokenizer
+        # A copy of the processor takes conversations that end with an answer.
+        self._for_answers: Any = copy.copy(original)
+        if hasattr(tokenizer, "mode"):  # mistral-common's tokenizers take either these or prompts
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_pretrained(folder)
+                answers = type(tokenizer).from_pretrained(folder, mode="finetuning", padding_side="right")
+        else:
+            answers = copy.copy(tokenizer)
+            answers.padding_side = "right"
+        self._for_answers.tokenizer = answers
         self._forms = {kind: self._find_form(kind, noise, token) for kind, (noise, token) in items.items()}
 
     def _find_form(self, kind: str, noise: Any, token: int) -> Callable[[str, Any], dict[str, Any]]:
@@ -341,17 +338,3 @@ class TokenTemplate:
                 )
             spans.append((len(before), len(after)))
         return spans
-
-
-def _copy_for_answers(original: ProcessorMixin) -> Any:
-    """Return a copy of a processor that takes conversations ending with an answer."""
-    worker: Any = copy.copy(original)
-    tokenizer: Any = original.tokenizer
-    if hasattr(tokenizer, "mode"):  # mistral-common's tokenizers take either these or prompts
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            worker.tokenizer = type(tokenizer).from_pretrained(folder, mode="finetuning", padding_side="right")
-    else:
-        worker.tokenizer = copy.copy(tokenizer)
-        worker.tokenizer.padding_side = "right"
-    return worker
