@@ -156,7 +156,19 @@ class ModalEncoderModule(nn.Module):
         else:
             output = self.encode(inputs) if self.projector is None else self._encode_states(inputs)
         if self.projector is not None:
-            output = self._project(get_token_states(output))
+            states = get_token_states(output)
+            expected = getattr(getattr(unwrap(self.projector), "config", None), "in_features", None)
+            width = states[0].shape[-1] if isinstance(states, Sequence) else states.shape[-1]
+            if expected is not None and width != expected:
+                raise ConfigError(
+                    f"{type(unwrap(self.module)).__name__} put out tokens of width {width}, the projector takes "
+                    f"{expected}. Pass a projector made with MultimodalProjectorConfig(in_features={width}, …)."
+                )
+            if isinstance(states, Sequence):
+                projected: Any = [self.projector(item).last_hidden_state for item in states]
+                output = BaseModelOutput(last_hidden_state=projected)
+            else:
+                output = self.projector(states)
         if self.postprocess_projector_callback is not None:
             output = _call_with_output(self.postprocess_projector_callback, inputs, output)
         return output
@@ -189,19 +201,6 @@ class ModalEncoderModule(nn.Module):
         has_callbacks = self.preprocess_callback is not None or self.postprocess_module_callback is not None
         self._uses_inference_mode = frozen and not has_callbacks and not is_instrumented(self.module)
         return self._uses_inference_mode
-
-    def _project(self, states: Any) -> Any:
-        assert self.projector is not None
-        expected = getattr(getattr(unwrap(self.projector), "config", None), "in_features", None)
-        width = states[0].shape[-1] if isinstance(states, Sequence) else states.shape[-1]
-        if expected is not None and width != expected:
-            raise ConfigError(
-                f"{type(unwrap(self.module)).__name__} put out tokens of width {width}, the projector takes {expected}."
-                f" Pass a projector made with MultimodalProjectorConfig(in_features={width}, …)."
-            )
-        if isinstance(states, Sequence):
-            return BaseModelOutput(last_hidden_state=[self.projector(item).last_hidden_state for item in states])  # type: ignore[arg-type]
-        return self.projector(states)
 
     def features(
         self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None, *, wrapper: nn.Module | None = None

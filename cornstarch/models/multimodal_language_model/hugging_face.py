@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
@@ -96,9 +96,8 @@ class HuggingFaceModel(nn.Module):
         counted = [one for one in self.parameters() if one.requires_grad or not only_trainable]
         return sum(one.numel() for one in counted if id(one) not in left_out)
 
-    def _bare_parts(self) -> Iterator[nn.Module]:
-        yield from (unwrap(encoder.module) for encoder in self.encoders.values())
-        yield unwrap(self.language_model)
+    def _bare_parts(self) -> list[nn.Module]:
+        return [unwrap(part) for part in (*(one.module for one in self.encoders.values()), self.language_model)]
 
     def _call_parts(self, method: str, **kwargs: Any) -> None:
         for part in self._bare_parts():
@@ -174,10 +173,9 @@ class HuggingFaceModel(nn.Module):
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
         """Enable gradient checkpointing in every part that supports it; takes the arguments of transformers' method."""
-        kwargs = gradient_checkpointing_kwargs or {"use_reentrant": False}
         for part in self._bare_parts():
             if getattr(part, "supports_gradient_checkpointing", False):
-                checkpoint_activations(part, kwargs, **options)
+                checkpoint_activations(part, gradient_checkpointing_kwargs or {"use_reentrant": False}, **options)
 
     def gradient_checkpointing_disable(self) -> None:
         """Disable gradient checkpointing."""

@@ -76,14 +76,23 @@ def save_part(name: str, part: nn.Module, folder: Path, state_dict: Mapping[str,
             _save_tensors(state, folder / WEIGHTS)
     except RuntimeError as error:  # weights that share memory in a way that cannot be restored
         raise ConfigError(f"{name} cannot be saved: {error}") from error
-    config = getattr(base, "config", None)
-    attention = getattr(config, "_attn_implementation", None)
+    attention = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in _collect_weights(part).items()}
+    usual, _ = next(iter(Counter(dtypes.values()).most_common(1)), (None, 0))
+    others: dict[str, list[str]] = {}
+    for key, dtype in dtypes.items():
+        if dtype != usual:
+            others.setdefault(dtype, []).append(key)
+    parameters, fixed = dict(part.named_parameters()), part.__dict__.get(FIXED)
     return StoredPart(
         kind=kind,
         class_path=f"{type(described).__module__}.{type(described).__qualname__}",
-        adapters=adapters,
+        dtype=usual,
+        other_dtypes={dtype: tuple(keys) for dtype, keys in others.items()},
+        trainable=NameSet.of({key for key, one in parameters.items() if one.requires_grad}, parameters),
+        fixed=None if fixed is None else NameSet.of(fixed, parameters),
         attn_implementation=attention if kind == "transformers" and attention in _PORTABLE_ATTENTION else None,
-        **_describe_tensors(part),
+        adapters=adapters,
     )
 
 
@@ -122,25 +131,6 @@ def _collect_weights(part: nn.Module) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = dict(part.named_parameters())
     weights.update({name: buffer for name, buffer, persistent in _list_buffers(part) if persistent})
     return {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
-
-
-def _describe_tensors(part: nn.Module) -> dict[str, Any]:
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in _collect_weights(part).items()}
-    most = Counter(dtypes.values()).most_common(1)
-    usual = most[0][0] if most else None
-    others: dict[str, list[str]] = {}
-    for name, dtype in dtypes.items():
-        if dtype != usual:
-            others.setdefault(dtype, []).append(name)
-    parameters = dict(part.named_parameters())
-    trainable = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    fixed = part.__dict__.get(FIXED)
-    return {
-        "dtype": usual,
-        "other_dtypes": others,
-        "trainable": NameSet.of(trainable, parameters),
-        "fixed": None if fixed is None else NameSet.of(fixed, parameters),
-    }
 
 
 def load_part(
@@ -216,10 +206,8 @@ def _load_transformers(
 def _find_model_class(
     name: str, stored: StoredPart, folder: Path, given: ModuleSource | None, trust_remote_code: bool
 ) -> type[PreTrainedModel]:
-    found: Any = given
-    if given is None and is_trusted(stored.class_path):
-        found = import_class(stored.class_path)
-    elif given is None and trust_remote_code:
+    found: Any = import_trusted_class(stored.class_path) if given is None else given
+    if found is None and trust_remote_code and not stored.class_path.startswith(_TRUSTED):
         references = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
         for one in references.values():
             if isinstance(one, str) and "--" not in one and _class_name(one) == _class_name(stored.class_path):
@@ -240,13 +228,11 @@ def _class_name(class_path: str) -> str:
     return class_path.rpartition(".")[2]
 
 
-def is_trusted(class_path: str) -> bool:
-    return class_path.startswith(_TRUSTED)
-
-
-def import_class(class_path: str) -> Any:
+def import_trusted_class(class_path: str) -> Any:
+    """Return a class of transformers or Cornstarch by its import path; None if it belongs to neither."""
     module_name, _, name = class_path.rpartition(".")
-    assert is_trusted(class_path)
+    if not class_path.startswith(_TRUSTED):
+        return None
     if module_name.startswith("cornstarch.") and name == MultimodalProjector.__name__:
         return MultimodalProjector  # earlier versions had it in other modules
     try:

@@ -61,7 +61,20 @@ def pack(
         raise ConfigError(f"pad_to = {pad_to} is more than max_length = {max_length}.")
     texts = [_read_tokens(index, sample, token_keys) for index, sample in enumerate(samples)]
     lengths = [text["input_ids"].shape[-1] for text in texts]
-    chosen = _select_samples(lengths, max_length, too_long)
+    if too_long not in ("error", "skip"):
+        raise ConfigError(f"too_long = {too_long!r}: expected 'error' or 'skip'.")
+    if not lengths:
+        raise ConfigError("There are no samples to pack.")
+    chosen = [index for index, length in enumerate(lengths) if length <= max_length]
+    left_out = len(lengths) - len(chosen)
+    if left_out and (too_long == "error" or not chosen):
+        first = next(index for index, length in enumerate(lengths) if length > max_length)
+        raise ConfigError(
+            f"Sample {first} has {lengths[first]} tokens, max_length is {max_length} ({left_out} of {len(lengths)} "
+            "samples are too long). Raise max_length, shorten the samples, or leave them out with too_long='skip'."
+        )
+    if left_out:
+        logger.warning("Left out %d of %d samples with more than %d tokens.", left_out, len(lengths), max_length)
     rows = [[chosen[i] for i in row] for row in first_fit_decreasing([lengths[i] for i in chosen], max_length)]
     order = [index for row in rows for index in row]
     used = [sum(lengths[index] for index in row) for row in rows]
@@ -101,25 +114,6 @@ def first_fit_decreasing(lengths: Sequence[int], limit: int) -> list[list[int]]:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
     return sorted(sorted(row) for row in rows.values())
-
-
-def _select_samples(lengths: list[int], max_length: int, too_long: str) -> list[int]:
-    """Return the indices of the samples that fit into a row."""
-    if too_long not in ("error", "skip"):
-        raise ConfigError(f"too_long = {too_long!r}: expected 'error' or 'skip'.")
-    if not lengths:
-        raise ConfigError("There are no samples to pack.")
-    fitting = [index for index, length in enumerate(lengths) if length <= max_length]
-    left_out = len(lengths) - len(fitting)
-    if left_out and (too_long == "error" or not fitting):
-        first = next(index for index, length in enumerate(lengths) if length > max_length)
-        raise ConfigError(
-            f"Sample {first} has {lengths[first]} tokens, max_length is {max_length} ({left_out} of {len(lengths)} "
-            "samples are too long). Raise max_length, shorten the samples, or leave them out with too_long='skip'."
-        )
-    if left_out:
-        logger.warning("Left out %d of %d samples with more than %d tokens.", left_out, len(lengths), max_length)
-    return fitting
 
 
 def _read_tokens(index: int, sample: Mapping[str, Any], token_keys: Sequence[str]) -> dict[str, Tensor]:

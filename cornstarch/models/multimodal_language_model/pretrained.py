@@ -267,9 +267,7 @@ def _rebuild_origin(
         origin = DecomposedOrigin(**stored.origin or {})
     except TypeError as error:
         raise ConfigError(f"{model_folder.DESCRIPTION} is damaged: origin is incomplete ({error}).") from error
-    model_class: Any = sources.get(ORIGIN)
-    if model_class is None and model_part.is_trusted(origin.class_path):
-        model_class = model_part.import_class(origin.class_path)
+    model_class: Any = sources.get(ORIGIN) or model_part.import_trusted_class(origin.class_path)
     if model_class is None:
         raise ConfigError(
             f"The model was taken from a {origin.class_path}, which does not come with transformers. Pass the class: "
