@@ -5,9 +5,10 @@ more steps than one of another rank were applied while u_i was computed. The sen
 change has the same weight everywhere: when all have arrived, all ranks have the same weights.
 
 A change is *stale* by as many steps as its receiver has made beyond one since the weights that it was computed from.
-For that each message says how many steps of its receiver its sender has applied: whatever the sender does next is
-computed from there. A rank does not begin a step after which the next message could be too stale. So a rank that is k
-times slower than the others makes nobody wait if k - 1, and the steps that a message takes, are within the bound.
+For that each message says how many steps of its receiver its sender had applied when it began the oldest step that it
+has not sent yet: whatever comes next is computed from there. A rank does not begin a step after which the next message
+could be too stale. So a rank that is k times slower than the others makes nobody wait if k - 1, and the steps that a
+message takes, are within the bound.
 
 A rank has two threads for each other rank, which sleep until there is something to send or to receive. What a link
 cannot carry in time is added up and goes in one message. Where a message takes longer than all the steps that a rank
@@ -35,7 +36,7 @@ from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, Peer, Receiv
 from cornstarch.plan.data_options import Compression
 from cornstarch.plan.plan import DataPlan
 
-_HEADER = 4  # numbers in front of each message: steps, applied, whether changes follow, whether it is the last
+_HEADER = 4  # numbers in front of each message: steps, applied, base, whether it is the last; see PeerState
 _HEADERS, _CHANGES = 0, 1  # message tags
 
 
@@ -73,12 +74,14 @@ class PeerState:
     peer: Peer
     incoming: ReceiveQueue  # its changes
     out: ChangeBuffer  # changes for it that are not sent yet
+    out_base: int = 0  # steps of it that were applied when the oldest of these was computed
     sent: int = 0  # own steps that are there, or in flight
+    applied_there: int = 0  # own steps that it has applied
     arrived: int = 0  # steps of it that are here
     applied: int = 0  # steps of it that are applied
     acknowledged: int = 0  # steps of it that it knows to be applied here
     base: int = 0
-    """Own steps that it had applied when it sent its last message: its next changes are computed from there."""
+    """Own steps that the next changes from it are computed from, at least."""
     oldest: int | None = None  # the base of the oldest change that has arrived and is not applied
     transfer_seconds: float = 0.0  # how long the last changes took to reach it
     has_ended: bool = False  # whether it makes no more steps
@@ -156,6 +159,9 @@ class AsynchronousUpdates(ReplicaSync):
             self._step_seconds = perf_counter() - self._step_began
             # This change counts less if others have made several steps meanwhile.
             change.mul_((1 / max(1, self.pending_steps) if self._scales else 1.0) / self._ranks)
+            for other in self._others:
+                if not other.out.is_filled:  # before anything else is applied: this change does not know it
+                    other.out_base = other.applied
             self._staleness = self._apply(weights)
             here = change.cpu()
             for other in self._others:
@@ -187,7 +193,7 @@ class AsynchronousUpdates(ReplicaSync):
     def _has_due_changes(self, other: PeerState) -> bool:
         """Return whether there are changes for another rank that should not wait for those of the next steps."""
         is_slow = other.transfer_seconds > self._step_seconds * (self._bound + 1)
-        is_due = self._is_ending or (self._is_waiting and other.base == other.sent)
+        is_due = self._is_ending or (self._is_waiting and other.applied_there == other.sent)
         return other.out.is_filled and (is_due or not is_slow)
 
     def _check(self) -> None:
@@ -250,7 +256,9 @@ class AsynchronousUpdates(ReplicaSync):
                 if has_changes:
                     # The buffer is free for the next steps at once; the lock is not held during the transfer.
                     spare, other.sent = other.out.swap(spare), self._steps
-                header = torch.tensor([other.sent, other.applied, has_changes, is_last])
+                # Changes that stay here are older than what has been applied since; their receiver must know.
+                base = other.out_base if other.out.is_filled else other.applied
+                header = torch.tensor([other.sent, other.applied, base, is_last])
                 other.acknowledged = other.applied
                 self._sent += header.nbytes + has_changes * spare.nbytes
             other.peer.send(header, _HEADERS)
@@ -263,10 +271,11 @@ class AsynchronousUpdates(ReplicaSync):
         header = torch.empty(_HEADER, dtype=torch.int64)
         while not other.has_ended:
             other.peer.receive(header, _HEADERS)
-            steps, applied, has_changes, is_last = header.tolist()
-            with other.incoming.next() if has_changes else nullcontext() as values, self._changed:
+            steps, applied, base, is_last = header.tolist()
+            with other.incoming.next() if steps > other.arrived else nullcontext() as values, self._changed:
                 if values is not None:
                     self._inbox.put(values)
                     other.oldest = other.base if other.oldest is None else other.oldest
-                other.arrived, other.base, other.has_ended = steps, applied, bool(is_last)
+                other.arrived, other.applied_there, other.base = steps, applied, base
+                other.has_ended = bool(is_last)
                 self._changed.notify_all()

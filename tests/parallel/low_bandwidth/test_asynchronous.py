@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.parallel.low_bandwidth.updates import (
     Marked,
     Replicas,
     delayed,
+    delayed_over_a_slow_link,
     flat,
     left_alone,
     marked_step,
@@ -49,9 +51,12 @@ def test_resumed_synchronous_run_is_bit_equal(workers: Pool) -> None:
         assert sent == sent_after > 0
 
 
+@pytest.mark.parametrize("train", [delayed, delayed_over_a_slow_link])
 @pytest.mark.parametrize(("ranks", "bound", "slow"), [(2, 1, 1), (3, 1, 4), (3, 2, 1), (4, 2, 8), (4, 4, 3)])
-def test_no_change_is_staler_than_the_bound(workers: Pool, ranks: int, bound: int, slow: int) -> None:
-    found = workers.run(ranks, delayed, plan(bound), 25, 10 * ranks + bound, 0.004, slow)
+def test_no_change_is_staler_than_the_bound(
+    workers: Pool, ranks: int, bound: int, slow: int, train: Callable[..., dict[str, Any]]
+) -> None:
+    found = workers.run(ranks, train, plan(bound), 25, 10 * ranks + bound, 0.004, slow)
     counts = [torch.stack(one["seen"])[:, 3:].round().long() for one in found]
     measured = [stale(counts, me, other) for me in range(ranks) for other in range(ranks) if me != other]
     assert 0 < max(map(max, measured)) <= bound

@@ -257,6 +257,15 @@ def over_a_slow_link(plan: Mapping[str, Any], steps: int) -> tuple[int, Tensor]:
     return int(exchange.figures()["bytes_sent"] - together) // (8 * numbers), flat(model)
 
 
+def delayed_over_a_slow_link(plan: Mapping[str, Any], *options: Any) -> dict[str, Any]:
+    """Run `delayed` where each message takes longer than all steps, so that changes wait for their sender to wait."""
+    link = SlowLink(flat(Marked(dist.get_world_size())).numel())
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(asynchronous, "perf_counter", link.now)
+        changed.setattr(Peer, "send", lambda *given: link.send(*given))
+        return delayed(plan, *options)
+
+
 def left_alone(rank: int, meeting: Path, plan: Mapping[str, Any]) -> None:
     """Let rank 1 end without a word, and rank 0 with 7 if it says so."""
     store = dist.FileStore(str(meeting), 2)
