@@ -74,6 +74,19 @@ def broadcast_json(value: Any, source: int = 0) -> Any:
     return value if is_single_process() else all_gather_json(value if rank() == source else None)[source]
 
 
+class Collective(torch.autograd.Function):
+    """Calls one function in the forward pass, and another one with the gradient, both with the same arguments."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, run: Callable[..., Tensor], back: Callable[..., Tensor], *rest: Any) -> Tensor:
+        context.back, context.rest = back, rest
+        return run(x, *rest)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return context.back(gradients[0], *context.rest), None, None, *(None for _ in context.rest)
+
+
 def get_device_backend(group: dist.ProcessGroup | None, device_type: str) -> str | None:
     """Return the backend of a group (default: the world) for a device type; None if it has none.
 

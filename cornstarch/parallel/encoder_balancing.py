@@ -89,15 +89,6 @@ def _iter_balancers(model: nn.Module) -> Iterator[_EncoderBalancer]:
 
 
 @dataclass(frozen=True)
-class _RankItems:
-    """What a rank tells the others before a call of the encoder."""
-
-    is_refused: bool
-    form: int  # a hash of everything that items must have in common to be encoded together
-    patches: list[int]  # of each item; empty for a placeholder
-
-
-@dataclass(frozen=True)
 class _Assignment:
     """Which rank encodes which items in one call."""
 
@@ -151,23 +142,18 @@ class _EncoderBalancer:
         first = self._all_gather([refusal is not None, form, len(patches), *patches[:room]], _SUMMARY)
         more = max(one[2] for one in first) - room
         rest = self._all_gather(patches[room:], more) if more > 0 else [[] for _ in first]
-        every = [
-            _RankItems(bool(one[0]), one[1], [*one[3:], *others][: one[2]])
-            for one, others in zip(first, rest, strict=True)
-        ]
+        forms = [one[1] for one in first]
+        sizes = [[*one[3:], *others][: one[2]] for one, others in zip(first, rest, strict=True)]
         if refusal is not None:
             raise refusal
-        if any(one.is_refused for one in every):
-            raise UnsupportedModelError(
-                f"{self.name} was given something on another rank of which it is unknown which part belongs to which "
-                f"item. {_ADVICE}"
-            )
+        if any(one[0] for one in first):
+            raise encoder_items.build_refusal(f"{self.name} was given something on another rank of which", _ADVICE)
         assert items is not None
-        takers = self._assign(every)
+        takers = self._assign(forms, sizes)
         if all(taker == owner for owner, whose in enumerate(takers) for taker in whose):
             return None
-        assignment = _Assignment(self.rank, items, items, takers, [one.form for one in every])
-        inputs = {name: self._exchange_input(name, value, assignment, every) for name, value in named.items()}
+        assignment = _Assignment(self.rank, items, items, takers, forms)
+        inputs = {name: self._exchange_input(name, value, assignment, sizes) for name, value in named.items()}
         self._assignment = replace(assignment, encoded=EncoderItems.of(self.encoder, inputs, _ADVICE))
         return (), inputs
 
@@ -181,10 +167,8 @@ class _EncoderBalancer:
             elif isinstance(value, _PLAIN):
                 facts.append((name, repr(value)))
             else:
-                raise UnsupportedModelError(
-                    f"{self.name} was given {name!r}, a {type(value).__name__}: it is unknown which part belongs to "
-                    f"which item. {_ADVICE}"
-                )
+                given = f"{self.name} was given {name!r}, a {type(value).__name__}:"
+                raise encoder_items.build_refusal(given, _ADVICE)
         return _hash(facts)
 
     def _all_gather(self, numbers: Sequence[int], size: int) -> list[list[int]]:
@@ -195,14 +179,14 @@ class _EncoderBalancer:
         dist.all_gather(list(found.unbind()), own, group=self.group)
         return found.tolist()
 
-    def _assign(self, every: Sequence[_RankItems]) -> list[list[int]]:
+    def _assign(self, forms: list[int], patches: list[list[int]]) -> list[list[int]]:
         """Return the rank that encodes each item; items move among ranks whose items have the same form."""
-        takers = [[owner] * len(one.patches) for owner, one in enumerate(every)]
+        takers = [[owner] * len(own) for owner, own in enumerate(patches)]
         alike: dict[int, list[int]] = {}
-        for rank, one in enumerate(every):
-            alike.setdefault(one.form, []).append(rank)
+        for rank, form in enumerate(forms):
+            alike.setdefault(form, []).append(rank)
         for ranks in alike.values():
-            for owner, whose in zip(ranks, assign_surplus([every[rank].patches for rank in ranks]), strict=True):
+            for owner, whose in zip(ranks, assign_surplus([patches[rank] for rank in ranks]), strict=True):
                 takers[owner] = [ranks[taker] for taker in whose]
         if len(alike) > 1 and not self._has_warned:
             self._has_warned = True
@@ -213,16 +197,16 @@ class _EncoderBalancer:
             )
         return takers
 
-    def _exchange_input(self, name: str, value: Any, assignment: _Assignment, every: Sequence[_RankItems]) -> Any:
+    def _exchange_input(self, name: str, value: Any, assignment: _Assignment, patches: list[list[int]]) -> Any:
         """Return an input of the items that this rank encodes."""
         if not isinstance(value, Tensor) or not value.dim():
             return value
         items, pieces, shapes = assignment.items, [], []
-        for rank, one in enumerate(every):
+        for rank, sizes in enumerate(patches):
             away, here = assignment.of(self.rank, rank), assignment.of(rank, self.rank)
             is_self = rank == self.rank  # own items need not travel
             pieces.append(items.select_input(name, value, [] if is_self else away))
-            rows = len(here) if items.is_by_item(name, value) else sum(one.patches[item] for item in here)
+            rows = len(here) if items.is_by_item(name, value) else sum(sizes[item] for item in here)
             shapes.append((0 if is_self else rows, *value.shape[1:]))
         received = all_to_all(pieces, shapes, self.group)
         received[self.rank] = items.select_input(name, value, assignment.of(self.rank, self.rank))
@@ -259,12 +243,7 @@ class _EncoderBalancer:
         return map_tensors(lambda _: next(returned), output)
 
     def _check_agreement(
-        self,
-        assignment: _Assignment,
-        tensors: Sequence[Tensor],
-        layouts: Sequence[int],
-        refusal: UnsupportedModelError | None,
-        has_failed: bool,
+        self, assignment: _Assignment, tensors: list[Tensor], layouts: list[int], refusal: Any, has_failed: bool
     ) -> None:
         """Let all ranks raise where one cannot continue."""
         patches, rows = sum(assignment.encoded.patches), []
@@ -281,10 +260,7 @@ class _EncoderBalancer:
         if any(one[1] for one in found):
             raise ConfigError(f"{self.name} has failed on another rank, which lends items: see what that one says.")
         if any(one[0] for one in found):
-            raise UnsupportedModelError(
-                f"{self.name} put out a tensor on another rank of which it is unknown which part belongs to which "
-                f"item. {_ADVICE}"
-            )
+            raise encoder_items.build_refusal(f"{self.name} put out a tensor on another rank of which", _ADVICE)
         moving = assignment.moving
         shapes = {(form, one[2]) for form, one in zip(assignment.forms, found, strict=True) if form in moving}
         if len({one[3] for one in found}) > 1 or len(shapes) > len(moving):
@@ -309,11 +285,8 @@ class _OutputRoute:
 
     def send_output(self, tensor: Tensor) -> Tensor:
         """Return the tokens of this rank's items, in their order, given those that it encoded."""
-        away = (
-            tensor.split(self.encoded, self.dim)
-            if any(self.encoded)
-            else [tensor.narrow(self.dim, 0, 0)] * len(self.encoded)
-        )
+        nothing = [tensor.narrow(self.dim, 0, 0)] * len(self.encoded)
+        away = tensor.split(self.encoded, self.dim) if any(self.encoded) else nothing
         shapes = [self._shape(sum(self.rows[item] for item in items)) for items in self.own]
         received = all_to_all(away, shapes, self.group)
         if not self.assignment.takers[self.assignment.rank]:  # it has only a placeholder, which nobody reads
@@ -336,19 +309,15 @@ class _OutputRoute:
 
 
 class _ReturnOutputs(torch.autograd.Function):
-    """Sends all outputs of an encoder back in one autograd step.
+    """Sends all outputs of an encoder back in one autograd step, so that gradients are exchanged in one step, too.
 
-    So gradients are exchanged in one step, too. In several, ranks could wait for one another: the order in which the
-    gradients of outputs are ready differs where a rank had a placeholder. An output that no rank has used is left
-    without a gradient, as without balancing.
+    In several, ranks could wait for one another: the order in which gradients are ready differs where a rank had a
+    placeholder. An output that no rank has used is left without a gradient, as without balancing.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        routes: Sequence[_OutputRoute],
-        find_used: Callable[[Sequence[Tensor | None]], list[bool]],
-        *tensors: Tensor,
+        ctx: Any, routes: list[_OutputRoute], find_used: Callable[..., list[bool]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.routes, ctx.find_used, ctx.types = routes, find_used, [tensor.dtype for tensor in tensors]
         ctx.set_materialize_grads(False)
@@ -362,9 +331,8 @@ class _ReturnOutputs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         found: list[Tensor | None] = []
         used = ctx.find_used(gradients)
-        for route, gradient, is_used, shape, dtype in zip(
-            ctx.routes, gradients, used, ctx.shapes, ctx.types, strict=True
-        ):
+        outputs = zip(ctx.routes, gradients, used, ctx.shapes, ctx.types, strict=True)
+        for route, gradient, is_used, shape, dtype in outputs:
             if gradient is None and is_used:
                 gradient = torch.zeros(shape, dtype=dtype, device=ctx.device)
             found.append(None if gradient is None else route.send_gradient(gradient))

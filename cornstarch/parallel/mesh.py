@@ -76,7 +76,7 @@ class DeviceMeshes:
         axes = _data_axes(ranks, replicate)
         # tp is the innermost axis, so that its ranks are neighbours on the fastest link.
         whole = {**axes, "tp": tp} if tp > 1 else axes
-        mesh = _mesh_of_all(device_type, tuple(whole.values()), tuple(whole))
+        mesh = _mesh_of_all(device_type, whole)
         self.data = mesh[tuple(axes)] if tp > 1 else mesh
         self.tensor = mesh["tp"] if tp > 1 else None
         self._context: dict[int, DeviceMesh] = {}
@@ -84,15 +84,14 @@ class DeviceMeshes:
     def context(self, cp: int) -> DeviceMesh:
         """Return the ranks that share the tokens of a row when it is split into `cp` parts."""
         if cp not in self._context:
-            shape = (self._layout.dp * self._span.cp // cp, cp, self._span.tp)
-            self._context[cp] = _mesh_of_all(self._device, shape, ("other", "cp", "tp"))["cp"]
+            axes = {"other": self._layout.dp * self._span.cp // cp, "cp": cp, "tp": self._span.tp}
+            self._context[cp] = _mesh_of_all(self._device, axes)["cp"]
         return self._context[cp]
 
     def replicas(self) -> DeviceMesh:
         """Return the ranks at this rank's place in each replica, with a process group that nothing else uses."""
-        rank = distributed.rank()
-        line = self._layout.group("dp", self._span.modules[0], rank)
-        return _mesh_of(line, ("replica",), rank, self._device)
+        line = self._layout.group("dp", self._span.modules[0], distributed.rank())
+        return _mesh_of(line, ("replica",), self._device)
 
 
 class StageMeshes:
@@ -102,17 +101,16 @@ class StageMeshes:
     """
 
     def __init__(self, layout: Layout, device_type: str) -> None:
-        rank = distributed.rank()
-        place = layout.place(rank)
+        place = layout.place(distributed.rank())
         ranks = layout.mesh(place.modules[0])[place.stage]
         dp, cp, tp = ranks.shape
         axes = _data_axes(dp * cp, layout.replicate)
         whole = {**axes, "tp": tp} if tp > 1 else axes
-        mesh = _mesh_of(ranks.reshape(tuple(whole.values())), tuple(whole), rank, device_type)
+        mesh = _mesh_of(ranks.reshape(tuple(whole.values())), tuple(whole), device_type)
         self.data: DeviceMesh = mesh[tuple(axes)] if tp > 1 else mesh
         """The ranks that hold the same tensor-parallel shards: one axis, or two for HSDP."""
         self.tensor: DeviceMesh | None = mesh["tp"] if tp > 1 else None  # the tensor-parallel ranks
-        self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), rank, device_type) if cp > 1 else None
+        self._context = _mesh_of(ranks[place.dp, :, place.tp], ("cp",), device_type) if cp > 1 else None
 
     def context(self, cp: int) -> DeviceMesh:
         assert self._context is not None and self._context.size() == cp
@@ -126,9 +124,9 @@ def _data_axes(ranks: int, replicate: int | None) -> dict[str, int]:
     return {"dp": ranks} if replicate is None else {"replicate": replicate, "shard": ranks // replicate}
 
 
-def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], rank: int, device_type: str) -> DeviceMesh:
-    """Return a mesh over some of all ranks; `rank`, this process, is one of them."""
-    at = np.argwhere(ranks == rank)[0]
+def _mesh_of(ranks: np.ndarray, names: tuple[str, ...], device_type: str) -> DeviceMesh:
+    """Return a mesh over some of all ranks, among them this process."""
+    at = np.argwhere(ranks == distributed.rank())[0]
     groups = []
     for axis in range(ranks.ndim):
         line = ranks[tuple(slice(None) if i == axis else int(at[i]) for i in range(ranks.ndim))]
@@ -146,19 +144,15 @@ def data_mesh(device_type: str, replicate: int | None = None) -> DeviceMesh:
         replicate: The number of replicas, each of which is sharded over the other processes (HSDP).
     """
     world = dist.get_world_size()
-    if replicate is None:
-        return _mesh_of_all(device_type, (world,), ("dp",))
-    if replicate < 1 or world % replicate:
-        fitting = [number for number in range(1, world + 1) if world % number == 0]
-        raise ConfigError(
-            f"{replicate} replicas do not fit {world} processes; expected one of {', '.join(map(str, fitting))}."
-        )
-    return _mesh_of_all(device_type, (replicate, world // replicate), ("replicate", "shard"))
+    if replicate is not None and (replicate < 1 or world % replicate):
+        fitting = ", ".join(str(number) for number in range(1, world + 1) if world % number == 0)
+        raise ConfigError(f"{replicate} replicas do not fit {world} processes; expected one of {fitting}.")
+    return _mesh_of_all(device_type, _data_axes(world, replicate))
 
 
-def _mesh_of_all(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _mesh_of_all(device_type: str, axes: dict[str, int]) -> DeviceMesh:
     # Some versions of torch choose NCCL for a mesh of GPUs wherever the world's backend is called "gloo", also where
     # processes share a GPU, which NCCL refuses. So the backend of the world is passed on explicitly.
     is_gloo = device_type != "cpu" and dist.is_initialized() and get_device_backend(None, device_type) == "gloo"
-    override: dict[Any, Any] | None = dict.fromkeys(names, "gloo") if is_gloo else None
-    return init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=override)
+    override: dict[Any, Any] | None = dict.fromkeys(axes, "gloo") if is_gloo else None
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes), backend_override=override)

@@ -77,9 +77,7 @@ class TensorSharder:
             shard_tensors(module, self.mesh, sequence=self.sequence, vocabulary=self.vocabulary)
 
 
-def build_tensor_sharder(
-    layout: Layout, meshes: DeviceMeshes, name: str, is_encoder: bool = False
-) -> TensorSharder | None:
+def build_tensor_sharder(layout: Layout, meshes: DeviceMeshes, name: str, is_encoder: bool) -> TensorSharder | None:
     """Return the sharder of a module; None without tensor parallelism."""
     plan = get_module_plan(layout, name)
     return TensorSharder(plan, meshes, is_encoder) if plan.tp > 1 else None

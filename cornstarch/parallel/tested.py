@@ -6,12 +6,12 @@ run knows whether it is the first to cut a model. One entry for each way to cut,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 PATH = Path(__file__).with_name("tested.json")
 PASSED, REFUSED, WRONG, NOT_BUILT = "passed", "refused", "wrong", "not built"
@@ -43,15 +43,7 @@ class Sweep:
 
 def read_table(path: Path = PATH) -> dict[str, Sweep]:
     """Return the table: by the way to cut, as a plan calls it (tp, cp)."""
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    table: dict[str, Sweep] = {}
-    for axis, one in data.items():
-        groups = {
-            group: {name: Verdict(**{**said, "whole": tuple(said.get("whole", ()))}) for name, said in found.items()}
-            for group, found in one["groups"].items()
-        }
-        table[axis] = Sweep(one["versions"], groups)
-    return table
+    return TypeAdapter(dict[str, Sweep]).validate_json(path.read_bytes()) if path.exists() else {}
 
 
 @lru_cache(maxsize=1)
@@ -61,10 +53,8 @@ def read_shipped_table() -> dict[str, Sweep]:
 
 
 def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:
-    """Whether a class was cut this way and did what one process does, with a release of transformers like this one.
-
-    Between releases (5.22 and 5.23) models are rewritten; between 5.22.1 and 5.22.2 they are not.
-    """
+    """Whether a class was cut this way and did what one process does, with a release of transformers like this one."""
+    # Between releases (5.22 and 5.23) models are rewritten; between 5.22.1 and 5.22.2 they are not.
     sweep = read_shipped_table().get(axis)
     if sweep is None or sweep.versions["transformers"].split(".")[:2] != transformers_version.split(".")[:2]:
         return False

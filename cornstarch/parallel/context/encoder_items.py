@@ -86,10 +86,8 @@ class EncoderItems:
             return True
         if self.flat and len(value) == sum(self.patches):
             return False
-        raise UnsupportedModelError(
-            f"{self.encoder} was given {name!r} of shape {list(value.shape)} beside {len(self.patches)} items: it is "
-            f"unknown which part belongs to which item. {self.advice}"
-        )
+        given = f"{self.encoder} was given {name!r} of shape {list(value.shape)} beside {len(self.patches)} items:"
+        raise build_refusal(given, self.advice)
 
     def select_input(self, name: str, value: Any, indices: Sequence[int]) -> Any:
         """Return the part of an input that belongs to some of the items, in their order."""
@@ -113,10 +111,8 @@ class EncoderItems:
             return FLAT
         if tensor.dim() and len(tensor) == len(self.patches):
             return STACKED
-        raise UnsupportedModelError(
-            f"{self.encoder} put out a tensor of shape {list(tensor.shape)} for {len(self.patches)} items: it is "
-            f"unknown which part belongs to which item. {self.advice}"
-        )
+        found = f"{self.encoder} put out a tensor of shape {list(tensor.shape)} for {len(self.patches)} items:"
+        raise build_refusal(found, self.advice)
 
     def rows(self, layout: int, tensor: Tensor, encoded: EncoderItems) -> list[int]:
         """Return how many rows each item has in outputs of a layout, given one such output and its items."""
@@ -126,6 +122,10 @@ class EncoderItems:
             assert self.lengths is not None
             return self.lengths
         return [count * len(tensor) // sum(encoded.patches) for count in self.patches]
+
+
+def build_refusal(found: str, advice: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{found} it is unknown which part belongs to which item. {advice}")
 
 
 def row_dim(layout: int) -> int:
@@ -179,21 +179,6 @@ def explain_whole_items(encoder: nn.Module) -> str | None:
     return None if sharder is None else sharder.refusal
 
 
-@dataclass(frozen=True)
-class _ItemShards:
-    """The items of a batch, and the rank that encodes each."""
-
-    items: EncoderItems
-    owners: list[int]
-
-    def of(self, rank: int) -> list[int]:
-        return [item for item, owner in enumerate(self.owners) if owner == rank]
-
-    def select_for_rank(self, rank: int) -> list[int]:
-        """Return the items that a rank runs: at least one, because FSDP's collectives need every rank."""
-        return self.of(rank) or [0]
-
-
 class _ItemSharder:
     """The hooks of one encoder."""
 
@@ -201,7 +186,7 @@ class _ItemSharder:
         self.encoder, self.patches = encoder, patches
         self.group: dist.ProcessGroup = mesh.get_group()
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
-        self.shards: _ItemShards | None = None
+        self.shards: tuple[EncoderItems, list[list[int]]] | None = None  # all items, and those that each rank encodes
         self.refusal: str | None = None
         self._patch_sharder = PatchSharder(encoder, self.group) if patches != "never" else None
         self._is_verified = False
@@ -211,21 +196,22 @@ class _ItemSharder:
         check_items_independent(module, "use cp = 1.")
         named = bind_inputs(self.encoder, args, kwargs)
         items = EncoderItems.of(self.encoder, named, _ADVICE)
-        shards = _ItemShards(items, assign_largest_first(items.patches, self.ranks))
-        if self._should_split_patches(shards, named):
+        owners = assign_largest_first(items.patches, self.ranks)
+        shards = [[item for item, owner in enumerate(owners) if owner == rank] for rank in range(self.ranks)]
+        if self._should_split_patches(items, shards, named):
             assert self._patch_sharder is not None
             self._patch_context = self._patch_sharder.use()
             self._patch_context.__enter__()
             return (), named
-        self.shards = shards
-        mine = shards.select_for_rank(self.rank)
+        self.shards = items, shards
+        mine = shards[self.rank] or [0]  # at least one, because FSDP's collectives need every rank
         return (), {name: items.select_input(name, value, mine) for name, value in named.items()}
 
-    def _should_split_patches(self, shards: _ItemShards, named: dict[str, Any]) -> bool:
-        items, sharder = shards.items, self._patch_sharder
+    def _should_split_patches(self, items: EncoderItems, shards: list[list[int]], named: dict[str, Any]) -> bool:
+        sharder = self._patch_sharder
         if sharder is None or self.refusal is not None or (items.known and min(items.patches) < self.ranks):
             return False
-        loads = [sum(items.patches[item] for item in shards.of(rank)) for rank in range(self.ranks)]
+        loads = [sum(items.patches[item] for item in own) for own in shards]
         is_uneven = max(loads) >= MIN_PATCHES and max(loads) * self.ranks > MIN_IMBALANCE * sum(loads)
         if self.patches == "auto" and not (items.known and is_uneven):
             return False
@@ -247,36 +233,36 @@ class _ItemSharder:
             self._patch_context.__exit__(None, None, None)
             self._patch_context = None
             return output
-        shards, self.shards = self.shards, None
-        if shards is None or output is None:  # the items were refused, or the encoder raised
+        found, self.shards = self.shards, None
+        if found is None or output is None:  # the items were refused, or the encoder raised
             return output
+        items, shards = found
         tensors = tensors_in(output)
-        encoded = shards.items.select(shards.select_for_rank(self.rank))
+        encoded = items.select(shards[self.rank] or [0])
         layouts: list[int] = []
         refusal: UnsupportedModelError | None = None
         try:
             layouts = [encoded.layout(tensor) for tensor in tensors]
         except UnsupportedModelError as error:  # other ranks may have understood theirs, and would wait
             refusal = error
-        self._check_agreement(shards.items, tensors, layouts, refusal)
+        self._check_agreement(items, tensors, layouts, refusal)
         rest = iter(layouts)
-        return map_tensors(lambda tensor: self._gather(tensor, next(rest), shards, encoded), output)
+
+        def gather(tensor: Tensor) -> Tensor:
+            layout = next(rest)
+            rows = items.rows(layout, tensor, encoded)
+            return self._gather(tensor, row_dim(layout), rows, shards)
+
+        return map_tensors(gather, output)
 
     def _check_agreement(
-        self,
-        items: EncoderItems,
-        tensors: Sequence[Tensor],
-        layouts: Sequence[int],
-        refusal: UnsupportedModelError | None,
+        self, items: EncoderItems, tensors: Sequence[Tensor], layouts: Sequence[int], refusal: Exception | None
     ) -> None:
         facts = [refusal is not None, len(items), sum(items.patches), len(tensors), *layouts]
         facts += [tensor.shape[-1] for tensor in tensors]
         # What is gathered along one dim must have all other dims alike.
-        facts += [
-            size
-            for tensor, layout in zip(tensors, layouts, strict=refusal is None)
-            for size in tensor.shape[row_dim(layout) + 1 :]
-        ]
+        for tensor, layout in zip(tensors, layouts, strict=refusal is None):
+            facts += tensor.shape[row_dim(layout) + 1 :]
         own = torch.zeros(64, dtype=torch.long, device=tensors[0].device if tensors else None)
         own[: min(len(facts), 64)] = torch.tensor(facts[:64])
         found = [torch.empty_like(own) for _ in range(self.ranks)]
@@ -285,10 +271,7 @@ class _ItemSharder:
             raise refusal
         name = type(unwrap(self.encoder)).__name__
         if any(bool(one[0]) for one in found):
-            raise UnsupportedModelError(
-                f"{name} put out a tensor on another rank of which it is unknown which part belongs to which item. "
-                f"{_ADVICE}"
-            )
+            raise build_refusal(f"{name} put out a tensor on another rank of which", _ADVICE)
         if any(not torch.equal(one, own) for one in found):
             raise ConfigError(
                 f"The ranks that share the items of {name} were given different items, or its output depends on which "
@@ -296,12 +279,9 @@ class _ItemSharder:
                 "this encoder."
             )
 
-    def _gather(self, tensor: Tensor, layout: int, shards: _ItemShards, encoded: EncoderItems) -> Tensor:
-        lengths = shards.items.rows(layout, tensor, encoded)
-        order = [shards.of(rank) for rank in range(self.ranks)]
-        dim = row_dim(layout)
-        own = tensor if order[self.rank] else tensor.narrow(dim, 0, 0)
-        rows = gather_varying(own, dim, [sum(lengths[item] for item in items) for items in order], self.group)
-        gathered = [item for items in order for item in items]
+    def _gather(self, tensor: Tensor, dim: int, lengths: list[int], shards: list[list[int]]) -> Tensor:
+        own = tensor if shards[self.rank] else tensor.narrow(dim, 0, 0)
+        rows = gather_varying(own, dim, [sum(lengths[item] for item in items) for items in shards], self.group)
+        gathered = [item for items in shards for item in items]
         pieces = dict(zip(gathered, rows.split([lengths[item] for item in gathered], dim), strict=True))
         return torch.cat([pieces[item] for item in range(len(lengths))], dim)

@@ -26,7 +26,7 @@ from cornstarch.attention.backends import get_flex_attention
 from cornstarch.attention.interface import ScoreOptions, ShardedMask, attend_locally
 from cornstarch.attention.mask import RangeMask
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.distributed import TensorTransport
+from cornstarch.parallel.distributed import Collective, TensorTransport
 from cornstarch.plan.data_options import REGISTERED
 
 Group = dist.ProcessGroup
@@ -70,7 +70,7 @@ class GatherAttention(_GroupMode):
         rendered = mask.render((cut.rank,), cut.all_ranks)
         groups = query.shape[1] // key.shape[1]
         attended = []
-        for heads in split_evenly(key.shape[1], min(_CHUNKS, key.shape[1])):
+        for heads in _split_evenly(key.shape[1], min(_CHUNKS, key.shape[1])):
             queries = slice(heads.start * groups, heads.stop * groups)
             both = torch.cat([key[:, heads], value[:, heads]], dim=-1)
             gathered = gather_varying(both, 2, cut.sizes, self.group)
@@ -83,8 +83,7 @@ class GatherAttention(_GroupMode):
 class AllToAllAttention(_GroupMode):
     """Every rank gets the whole rows of some heads (DeepSpeed Ulysses): all-to-all before and after attention.
 
-    Heads need not divide: ranks may have different numbers of them. A key head that several ranks need is sent to each
-    of them.
+    Heads need not divide. A key head that several ranks need is sent to each of them.
     """
 
     def __call__(
@@ -94,7 +93,7 @@ class AllToAllAttention(_GroupMode):
         ranks, heads = len(cut.rank_positions), query.shape[1]
         if heads < ranks:
             raise ConfigError(describe_too_few_heads(heads, ranks))
-        query_heads = split_evenly(heads, ranks)
+        query_heads = _split_evenly(heads, ranks)
         groups = heads // key.shape[1]
         key_heads = [slice(one.start // groups, (one.stop - 1) // groups + 1) for one in query_heads]
         mine = query_heads[cut.rank]
@@ -125,7 +124,7 @@ def _repeat_heads(states: Tensor, queries: slice, groups: int) -> Tensor:
     return states[:, owners]
 
 
-def split_evenly(count: int, parts: int) -> list[slice]:
+def _split_evenly(count: int, parts: int) -> list[slice]:
     bounds = [count * part // parts for part in range(parts + 1)]
     return [slice(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -167,9 +166,8 @@ class _Ring(torch.autograd.Function):
         for owner, block in _iter_blocks(both, mask, group):
             if mask.is_empty(owner):  # the block travels on all the same: other ranks may need it
                 continue
-            part, part_sum = attend_block(
-                query, block, key_width, mask.render((mask.sharding.rank,), (owner,)), scoring
-            )
+            seen = mask.render((mask.sharding.rank,), (owner,))
+            part, part_sum = attend_block(query, block, key_width, seen, scoring)
             total = torch.logaddexp(logsum, part_sum)
             attended = attended * _fraction(logsum, total) + part.float() * _fraction(part_sum, total)
             logsum = total
@@ -203,10 +201,7 @@ class _Ring(torch.autograd.Function):
                 if arriving is not None:
                     of_block += arriving()
                 # The gradient follows its block, while the next one is computed, and at last reaches the block's owner.
-                following = (owner - 1) % len(mask.sharding.rank_positions)
-                arriving = pass_to_next_rank(
-                    of_block, (*both.shape[:2], mask.sharding.sizes[following], both.shape[3]), ctx.group
-                )
+                arriving = pass_to_next_rank(of_block, _next_shape(both, mask, owner), ctx.group)
         assert arriving is not None
         return of_query.to(query.dtype), arriving().to(both.dtype), None, None, None, None
 
@@ -217,13 +212,16 @@ def _iter_blocks(both: Tensor, mask: ShardedMask, group: Group) -> Iterator[tupl
     block = both
     for step in range(ranks):
         owner = (rank - step) % ranks
-        coming = None
-        if step < ranks - 1:
-            shape = (*both.shape[:2], mask.sharding.sizes[(owner - 1) % ranks], both.shape[3])
-            coming = pass_to_next_rank(block, shape, group)
+        coming = pass_to_next_rank(block, _next_shape(both, mask, owner), group) if step < ranks - 1 else None
         yield owner, block
         if coming is not None:
             block = coming()
+
+
+def _next_shape(both: Tensor, mask: ShardedMask, owner: int) -> tuple[int, ...]:
+    """Return the shape of the block that follows that of `owner`."""
+    sizes = mask.sharding.sizes
+    return (*both.shape[:2], sizes[(owner - 1) % len(sizes)], both.shape[3])
 
 
 def _fraction(part: Tensor, total: Tensor) -> Tensor:
@@ -285,31 +283,26 @@ def _replay_random_state(state: Tensor | None, query: Tensor) -> Iterator[None]:
 
 def gather_varying(tensor: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor:
     """Return the tensors of all ranks, concatenated along `dim`; gradients are summed over the ranks."""
-    return _Gather.apply(tensor, dim, tuple(sizes), group)
+    return Collective.apply(tensor, _gather_rows, _sum_own_rows, dim, tuple(sizes), group)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:
-        ctx.dim, ctx.sizes, ctx.group = dim, sizes, group
-        rows = tensor.movedim(dim, 0)
-        # gloo's all_gather needs equal shapes.
-        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=group)
-        return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)]).movedim(0, dim)
+def _gather_rows(tensor: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:
+    rows = tensor.movedim(dim, 0)
+    # gloo's all_gather needs equal shapes.
+    padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+    padded[: len(rows)] = rows
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)]).movedim(0, dim)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        # All-to-all and a local sum instead of reduce_scatter, which needs equal shapes; the sum is in float32.
-        rows = gradients[0].movedim(ctx.dim, 0).contiguous()
-        own = ctx.sizes[dist.get_rank(ctx.group)]
-        ranks = len(ctx.sizes)
-        received = rows.new_empty(ranks * own, *rows.shape[1:])
-        dist.all_to_all_single(received, rows, [own] * ranks, list(ctx.sizes), group=ctx.group)
-        summed = received.unflatten(0, (ranks, own)).sum(0, dtype=torch.float32).to(rows.dtype)
-        return summed.movedim(0, ctx.dim), None, None, None
+
+def _sum_own_rows(gradient: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:
+    # All-to-all and a local sum instead of reduce_scatter, which needs equal shapes; the sum is in float32.
+    rows = gradient.movedim(dim, 0).contiguous()
+    own, ranks = sizes[dist.get_rank(group)], len(sizes)
+    received = rows.new_empty(ranks * own, *rows.shape[1:])
+    dist.all_to_all_single(received, rows, [own] * ranks, list(sizes), group=group)
+    return received.unflatten(0, (ranks, own)).sum(0, dtype=torch.float32).to(rows.dtype).movedim(0, dim)
 
 
 def all_to_all(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: Group) -> list[Tensor]:
@@ -317,39 +310,29 @@ def all_to_all(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group:
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     send = [piece.numel() for piece in pieces]
     receive = [torch.Size(shape).numel() for shape in shapes]
-    received: Tensor = _AllToAll.apply(flat, send, receive, group)
+    received: Tensor = Collective.apply(flat, _exchange, _exchange_back, send, receive, group)
     return [part.view(*shape) for part, shape in zip(received.split(receive), shapes, strict=True)]
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        received = flat.new_empty(sum(receive))
-        dist.all_to_all_single(received, flat, receive, send, group=group)
-        return received
+def _exchange(flat: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    received = flat.new_empty(sum(receive))
+    dist.all_to_all_single(received, flat.contiguous(), receive, send, group=group)
+    return received
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        back = gradients[0].new_empty(sum(ctx.send))
-        dist.all_to_all_single(back, gradients[0].contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return back, None, None, None
+
+def _exchange_back(gradient: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    return _exchange(gradient, receive, send, group)
 
 
 def pass_to_next_rank(tensor: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:
-    """Begin to send a tensor to the next rank of the ring, and to receive one of `shape` from the one before.
-
-    The returned function waits for the received tensor. Computation until then overlaps with the transfer.
-    """
+    """Begin to send a tensor to the next rank, and to receive one from the one before; return what waits for it."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     transport = TensorTransport.of(group, tensor.device)
     sent, received = transport.prepare_send(tensor), transport.allocate_receive(shape, tensor.dtype)
     after, before = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
     # In one batch: with NCCL, separate sends and receives around a ring would wait for one another.
-    works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
-    )
-
+    both = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, received, before, group)]
+    works = dist.batch_isend_irecv(both)
     in_flight = [sent]  # its memory must not be used again before it is sent
 
     def wait() -> Tensor:

@@ -29,7 +29,8 @@ from cornstarch.attention.mask_verification import logits_tolerance, use_eval_mo
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.modes import gather_varying
-from cornstarch.parallel.tensor.sequence import change_output, find_layers
+from cornstarch.parallel.tensor.layers import change_output
+from cornstarch.parallel.tensor.sequence import find_layers
 
 # An argument of a layer's call, not an attribute: activation checkpointing passes it again when it recomputes a layer.
 _PASS = "patch_shards"

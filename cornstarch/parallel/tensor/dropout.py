@@ -68,10 +68,7 @@ class RankRandomState:
 
 
 def separate_dropout(owner: nn.Module, region: Region, group: Group) -> None:
-    """Let ranks draw their own numbers inside a region, from its first sharded layers to its last one.
-
-    Call it before the region is sharded: adapters around its layers take over the state that is attached here.
-    """
+    """Let ranks draw their own numbers inside a region; call it before the region is sharded."""
     numbers = RankRandomState(group)
     if "" in region.styles:  # experts
         _use_inside(owner, numbers)

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.distributed import Collective
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter, to_local_parameter
 
 Group = dist.ProcessGroup
@@ -41,37 +42,24 @@ Use = Callable[[Tensor], Tensor]
 # ------------------------------------------------------------------------------------------------ collectives
 
 
-class _Collective(torch.autograd.Function):
-    """Calls one function in the forward pass, and another one with the gradient."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, run: Callable[..., Tensor], back: Callable[..., Tensor], *rest: Any) -> Tensor:
-        context.back, context.rest = back, rest
-        return run(x, *rest)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return context.back(gradients[0], *context.rest), None, None, *(None for _ in context.rest)
-
-
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
     """Return `x`, which ranks use differently: gradients are summed over ranks."""
-    return _Collective.apply(x, _same, _sum, group) if x.requires_grad and torch.is_grad_enabled() else x
+    return Collective.apply(x, _same, _sum, group) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
     """Return the sum over all ranks."""
-    return _Collective.apply(x, _sum, _same, group)
+    return Collective.apply(x, _sum, _same, group)
 
 
 def gather_from_ranks(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """Return the equal parts of all ranks, concatenated along a dim."""
-    return _Collective.apply(x, _gather, _part, group, dim)
+    return Collective.apply(x, _gather, _part, group, dim)
 
 
 def scatter_to_ranks(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """Return this rank's part of a full tensor, divided evenly along a dim."""
-    return _Collective.apply(x, _part, _gather, group, dim)
+    return Collective.apply(x, _part, _gather, group, dim)
 
 
 def _same(x: Tensor, group: Group) -> Tensor:
@@ -97,10 +85,7 @@ def _part(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 class SequenceShards:
-    """How tokens are sharded; the modules of one model share it. Activations are [..., tokens, channels].
-
-    Lengths that do not divide are padded with zeros.
-    """
+    """How tokens, of activations [..., tokens, channels], are sharded; the modules of one model share it."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -109,19 +94,19 @@ class SequenceShards:
 
     def scatter(self, full: Tensor) -> Tensor:
         """Return this rank's tokens of an activation that all ranks have."""
-        return _Collective.apply(full, _own_tokens, _all_tokens, self.group, full.shape[-2])
+        return Collective.apply(full, _own_tokens, _all_tokens, self.group, full.shape[-2])
 
     def gather(self, own: Tensor) -> Tensor:
         """Return all tokens, for uses that are the same on all ranks: each takes its part of the gradient."""
-        return _Collective.apply(own, _all_tokens, _own_tokens, self.group, self.length)
+        return Collective.apply(own, _all_tokens, _own_tokens, self.group, self.length)
 
     def gather_for_region(self, own: Tensor) -> Tensor:
         """Return all tokens, for uses that differ between ranks: gradients are summed."""
-        return _Collective.apply(own, _all_tokens, _sum_own_tokens, self.group, self.length)
+        return Collective.apply(own, _all_tokens, _sum_own_tokens, self.group, self.length)
 
     def reduce_scatter(self, partial: Tensor) -> Tensor:
         """Return this rank's tokens of the sum over all ranks."""
-        return _Collective.apply(partial, _sum_own_tokens, _all_tokens, self.group, partial.shape[-2])
+        return Collective.apply(partial, _sum_own_tokens, _all_tokens, self.group, partial.shape[-2])
 
 
 def _pad_tokens(x: Tensor, ranks: int) -> Tensor:
@@ -148,10 +133,7 @@ def _sum_own_tokens(x: Tensor, group: Group, length: int) -> Tensor:
 
 
 class SharedInput:
-    """One copy of an activation for several layers that read it.
-
-    Queries, keys and values read the same activation. With a copy each, its gradient would be reduced three times.
-    """
+    """One copy of an activation for queries, keys and values: with three, its gradient would be reduced three times."""
 
     def __init__(self) -> None:
         self.readers = 0
@@ -204,7 +186,6 @@ class ShardedLayer(nn.Module):
 
 
 def _check_mesh(mesh: Any, layer: str) -> None:
-    """Refuse what is not a mesh of one axis: a number of ranks does not say which ranks share a layer."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
         return
     found = f"a mesh of {mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
@@ -235,15 +216,9 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
     gather = False
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        mesh: DeviceMesh,
-        bias: bool = True,
-        gather: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
+        self, in_features: int, out_features: int, mesh: DeviceMesh, bias: bool = True, gather: bool = False,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
         """Create a layer with the weights of the first rank.
 
         Args:
@@ -298,19 +273,10 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
     _input_dim = 1
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        mesh: DeviceMesh,
-        bias: bool = True,
-        split: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        """Create a layer with the weights of the first rank.
-
-        The arguments are those of `ColumnParallelLinear`; with `split`, inputs are full, and each rank uses its own.
-        """
+        self, in_features: int, out_features: int, mesh: DeviceMesh, bias: bool = True, split: bool = False,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        """See `ColumnParallelLinear`; with `split`, inputs are full, and each rank uses its own."""
         self._create(mesh, in_features, out_features, bias, device, dtype)
         self._shard(mesh, split)
 
@@ -393,14 +359,10 @@ class PartlyReplicatedLinear(ShardedLayer, nn.Linear):
 
 
 def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
-    """Let a module of any class compute with functions of its own parameters.
-
-    While its forward runs, `self.weight` is what `uses["weight"]` returns. Names and parameters do not change.
-    """
+    """Let `self.weight` be what `uses["weight"]` returns while a module of any class runs its forward."""
     kind = type(module)
-    earlier: dict[str, Use] | None = module.__dict__.get("parameter_uses")
-    if earlier is not None:
-        earlier.update(uses)
+    if "parameter_uses" in module.__dict__:
+        module.__dict__["parameter_uses"].update(uses)
         return
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
@@ -423,6 +385,11 @@ def sum_parameter_gradients(module: nn.Module, group: Group) -> None:
         bind_local_parameters(module, {name: lambda parameter: copy_to_ranks(parameter, group) for name in names})
 
 
+def change_output(output: Any, change: Use) -> Any:
+    """Change the activation of a layer's output, which may be the first of several."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
 def sum_output_over_ranks(module: nn.Module, group: Group) -> None:
     """Let a module take full activations and return the sum over ranks of what each computes."""
 
@@ -433,9 +400,7 @@ def sum_output_over_ranks(module: nn.Module, group: Group) -> None:
         return tuple(map(copy, inputs)), {name: copy(value) for name, value in options.items()}
 
     def leave(_: nn.Module, inputs: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (reduce_from_ranks(output[0], group), *output[1:])
-        return reduce_from_ranks(output, group)
+        return change_output(output, lambda partial: reduce_from_ranks(partial, group))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)

@@ -51,6 +51,10 @@ class Region:
             found.append(f"{self.key_value_heads} key and value heads")
         return found
 
+    @property
+    def full_names(self) -> dict[str, Style]:
+        return {".".join(filter(None, (self.owner, key))): style for key, style in self.styles.items()}
+
 
 _PLAIN = {"Linear", "NonDynamicallyQuantizableLinear", "FalconLinear"}
 
@@ -131,9 +135,8 @@ def _find_attention(module: nn.Module, name: str, said: Mapping[str, Style], con
         raise NotShardable("its attention shapes the output of the heads by the width of the input")
     _count_heads(module, region, counting, into, config)
     for key in into:
-        region.styles[key] = (
-            _build_fused_style(module, key, region, counting) if key in styles.FUSED else Style("column")
-        )
+        is_fused = key in styles.FUSED
+        region.styles[key] = _build_fused_style(module, key, region, counting) if is_fused else Style("column")
     if len(into) > 1 and not set(into) & set(styles.LOW_RANK):
         region.shared = into[1:]
     for key, style in said.items():  # gates and other layers that only the model's own plan knows
@@ -268,9 +271,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _find_planned(module: nn.Module, name: str, said: Mapping[str, Style], config: Any) -> Region | None:
     """Find layers of other names, which only a plan knows."""
-    region = Region(
-        name, {key: style for key, style in said.items() if not style.whole and get_child(module, key) is not None}
-    )
+    there = {key: style for key, style in said.items() if not style.whole and get_child(module, key) is not None}
+    region = Region(name, there)
     linear = {key: style for key, style in region.styles.items() if style.kind in ("column", "row")}
     if {style.kind for style in linear.values()} != {"column", "row"}:
         return None
@@ -291,10 +293,7 @@ def _find_planned(module: nn.Module, name: str, said: Mapping[str, Style], confi
 
 
 class TensorPlan:
-    """The sharded regions of a model, and the modules that are not sharded, with the reason.
-
-    `own` are the styles of the model's own plan, by full name.
-    """
+    """The sharded regions of a model, and the modules that are not, with the reason; `own` is the model's own plan."""
 
     def __init__(self, model: nn.Module, own: Mapping[str, Style]) -> None:
         self.regions: list[Region] = []
@@ -311,38 +310,24 @@ class TensorPlan:
                 except NotShardable as reason:
                     is_found, region = True, None
                     self.whole[owner] = str(reason)
-                if region is not None:
-                    is_found = True
-                    names = list_full_names(region)
-                    if not taken & names.keys():
-                        taken |= names.keys()
-                        self.regions.append(region)
+                is_found |= region is not None
+                if region is not None and not taken & region.full_names.keys():
+                    taken |= region.full_names.keys()
+                    self.regions.append(region)
         for name, style in own.items():
-            region = _build_single(model, name, style)
-            # Layers in a region are sharded with it; layers that no region took, as the model says.
-            if region is not None and name not in taken:
-                taken.add(name)
-                self.regions.append(region)
+            # Layers in a region are sharded with it. Of those that no region took, a single one becomes a region if
+            # full activations go in and come out.
+            is_single = style.whole and get_linear(model, name) is not None and name.split(".")[-1] != "lm_head"
+            if is_single and name not in taken:
+                owner, _, key = name.rpartition(".")
+                inputs, outputs = get_widths(model, name)
+                must_divide = {"outputs": outputs} if style.kind == "column" else {"inputs": inputs}
+                self.regions.append(Region(owner, {key: style}, must_divide=must_divide))
 
     @property
     def styles(self) -> dict[str, Style]:
         """The style of each layer or parameter, by full name."""
-        return {name: style for region in self.regions for name, style in list_full_names(region).items()}
-
-
-def list_full_names(region: Region) -> dict[str, Style]:
-    return {".".join(filter(None, (region.owner, key))): style for key, style in region.styles.items()}
-
-
-def _build_single(model: nn.Module, name: str, style: Style) -> Region | None:
-    """Return a region of a single layer: full activations go in and come out."""
-    if not style.whole or get_linear(model, name) is None or name.split(".")[-1] == "lm_head":
-        return None
-    owner, _, key = name.rpartition(".")
-    inputs, outputs = get_widths(model, name)
-    return Region(
-        owner, {key: style}, must_divide={"outputs": outputs} if style.kind == "column" else {"inputs": inputs}
-    )
+        return {name: style for region in self.regions for name, style in region.full_names.items()}
 
 
 def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None) -> TensorPlan:
@@ -358,9 +343,8 @@ def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None
         if found.styles.get(name, style).kind != style.kind or name not in found.styles:
             owner = name.rpartition(".")[0]
             why = found.whole.get(owner, "a region needs a column and a row, with nothing unknown between them")
-            raise ConfigError(
-                f"The plan cuts {name} of {type(inner).__name__} as a {style.kind}, which cannot be: {why}."
-            )
+            kind = type(inner).__name__
+            raise ConfigError(f"The plan cuts {name} of {kind} as a {style.kind}, which cannot be: {why}.")
     if not found.regions:
         reasons = sorted({f"{owner or 'it'}: {reason}" for owner, reason in found.whole.items()})
         why = f" ({reasons[0]})" if reasons else ""
@@ -387,11 +371,16 @@ def get_text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def _hide_numbers(name: str) -> str:
+    """Return a module's name with `*` in place of layer numbers, as plans have it."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
 def _match_styles(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, Style]:
-    """Return the styles by full name: a plan has `*` in place of layer numbers."""
+    """Return the styles by full name."""
     found: dict[str, Style] = {}
     for name, _ in model.named_modules():
-        said = plan.get(name, plan.get(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)))
+        said = plan.get(name, plan.get(_hide_numbers(name)))
         style = styles.ALIASES.get(said) if isinstance(said, str) else said
         if style is not None:
             found[name] = style
@@ -400,12 +389,10 @@ def _match_styles(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str
 
 def _check_names(model: nn.Module, plan: Mapping[str, Style | str]) -> None:
     """Refuse a user's plan with unknown names or styles."""
-    there = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name, _ in model.named_modules()}
-    there |= {name for name, _ in model.named_modules()}
+    there = {spelling for name, _ in model.named_modules() for spelling in (name, _hide_numbers(name))}
     for name, style in plan.items():
         if isinstance(style, str) and style not in styles.ALIASES:
-            raise ConfigError(
-                f"{name}: {style} is no way to cut a layer; known are {', '.join(sorted(styles.ALIASES))}."
-            )
+            known = ", ".join(sorted(styles.ALIASES))
+            raise ConfigError(f"{name}: {style} is no way to cut a layer; known are {known}.")
         if name not in there:
             raise ConfigError(f"{name} is in the plan, and {type(model).__name__} has no such module.")

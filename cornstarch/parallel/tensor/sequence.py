@@ -12,22 +12,20 @@ Lengths that do not divide are padded with zeros, which no token sees: they are 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import GradientCheckpointingLayer
 
 from cornstarch.errors import UnsupportedModelError
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_token_dropout
-from cornstarch.parallel.tensor.layers import SequenceShards, sum_parameter_gradients
+from cornstarch.parallel.tensor.layers import SequenceShards, Use, change_output, sum_parameter_gradients
 from cornstarch.parallel.tensor.regions import Region, TensorPlan
 
 _LENGTH = "tokens_of_all_ranks"
 CALLED = "cornstarch_called"
 """The attribute of the first layer with a function to call with its inputs, also where another stage has the layer."""
-Change = Callable[[Tensor], Tensor]
 
 
 def check_sequence(model: nn.Module, plan: TensorPlan) -> None:
@@ -114,7 +112,7 @@ def shard_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
         separate_token_dropout(layers, full_blocks, tokens.group)
 
 
-def _change_input(module: nn.Module, change: Change) -> None:
+def _change_input(module: nn.Module, change: Use) -> None:
     name = _find_activation(module) or "hidden_states"
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -123,22 +121,16 @@ def _change_input(module: nn.Module, change: Change) -> None:
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def _change_argument(inputs: tuple[Any, ...], options: dict[str, Any], name: str, change: Change) -> Any:
+def _change_argument(inputs: tuple[Any, ...], options: dict[str, Any], name: str, change: Use) -> Any:
     if inputs:
         return (change(inputs[0]), *inputs[1:]), options
     return inputs, {**options, name: change(options[name])}
 
 
-def change_output(output: Any, change: Change) -> Any:
-    """Change the activation of a layer's output, which may be the first of several."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
-
-
 def _carry_length(layer: nn.Module, tokens: SequenceShards, is_first: bool) -> None:
-    """Let a layer know the number of tokens, also when activation checkpointing recomputes it.
+    """Let a layer know the number of tokens, also when it is recomputed, after another batch may have been through.
 
-    That happens in the backward pass, when another batch may have been through. So the number is an argument of the
-    layer's call, which is repeated with the same arguments.
+    So the number is an argument of the layer's call, which is repeated with the same arguments.
     """
     kind = type(layer)
     name = _find_activation(layer) or "hidden_states"

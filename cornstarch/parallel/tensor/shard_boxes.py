@@ -68,10 +68,8 @@ def shard_parameter(module: nn.Module, name: str, spec: ShardSpec, mesh: DeviceM
         pieces.append(part.narrow(spec.dim, begin, end - begin))
     # A copy even of a single piece: a view would keep the full tensor in memory.
     local = torch.cat(pieces, spec.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-    strides = torch.empty(parameter.shape, device="meta").stride()
-    distributed = DTensor.from_local(
-        local, mesh, [Shard(spec.dim)], run_check=False, shape=parameter.shape, stride=strides
-    )
+    sizes: dict[str, Any] = {"shape": parameter.shape, "stride": torch.empty(parameter.shape, device="meta").stride()}
+    distributed = DTensor.from_local(local, mesh, [Shard(spec.dim)], run_check=False, **sizes)
     module._parameters[name] = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
     # FSDP2 replaces parameters by others, so the module remembers, not the parameter.
     module.__dict__.setdefault(_SPECS, {})[name] = spec
@@ -99,9 +97,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def use_full_shapes(model: nn.Module) -> Iterator[None]:
-    """Run a block that sees sharded parameters as plain ones of their full shape, without values.
+    """Run a block, such as PEFT's, that sees sharded parameters as plain ones of their full shape, without values.
 
-    For code that wraps layers by their sizes, as PEFT does. It may move modules, and must not change parameters.
+    It may move modules, and must not change parameters.
     """
     sharded = [
         (module, name, parameter)
@@ -161,8 +159,7 @@ def local_boxes(tensor: Any, spec: ShardSpec | None) -> list[ShardBox]:
 def _find_stored_box(tensor: DTensor) -> tuple[list[int], list[int]]:
     """Return the offsets and sizes of the local shard of a DTensor of ours, which FSDP2 may have sharded once more.
 
-    torch 2.13 does not know them where a dim that is sharded unevenly, a vocabulary of 67 over 2 ranks, is sharded
-    again: it shards the full dim, FSDP2 shards each rank's piece.
+    torch 2.13 does not know them where an unevenly sharded dim (67 words over 2 ranks) is sharded again.
     """
     begin, size = [0] * tensor.ndim, list(tensor.shape)
     mesh, coordinates = tensor.device_mesh, tensor.device_mesh.get_coordinate()
@@ -238,50 +235,35 @@ class FullReadRequired(Exception):
     """A model must be read in full before it is sharded; the text says why."""
 
 
+@dataclass(frozen=True)
 class LazyShard:
     """The local shard of a parameter; it is read when the loader indexes it with `...`."""
 
-    def __init__(self, shape: Sequence[int], boxes: Sequence[tuple[Any, Slices, Any]]) -> None:
-        """Each of `boxes` is a stored tensor, the slices to read of it, and where they are in the shard."""
-        self._shape, self._boxes = tuple(shape), boxes
+    shape: Sequence[int]
+    boxes: Sequence[tuple[Any, Any, Any]]  # a stored tensor, the slices to read of it, and where they are in the shard
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the shard in memory of its own: safetensors returns views of the file."""
         assert index is Ellipsis
         shard: Tensor | None = None
-        for source, there, here in self._boxes:
+        for source, there, here in self.boxes:
             part = source[there]
-            shard = part.new_empty(self._shape) if shard is None else shard
+            shard = part.new_empty(self.shape) if shard is None else shard
             shard[here] = part
         assert shard is not None
         return shard
 
 
-class _LazyTensor:
-    """A stored tensor that this rank reads in full."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._source[index].clone(memory_format=torch.contiguous_format)
-
-
 class ShardReadPlan:
-    """What is read of each file for one model.
-
-    It is made from the stored tensors by name, where the loader puts each (`going`), the DTensors among the parameters
-    with their shard specs (`held`), the names of the parameters that this rank has (`kept`), and tied parameters with
-    those that they are tied to.
-    """
+    """What is read of each file for one model."""
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
-        going: Mapping[str, Destination],
-        held: Mapping[str, tuple[DTensor, ShardSpec | None]],
-        kept: set[str],
-        ties: Mapping[str, str],
+        sources: Mapping[str, Any],  # stored tensors by name
+        going: Mapping[str, Destination],  # where the loader puts each
+        held: Mapping[str, tuple[DTensor, ShardSpec | None]],  # the DTensors among the parameters
+        kept: set[str],  # the names of this rank's parameters
+        ties: Mapping[str, str],  # tied parameters, with those that they are tied to
     ) -> None:
         self._sources, self._going, self._held, self._kept, self._ties = sources, going, held, kept, ties
         self.merged: dict[str, list[str]] = {}
@@ -291,10 +273,7 @@ class ShardReadPlan:
                 self.merged.setdefault(destination.names[0], []).append(key)
 
     def build_shards(self, itself: Mapping[str, Destination]) -> dict[str, Any]:
-        """Return the tensors that the loader is given, by stored name.
-
-        `itself` says where the loader would put a tensor that is stored under the name of a parameter in `merged`.
-        """
+        """Return the tensors for the loader by stored name; `itself`: where it puts those named as in `merged`."""
         shards: dict[str, Any] = {}
         for name, keys in self.merged.items():
             # Merged here, and given to the loader as if the parameter had been stored under its own name.
@@ -319,9 +298,9 @@ class ShardReadPlan:
         tied = [name for name, origin in self._ties.items() if origin == destination.names[0] and name in self._kept]
         return {name: self._build_shard(source, Destination((name,))) for name in tied[:1]}
 
-    def _build_shard(self, source: Any, destination: Destination | None) -> LazyShard | _LazyTensor:
+    def _build_shard(self, source: Any, destination: Destination | None) -> LazyShard:
         if destination is None or not any(name in self._held for name in destination.names):
-            return _LazyTensor(source)
+            return LazyShard(source.get_shape(), [(source, ..., ...)])
         if destination.steps:
             shape, boxes = self._find_source_boxes(source, destination)
         else:
@@ -338,10 +317,8 @@ class ShardReadPlan:
         specs = [self._held[name][1] if name in self._held else None for name in destination.names]
         spec = find_stored_sharding(destination, specs, stored)
         if spec is None:
-            done = " and ".join(step for step, _ in destination.steps)
-            raise FullReadRequired(
-                f"{destination.names[0]} is made of what is stored by {done}, which may need all of it"
-            )
+            name, done = destination.names[0], " and ".join(step for step, _ in destination.steps)
+            raise FullReadRequired(f"{name} is made of what is stored by {done}, which may need all of it")
         mesh = self._held[destination.names[0]][0].device_mesh
         if mesh.ndim > 1:
             raise FullReadRequired(f"{destination.names[0]} is cut along several axes")

@@ -21,7 +21,7 @@ from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.tensor import layers, shard_boxes
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_adapter_dropout, separate_dropout
-from cornstarch.parallel.tensor.regions import Region, get_child, get_linear, list_full_names, plan_regions
+from cornstarch.parallel.tensor.regions import Region, get_child, get_linear, plan_regions
 from cornstarch.parallel.tensor.sequence import check_sequence, shard_sequence
 from cornstarch.parallel.tensor.styles import HEADS, KEY_VALUE_HEADS, KEY_VALUE_WIDTHS, WIDTHS, Style
 from cornstarch.parallel.tensor.vocabulary import check_vocabulary, shard_vocabulary
@@ -88,10 +88,9 @@ def check_tensor_plan(
     sequence: bool = False,
     vocabulary: bool = False,
 ) -> None:
-    """Refuse a model that cannot be sharded over `size` ranks, and list the sizes that work.
+    """Refuse a model that `shard_tensors` cannot shard over `size` ranks with these options; list the sizes that work.
 
-    No process group is needed, and the model may be on the meta device, or sharded already. The arguments are those of
-    `shard_tensors`.
+    No process group is needed, and the model may be on the meta device, or sharded already.
     """
     inner = unwrap(model)
     if shard_boxes.is_sharded(inner):
@@ -101,7 +100,7 @@ def check_tensor_plan(
         for name in (region.owner.rsplit(".", up)[0] for up in range(region.owner.count("."), 0, -1)):
             if hasattr(around := inner.get_submodule(name), "base_layer"):
                 _check_adapters(name, around, can_be_sharded=False)
-        for name, style in list_full_names(region).items():
+        for name, style in region.full_names.items():
             layer = get_child(inner, name)  # None if it is a parameter
             if layer is not None and hasattr(layer, "base_layer"):
                 _check_adapters(name, layer, style.kind in ("column", "row"))
@@ -125,9 +124,7 @@ def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
     shared = layers.SharedInput()
     for key, style in region.styles.items():
         child = get_child(owner, key)
-        is_bare = child is not None and child is get_linear(
-            owner, key
-        )  # with adapters there may be dropout before each
+        is_bare = child is get_linear(owner, key)  # with adapters there may be dropout before each
         if style.kind == "column" and not style.whole and child is not None and is_bare:
             child.__dict__["shared"] = shared
             shared.readers += 1
@@ -135,7 +132,6 @@ def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
         layer: Any = get_linear(owner, key)
         match style.kind:
             case "column" if key in region.shared and region.key_value_heads % ranks:
-                assert isinstance(layer, nn.Linear)
                 layers.ReplicatedColumnLinear.from_linear(layer, mesh, region.key_value_heads)
             case "column":
                 column = layers.ColumnParallelConv1D if isinstance(layer, Conv1D) else layers.ColumnParallelLinear
@@ -144,7 +140,6 @@ def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
                 row = layers.RowParallelConv1D if isinstance(layer, Conv1D) else layers.RowParallelLinear
                 row.from_linear(layer, mesh, style.whole)
             case "rotary_keys":
-                assert isinstance(layer, nn.Linear)
                 layers.PartlyReplicatedLinear.from_linear(layer, mesh, style.parts[0])
             case "partial":
                 layers.sum_parameter_gradients(owner.get_submodule(key), group)
@@ -157,9 +152,8 @@ def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
             case "experts":
                 layers.sum_output_over_ranks(owner, group)
             case "expert_bias":  # every rank adds it to its partial sum, so each adds a fraction
-                layers.bind_local_parameters(
-                    owner, {key: lambda parameter: layers.copy_to_ranks(parameter, group) / ranks}
-                )
+                uses = {key: lambda parameter: layers.copy_to_ranks(parameter, group) / ranks}
+                layers.bind_local_parameters(owner, uses)
         if style.kind in ("column", "row"):
             shard_adapters(get_child(owner, key), layer, mesh)
 
@@ -208,9 +202,8 @@ def shard_adapters(wrapper: Any, layer: Any, mesh: DeviceMesh) -> None:
             layers.ReplicatedColumnLinear.from_linear(after, mesh, heads)
         else:
             assert isinstance(layer, layers.ColumnParallelLinear)
-            layers.ColumnParallelLinear.from_linear(
-                after, mesh, shard_boxes.get_shard_specs(layer)["weight"].parts, layer.gather
-            )
+            parts = shard_boxes.get_shard_specs(layer)["weight"].parts
+            layers.ColumnParallelLinear.from_linear(after, mesh, parts, layer.gather)
 
 
 def set_local_head_counts(module: nn.Module, region: Region, ranks: int) -> None:

@@ -36,28 +36,20 @@ class Style:
 
 # The words of transformers 5.0 to 5.22. A layer with any other word is not sharded.
 ALIASES: dict[str, Style] = {
-    "colwise": Style("column"),
-    "local_colwise": Style("column"),
-    "colwise_rep": Style("column", whole=True),
-    "colwise_gather_output": Style("column", whole=True),
-    "rowwise": Style("row"),
-    "local_rowwise": Style("row"),
-    "rowwise_rep": Style("row", whole=True),
-    "rowwise_split_input": Style("row", whole=True),
+    **dict.fromkeys(("colwise", "local_colwise"), Style("column")),
+    **dict.fromkeys(("colwise_rep", "colwise_gather_output"), Style("column", whole=True)),
+    **dict.fromkeys(("rowwise", "local_rowwise"), Style("row")),
+    **dict.fromkeys(("rowwise_rep", "rowwise_split_input"), Style("row", whole=True)),
     "replicated_with_grad_allreduce": Style("partial"),
     "mla_kv_a_proj": Style("rotary_keys"),
 }
 
 # Attention: separate queries, keys and values. Dotted names: the layers are in modules inside the attention module.
 SEPARATE = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q", "k", "v"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("query_proj", "key_proj", "value_proj"),
-    ("self.query", "self.key", "self.value"),
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"),
+    ("query_proj", "key_proj", "value_proj"), ("self.query", "self.key", "self.value"),
     ("attention.query", "attention.key", "attention.value"),
-)
+)  # fmt: skip
 # The same in one layer: [all queries; all keys; all values].
 FUSED = ("qkv", "qkv_proj", "c_attn")
 # The same in one layer, head by head: each head's query, key and value lie together.
@@ -75,27 +67,16 @@ PER_HEAD = {"sinks": 0, "relative_attention_bias.weight": 1}
 
 # Feed-forward: (up projections, down projection).
 FEED_FORWARD = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("up_proj",), "down_proj"),
-    (("w1", "w3"), "w2"),
-    (("fc1",), "fc2"),
-    (("linear_fc1",), "linear_fc2"),
-    (("wi",), "wo"),
-    (("wi_0", "wi_1"), "wo"),
-    (("intermediate_dense",), "output_dense"),
-    (("intermediate.dense",), "output.dense"),
-    (("lin1",), "lin2"),
-    (("c_fc",), "c_proj"),
-    (("fc_in",), "fc_out"),
-    (("dense_h_to_4h",), "dense_4h_to_h"),
-)
+    (("gate_proj", "up_proj"), "down_proj"), (("up_proj",), "down_proj"), (("w1", "w3"), "w2"), (("fc1",), "fc2"),
+    (("linear_fc1",), "linear_fc2"), (("wi",), "wo"), (("wi_0", "wi_1"), "wo"),
+    (("intermediate_dense",), "output_dense"), (("intermediate.dense",), "output.dense"), (("lin1",), "lin2"),
+    (("c_fc",), "c_proj"), (("fc_in",), "fc_out"), (("dense_h_to_4h",), "dense_4h_to_h"),
+)  # fmt: skip
 # The same with gate and value in one layer, one after the other.
 FEED_FORWARD_FUSED = (
-    (("gate_up_proj",), "down_proj"),
-    (("input_linear",), "output_linear"),
-    (("weights_in",), "weights_out"),
+    (("gate_up_proj",), "down_proj"), (("input_linear",), "output_linear"), (("weights_in",), "weights_out"),
     (("Wi",), "Wo"),
-)
+)  # fmt: skip
 
 # Names in attention modules and configs for the number of heads, of key and value heads, and the width of all heads.
 HEADS = (
@@ -149,11 +130,8 @@ def has_slopes(module: nn.Module, config: Any) -> bool:
 
 def get_head_width(module: nn.Module) -> int:
     """Return the channels of one head if a module has that number, or 0."""
-    for name in ("head_dim", "head_size", "attention_head_size"):
-        number = getattr(module, name, None)
-        if isinstance(number, int):
-            return number
-    return 0
+    numbers = (getattr(module, name, None) for name in ("head_dim", "head_size", "attention_head_size"))
+    return next((number for number in numbers if isinstance(number, int)), 0)
 
 
 def has_head_count(module: nn.Module) -> bool:

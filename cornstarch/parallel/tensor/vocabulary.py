@@ -49,9 +49,8 @@ def shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     words = table.weight.shape[0]
     kind = type(table)
     # A subclass (Gemma's scales the embeddings) calls its parent's forward, which is ours then.
-    table.__class__ = (
-        VocabularyEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, VocabularyEmbedding), {})
-    )
+    subclass = type(kind.__name__, (kind, VocabularyEmbedding), {}) if kind is not nn.Embedding else VocabularyEmbedding
+    table.__class__ = subclass
     table.__dict__["group"] = mesh.get_group()
     shard_parameter(table, "weight", ShardSpec(0, (words,), mesh.size()), mesh)
     if head is None:
@@ -88,11 +87,9 @@ class VocabularyEmbedding(nn.Embedding):
         else:
             padding = self.padding_idx
             inside = padding is not None and first <= padding < last
-            rows = nn.functional.embedding(
-                (input - first).masked_fill(~is_own, 0),
-                table,
-                padding - first if inside else None,  # type: ignore[operator]
-            ).masked_fill(~is_own.unsqueeze(-1), 0)
+            index = (input - first).masked_fill(~is_own, 0)
+            rows = nn.functional.embedding(index, table, padding - first if inside else None)  # type: ignore[operator]
+            rows = rows.masked_fill(~is_own.unsqueeze(-1), 0)
         return reduce_from_ranks(rows, self.group)
 
 
@@ -113,10 +110,7 @@ class VocabularyShard:
 
 
 class VocabularyHead(nn.Linear):
-    """A head of which each rank has some of the words.
-
-    In training it returns the logits of a rank's own words, for `FusedCausalLMLoss`; otherwise all of them.
-    """
+    """A head of which each rank has some words; in training it returns logits of those, for `FusedCausalLMLoss`."""
 
     group: Group
     words: int
