@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -269,18 +269,14 @@ def _apply_fsdp1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Modul
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP has gathered, in a model or its wrapper.
-
-    Without a backward pass, as in evaluation, FSDP leaves the root unit gathered.
-    """
+    """Free the parameters that FSDP has gathered: without a backward pass it leaves the root unit gathered."""
     reshard_flat_units(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-@contextmanager
-def defer_gradient_sync(wrapped: nn.Module | None, is_deferred: bool) -> Iterator[None]:
+def defer_gradient_sync(wrapped: nn.Module | None, is_deferred: bool) -> AbstractContextManager[None]:
     """Run a block whose gradients need not reach other ranks yet, because more microbatches of the step follow.
 
     Only replicated models save time by it. Sharded ones would have to keep all gradients unsharded; theirs are reduced
@@ -288,21 +284,15 @@ def defer_gradient_sync(wrapped: nn.Module | None, is_deferred: bool) -> Iterato
     """
     # torch must synchronize the first backward pass of a static graph, and does not tell which one is the first.
     if is_deferred and isinstance(wrapped, DistributedDataParallel) and not wrapped.static_graph:
-        with wrapped.no_sync():
-            yield
-    elif is_deferred and isinstance(sync := get_gradient_sync(wrapped), CompressedHSDPShards):
-        with sync.defer():
-            yield
-    else:
-        yield
+        return wrapped.no_sync()
+    if is_deferred and isinstance(sync := get_gradient_sync(wrapped), CompressedHSDPShards):
+        return sync.defer()
+    return nullcontext()
 
 
 @contextmanager
 def use_full_model(wrapped: Any) -> Iterator[None]:
-    """Run a block in which the model itself may be called instead of its wrapper, for example to generate.
-
-    All ranks must run the block and call the model equally often.
-    """
+    """Run a block in which all ranks may call the model itself, equally often, for example to generate."""
     if isinstance(wrapped, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
             yield
@@ -320,8 +310,7 @@ def use_full_model(wrapped: Any) -> Iterator[None]:
 def drop_idle_gradients(model: nn.Module, items: Mapping[str, float]) -> None:
     """Set gradients to None where a single process would have none: no momentum or weight decay must apply to them.
 
-    These are the gradients of encoders for which no rank had an item (`items` by encoder), so that they ran on
-    placeholders, and the zeros that FSDP 1 makes for parameters that no loss depends on.
+    These are of encoders without an item on any rank (`items` counts them), and of parameters that no loss depends on.
     """
     if isinstance(model, MultimodalModel):
         idle = [model.encoders[name].parameters() for name, count in items.items() if not count]
@@ -344,8 +333,8 @@ def wrapping_units(model: nn.Module, classes: Sequence[str] | None = None, least
         classes: Names of the classes whose modules are units, instead of the default.
         least: The minimum number of parameters of a unit.
     """
-    own = list(model) if isinstance(model, nn.Sequential) else _find_layers(model)
-    found = list(_find_by_class(model, classes) if classes is not None else own)
+    own = iter(model) if isinstance(model, nn.Sequential) else _find_layers(model)
+    found = _find_by_class(model, classes) if classes is not None else own
     shared = {number for number, uses in _count_parameter_uses(model).items() if uses > 1}
     return [
         unit
@@ -393,10 +382,8 @@ def _find_by_class(model: nn.Module, classes: Sequence[str]) -> Iterator[nn.Modu
 def find_frozen_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules that are entirely frozen: FSDP 1 would create zero gradients for them.
 
-    Exceptions stay with the model around them: modules that share a parameter with others, as tied embeddings do,
-    because FSDP 1 would take it away from the others; modules around the embedding table of a language model, which a
-    multimodal model looks up before it calls that model; and modules whose weights are read without a call, because
-    FSDP 1 gathers a unit when it is called.
+    Left out are those whose parameters are used without a call of theirs, which is when FSDP 1 gathers a unit: tied
+    ones, and those around the embedding table of a language model, which a multimodal model looks up first.
     """
     table = model.language_model.get_input_embeddings() if isinstance(model, MultimodalModel) else None  # type: ignore[operator]
     uses = _count_parameter_uses(model)

@@ -81,14 +81,10 @@ def pin_batch(value: Any) -> Any:
 class LossScale:
     """A dynamic loss scale, which keeps small fp16 gradients from vanishing and backs off when large ones overflow.
 
-    torch's `GradScaler` looks at the gradients of one optimizer in one process. Here the norm of all gradients on all
-    ranks decides. All ranks know whether it is finite, so that either all of them step or none does.
-
-    A step is: backward of `value` × loss, `unscale`, the norm of all gradients, the optimizer's step if the norm is
-    finite, `update`.
-
-    After `growth_interval` steps with finite gradients the scale is multiplied by `growth_factor`, after `hysteresis`
-    steps with infinite ones by `backoff_factor`; it stays between `least` and `most`.
+    torch's `GradScaler` looks at one optimizer in one process. Here the norm of all gradients on all ranks decides, so
+    that either all ranks step or none does: backward of `value` × loss, `unscale`, the norm, the optimizer's step if it
+    is finite, `update`. After `growth_interval` steps with finite gradients the scale is multiplied by `growth_factor`,
+    after `hysteresis` steps with infinite ones by `backoff_factor`; it stays between `least` and `most`.
     """
 
     def __init__(

@@ -41,17 +41,22 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
 
 def begin_sum_over_ranks(values: Sequence[float]) -> Callable[[], list[float]]:
     """Start to sum numbers over all ranks; the returned function waits and returns the sums."""
-    if is_single_process():
-        alone = [float(value) for value in values]
-        return lambda: alone
     together = torch.tensor(list(values), dtype=torch.float64)
-    work = dist.all_reduce(together, async_op=True)
+    work = None if is_single_process() else dist.all_reduce(together, async_op=True)
 
     def wait() -> list[float]:
-        work.wait()
+        if work is not None:
+            work.wait()
         return together.tolist()
 
     return wait
+
+
+def all_gather(own: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Return the tensors of all ranks, which have the same shape, in rank order."""
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    return found
 
 
 def all_gather_json(value: Any) -> list[Any]:
@@ -59,18 +64,13 @@ def all_gather_json(value: Any) -> list[Any]:
     if is_single_process():
         return [value]
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([content.numel()]))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    sizes = [int(size) for size in all_gather(torch.tensor([content.numel()]))]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: content.numel()] = content
-    gathered = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size())]
-    dist.all_gather(gathered, padded)
-    return [json.loads(bytes(one[: int(size)].tolist())) for one, size in zip(gathered, sizes, strict=True)]
+    return [json.loads(bytes(one[:size].tolist())) for one, size in zip(all_gather(padded), sizes, strict=True)]
 
 
 def broadcast_json(value: Any, source: int = 0) -> Any:
-    """Return the value of one rank on all ranks."""
     return value if is_single_process() else all_gather_json(value if rank() == source else None)[source]
 
 
@@ -88,10 +88,7 @@ class Collective(torch.autograd.Function):
 
 
 def get_device_backend(group: dist.ProcessGroup | None, device_type: str) -> str | None:
-    """Return the backend of a group (default: the world) for a device type; None if it has none.
-
-    A group may have one backend for the CPU and another for GPUs; `torch.distributed.get_backend` then returns both.
-    """
+    """Return the backend of a group (default: the world) for a device type, of which it may have several, or None."""
     return dict(one.split(":", 1) for one in dist.get_backend_config(group).split(",")).get(device_type)
 
 
@@ -111,13 +108,11 @@ class TensorTransport:
         return cls(device, device.type != "cpu" and get_device_backend(group, device.type) == "gloo")
 
     def prepare_send(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous tensor that can be sent."""
         if not self.through_cpu:
             return tensor.to(self.device).contiguous()  # small metadata may be on the CPU
         return self.allocate_receive(tensor.shape, tensor.dtype).copy_(tensor)  # waits for the GPU
 
     def allocate_receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor to receive into."""
         if not self.through_cpu:
             return torch.empty(shape, dtype=dtype, device=self.device)
         # Copies between a GPU and pinned memory are several times as fast.
@@ -151,12 +146,12 @@ def average_gradients(
 ) -> None:
     """Replace gradients by their mean over a group, once per step; for pipelines, which accumulate over many passes.
 
-    A missing gradient counts as zeros where another rank has one. Where no rank has one, it stays None. Nothing is
-    computed at the same time, so that a bucket size measured for the link (`auto`) would gain nothing.
+    A missing gradient counts as zeros where another rank has one. Where no rank has one, it stays None.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained or (ranks := dist.get_world_size(group)) == 1:
         return
+    # Nothing is computed at the same time, so that a bucket size measured for the link (auto) would gain nothing.
     limit = _BUCKET if bucket_mb is None or bucket_mb == "auto" else int(bucket_mb * 1024 * 1024)
     travelling = []
     for bucket in _iter_buckets(trained, limit):
@@ -237,17 +232,13 @@ def clip_gradients(
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         dist.all_reduce(total)
         norm = total.sqrt()
-        multiply_all(
-            [to_local_tensor(gradient) for _, gradient in gradients], torch.clamp(most / (norm + 1e-6), max=1.0)
-        )
+        factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+        multiply_all([to_local_tensor(gradient) for _, gradient in gradients], factor)
     return norm
 
 
 def compute_clip_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[Tensor, Tensor]:
-    """Return the norm of gradients that are all on this rank, and the divisor that brings it down to `most`.
-
-    An optimizer that divides gradients while it reads them saves one pass over all of them.
-    """
+    """Return the norm of gradients that are all on this rank, and the divisor that brings it down to `most`."""
     norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
     if parameters:
         norm = norm.to(parameters[0].device)  # without any gradient it is on the CPU

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
@@ -158,6 +158,7 @@ class _EncoderBalancer:
         return (), inputs
 
     def _hash_form(self, named: dict[str, Any], items: EncoderItems) -> int:
+        """Return a hash of everything that items must have in common to be encoded together."""
         facts: list[Any] = []
         for name, value in sorted(named.items()):
             if isinstance(value, Tensor) and value.dim():

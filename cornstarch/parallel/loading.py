@@ -6,14 +6,13 @@ The model is built on the meta device and sharded, and only then are its files o
                                                                                   |
     parameters as DTensors <- names, dtypes, ties, buffers: transformers' own loader <- shards, read as it asks for them
 
-transformers' loader renames and merges what is stored under other names (experts one by one, say). It is given shards
-instead of full tensors, and parameters of the shards' shapes to put them in. That is right as long as each of its steps
-treats a shard as it would treat that part of the full tensor; if a step is not known to do so, the model is read in
-full.
+transformers' loader renames and merges what is stored under other names. It is given shards for full tensors, and
+parameters of the shards' shapes to put them in. That is right as long as each of its steps treats a shard as it would
+treat that part of the full tensor; if a step is not known to do so, the model is read in full.
 
-`build_partial_model` makes new models of which a rank keeps its part, with the numbers that one process draws for the
-whole. Parameters of other ranks lose their memory as soon as they are registered. Random numbers for them are drawn all
-the same and thrown away, so that everything after them is drawn as in one process.
+`build_partial_model` makes new models of which a rank keeps its part. Parameters of other ranks lose their memory as
+soon as they are registered. Random numbers for them are drawn all the same and thrown away, so that everything after
+them is drawn as in one process.
 """
 
 from __future__ import annotations
@@ -66,9 +65,7 @@ def load_sharded(
         model_class: A class of transformers, or an Auto class.
         folder: A folder with safetensors, or the name of one on the hub.
         mesh: The ranks; it has one axis.
-        plan: As for `shard_tensors`.
-        sequence: As for `shard_tensors`.
-        vocabulary: As for `shard_tensors`.
+        plan, sequence, vocabulary: As for `shard_tensors`.
         options: Whatever else `from_pretrained` takes: `dtype`, `attn_implementation`, …
     """
     wants_info = options.pop("output_loading_info", False)
@@ -125,8 +122,7 @@ def isolate_random_state() -> Iterator[None]:
     """Run a block that loads a model, such that numbers drawn after it do not depend on those drawn in it.
 
     `_init_weights` of some models draws numbers for every layer that is not on the meta device, also for those whose
-    weights are stored: how many it draws depends on the parameters of this rank. Inside, numbers are those that
-    `from_pretrained` draws by itself. Afterwards they follow from the state before the block, on every rank alike.
+    weights are stored. Afterwards numbers follow from the state before the block, on every rank alike.
     """
     seed = crc32(torch.get_rng_state().numpy().tobytes())
     with torch.random.fork_rng(devices=[]):
@@ -224,13 +220,11 @@ class _ShardReader:
         self, held: Mapping[str, Any], going: Mapping[str, Destination], ties: Mapping[str, str], other: Collection[str]
     ) -> None:
         """Require a full read if a shard would have to be initialized randomly."""
-        for name in held:
-            if name in other:
-                raise FullReadRequired(f"{name} is stored with another shape, and made anew")
+        if misfits := [name for name in held if name in other]:
+            raise FullReadRequired(f"{misfits[0]} is stored with another shape, and made anew")
         stored = {name for destination in going.values() for name in destination.names}
         stored |= {target for target, source in ties.items() if source in stored}
-        missing = [name for name in held if name not in stored]
-        if missing:
+        if missing := [name for name in held if name not in stored]:
             raise FullReadRequired(f"{missing[0]} is not stored, and made anew")
 
     def _check_all_stored(self, model: Any, going: Mapping[str, Destination], other: Collection[str]) -> None:
@@ -240,8 +234,7 @@ class _ShardReader:
             if target in stored and source in stored:
                 raise FullReadRequired(f"{target} and {source} are tied, and both are stored")
             stored |= {target, source} if stored & {target, source} else set()
-        new = [name for name, _ in model.named_parameters() if name not in stored]
-        if new:
+        if new := [name for name, _ in model.named_parameters() if name not in stored]:
             raise FullReadRequired(f"{new[0]} is not stored as it is here, and made anew")
 
     def _replace_dtensors(self, model: nn.Module) -> None:
@@ -270,14 +263,8 @@ class _ShardReader:
             module, name, former = places[0]
             read = module._parameters[name]
             assert read is not None and not read.is_meta, name
-            whole = DTensor.from_local(
-                read.detach(),
-                former.device_mesh,
-                former.placements,
-                run_check=False,
-                shape=former.shape,
-                stride=former.stride(),
-            )
+            sizes: dict[str, Any] = {"shape": former.shape, "stride": former.stride()}
+            whole = DTensor.from_local(read.detach(), former.device_mesh, former.placements, run_check=False, **sizes)
             parameter = nn.Parameter(whole, requires_grad=read.requires_grad)
             for module, name, _ in places:
                 module._parameters[name] = parameter
@@ -352,8 +339,7 @@ def build_partial_model(make: Callable[[], nn.Module], held: LocalNames) -> nn.M
             model = make()
         if len(construction.registered) != len(rehearsal.registered):
             raise FullReadRequired("it is not made in the same way every time")
-        lost = [n for n, p in model.named_parameters(remove_duplicate=False) if n in names and p.is_meta]
-        if lost:
+        if lost := [n for n, p in model.named_parameters(remove_duplicate=False) if n in names and p.is_meta]:
             raise FullReadRequired(f"{lost[0]} is copied from what is not here")
         mark_partial(model)
         return model

@@ -56,8 +56,7 @@ class Replica:
 class DeviceMeshes:
     """The device meshes of a layout in which all modules share their ranks.
 
-    All processes must create it and call `context` with the same sizes in the same order: each call creates process
-    groups, which is a collective operation.
+    All processes must create it and call `context` equally: that creates process groups, a collective operation.
     """
 
     data: DeviceMesh
@@ -95,10 +94,7 @@ class DeviceMeshes:
 
 
 class StageMeshes:
-    """The device meshes of one pipeline stage, which has ranks of its own.
-
-    Only the ranks of a group create it, so that the cost does not grow with the number of stages.
-    """
+    """The device meshes of one pipeline stage, which only its own ranks create: the cost must not grow with stages."""
 
     def __init__(self, layout: Layout, device_type: str) -> None:
         place = layout.place(distributed.rank())

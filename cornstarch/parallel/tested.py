@@ -46,10 +46,7 @@ def read_table(path: Path = PATH) -> dict[str, Sweep]:
     return TypeAdapter(dict[str, Sweep]).validate_json(path.read_bytes()) if path.exists() else {}
 
 
-@lru_cache(maxsize=1)
-def read_shipped_table() -> dict[str, Sweep]:
-    """Return the table that came with the package."""
-    return read_table()
+read_shipped_table = lru_cache(maxsize=1)(read_table)
 
 
 def is_tested(model_class: str, axis: str, transformers_version: str) -> bool:

@@ -120,7 +120,7 @@ def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Modul
             )
         return in_use.to(inputs.device)
     if inputs.attention_mask is not None:
-        _check_padding(inputs, inner)
+        _check_padding(inputs, inputs.attention_mask.bool(), inner)
         return MaskSpec.from_padding(inputs.attention_mask.to(inputs.device))
     given = inputs.tensors.get("position_ids")
     if given is not None and given.dim() == 2 and bool((given.diff(dim=1) != 1).any()):
@@ -132,10 +132,7 @@ def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Modul
     return MaskSpec.from_documents(torch.ones(inputs.shape, dtype=torch.long, device=inputs.device))
 
 
-def _check_padding(inputs: TokenBatch, inner: nn.Module) -> None:
-    mask = inputs.attention_mask
-    assert mask is not None
-    mask = mask.bool()
+def _check_padding(inputs: TokenBatch, mask: Tensor, inner: nn.Module) -> None:
     if bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any()):
         raise ConfigError("attention_mask has padding between tokens of a row; put it in front of or behind them all.")
     if "position_ids" not in inputs.tensors and not bool(mask[:, 0].all()):
@@ -174,10 +171,7 @@ _MIXER_PARAMETERS = re.compile(r"(.*\.)?(A_log|dt_bias|conv1d\.weight|time_(deca
 
 
 def check_tokens(model: nn.Module, ranks: int, mode: str = "ring_attn") -> None:
-    """Refuse a language model whose tokens cannot be sharded over `ranks` ranks by a mode of `shard_tokens`.
-
-    The model is not run; it may be on the meta device.
-    """
+    """Refuse a model, on any device, whose tokens cannot be sharded over `ranks` ranks by a mode of `shard_tokens`."""
     inner = unwrap(model)
     name = type(inner).__name__
     if not isinstance(inner, PreTrainedModel):
@@ -233,19 +227,17 @@ def check_positions(inner: nn.Module, positions: Tensor, shards: Sequence[Tensor
 def count_layers(inner: nn.Module) -> int:
     """Return the number of layers of a language model, by its config; 0 if it is unknown."""
     config: Any = inner.config.get_text_config()  # type: ignore[operator,union-attr]
-    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
-        if isinstance(getattr(config, name, None), int):
-            return getattr(config, name)
-    return 0
+    numbers = (getattr(config, name, None) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    return next((number for number in numbers if isinstance(number, int)), 0)
 
 
 def verify_model(model: nn.Module, whole: Callable[[], AbstractContextManager[None]], group: dist.ProcessGroup) -> None:
     """Compute a short text whole and sharded, and refuse the model if the results differ on any rank."""
     name = type(unwrap(model)).__name__
-    ranks = dist.get_world_size(group)
+    texts = _build_texts(model, dist.get_world_size(group))
     try:
         with use_eval_mode(model):
-            found = max(_measure_difference(model, whole, group, *text) for text in _build_texts(model, ranks))
+            found = max(_measure_difference(model, whole, group, text, spec) for text, spec in texts)
     except UnsupportedModelError as error:
         raise _build_refusal(name, str(error).rstrip(".")) from error
     except ConfigError:
@@ -283,11 +275,7 @@ def _build_texts(model: nn.Module, ranks: int) -> list[tuple[dict[str, Tensor], 
 
 
 def _measure_difference(
-    model: nn.Module,
-    whole: Callable[[], AbstractContextManager[None]],
-    group: dist.ProcessGroup,
-    batch: dict[str, Tensor],
-    spec: MaskSpec | None,
+    model: nn.Module, whole: Callable[..., Any], group: dist.ProcessGroup, batch: dict[str, Tensor], spec: Any
 ) -> float:
     with use_mask(spec):
         with whole():

@@ -32,6 +32,7 @@ from cornstarch.models.multimodal_language_model.facts import count_patches, fin
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.modes import gather_varying
 from cornstarch.parallel.context.patches import PatchSharder
+from cornstarch.parallel.distributed import all_gather
 from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.trees import map_tensors, tensors_in
 
@@ -265,8 +266,7 @@ class _ItemSharder:
             facts += tensor.shape[row_dim(layout) + 1 :]
         own = torch.zeros(64, dtype=torch.long, device=tensors[0].device if tensors else None)
         own[: min(len(facts), 64)] = torch.tensor(facts[:64])
-        found = [torch.empty_like(own) for _ in range(self.ranks)]
-        dist.all_gather(found, own, group=self.group)
+        found = all_gather(own, self.group)
         if refusal is not None:
             raise refusal
         name = type(unwrap(self.encoder)).__name__

@@ -14,7 +14,6 @@ Shape letters: B rows, H heads, s tokens of this rank, S tokens of all ranks, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +25,7 @@ from cornstarch.attention.backends import get_flex_attention
 from cornstarch.attention.interface import ScoreOptions, ShardedMask, attend_locally
 from cornstarch.attention.mask import RangeMask
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.distributed import Collective, TensorTransport
+from cornstarch.parallel.distributed import Collective, TensorTransport, all_gather
 from cornstarch.plan.data_options import REGISTERED
 
 Group = dist.ProcessGroup
@@ -180,7 +179,11 @@ class _Ring(torch.autograd.Function):
         mask, rank = ctx.mask, ctx.mask.sharding.rank
         of_query = torch.zeros_like(query, dtype=torch.float32)
         arriving = None
-        with _replay_random_state(ctx.random, query):
+        with torch.random.fork_rng([query.device] if query.is_cuda else [], enabled=ctx.random is not None):
+            if ctx.random is not None and query.is_cuda:  # draw the same numbers as the forward pass
+                torch.cuda.set_rng_state(ctx.random, query.device)
+            elif ctx.random is not None:
+                torch.set_rng_state(ctx.random)
             for owner, block in _iter_blocks(both, mask, ctx.group):
                 of_block = torch.zeros_like(block, dtype=torch.float32)
                 if not mask.is_empty(owner):
@@ -261,20 +264,6 @@ def attend_block(
     return torch.cat(parts, dim=2), torch.cat(sums, dim=2)
 
 
-@contextmanager
-def _replay_random_state(state: Tensor | None, query: Tensor) -> Iterator[None]:
-    """Run a block that draws the same random numbers as the forward pass."""
-    if state is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[query.device] if query.is_cuda else []):
-        if query.is_cuda:
-            torch.cuda.set_rng_state(state, query.device)
-        else:
-            torch.set_rng_state(state)
-        yield
-
-
 # ---------------------------------------------------------------------------------------------------- collectives
 #
 # Ranks may have tensors of different sizes. Only operations that gloo and NCCL both have, under names that torch 2.11
@@ -283,17 +272,16 @@ def _replay_random_state(state: Tensor | None, query: Tensor) -> Iterator[None]:
 
 def gather_varying(tensor: Tensor, dim: int, sizes: Sequence[int], group: Group) -> Tensor:
     """Return the tensors of all ranks, concatenated along `dim`; gradients are summed over the ranks."""
-    return Collective.apply(tensor, _gather_rows, _sum_own_rows, dim, tuple(sizes), group)
+    return Collective.apply(tensor, _gather_padded, _sum_own_rows, dim, tuple(sizes), group)
 
 
-def _gather_rows(tensor: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:
+def _gather_padded(tensor: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:
     rows = tensor.movedim(dim, 0)
     # gloo's all_gather needs equal shapes.
     padded = rows.new_zeros(max(sizes), *rows.shape[1:])
     padded[: len(rows)] = rows
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    return torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)]).movedim(0, dim)
+    found = zip(all_gather(padded, group), sizes, strict=True)
+    return torch.cat([one[:size] for one, size in found]).movedim(0, dim)
 
 
 def _sum_own_rows(gradient: Tensor, dim: int, sizes: tuple[int, ...], group: Group) -> Tensor:

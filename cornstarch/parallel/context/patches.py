@@ -31,6 +31,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.modes import gather_varying
 from cornstarch.parallel.tensor.layers import change_output
 from cornstarch.parallel.tensor.sequence import find_layers
+from cornstarch.trees import tensors_in
 
 # An argument of a layer's call, not an attribute: activation checkpointing passes it again when it recomputes a layer.
 _PASS = "patch_shards"
@@ -129,7 +130,7 @@ class PatchSharder:
             self._is_on, self._pass = False, None
 
     def _attach(self, layer: nn.Module) -> None:
-        kind = type(layer)
+        kind, ranks = type(layer), self.ranks
         is_first, is_last = layer is self.layers[0], layer is self.layers[-1]
         signature = inspect.signature(kind.forward)
 
@@ -137,7 +138,12 @@ class PatchSharder:
             if not self._is_on:
                 return kind.__call__(module, *inputs, **options)
             if is_first:
-                self._pass = self._begin_pass(_bind(signature, inputs, options))
+                named = _bind(signature, inputs, options)
+                first, bounds = next(iter(named.values())), named.get(_BOUNDS)
+                lengths = [first.shape[-2]] if bounds is None else bounds.diff().tolist()
+                if min(lengths) < ranks:
+                    raise UnsupportedModelError(f"an item of {min(lengths)} tokens cannot be cut over {ranks} ranks")
+                self._pass = PatchShards(lengths, first.dim() - 2, self.rank, ranks, self.group, bounds)
             return kind.__call__(module, *inputs, **options, **{_PASS: self._pass})
 
         def enter(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -160,21 +166,13 @@ class PatchSharder:
             if output is None:  # it raised
                 return output
             if not attention.calls or attention.calls % len(attention.cut.lengths):
-                raise UnsupportedModelError(
-                    f"{type(module).__name__} does not attend through transformers' attention interface"
-                )
+                name = type(module).__name__
+                raise UnsupportedModelError(f"{name} does not attend through transformers' attention interface")
             return change_output(output, attention.cut.collect) if is_last else output
 
         layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
         layer.register_forward_pre_hook(enter, with_kwargs=True)
         layer.register_forward_hook(leave, always_call=True)
-
-    def _begin_pass(self, named: dict[str, Any]) -> PatchShards:
-        first, bounds = next(iter(named.values())), named.get(_BOUNDS)
-        lengths = [first.shape[-2]] if bounds is None else bounds.diff().tolist()
-        if min(lengths) < self.ranks:
-            raise UnsupportedModelError(f"an item of {min(lengths)} tokens cannot be cut over {self.ranks} ranks")
-        return PatchShards(lengths, first.dim() - 2, self.rank, self.ranks, self.group, bounds)
 
     def explain_refusal(self, item: dict[str, Any]) -> str | None:
         """Compute one item whole and sharded; return why the encoder cannot be sharded, or None. A collective call."""
@@ -187,9 +185,9 @@ class PatchSharder:
             inner.set_attn_implementation(IMPLEMENTATION)
             with use_eval_mode(self.encoder):
                 # Not by a call: the encoder is being called already, and FSDP's hooks around that must not run twice.
-                expected = _find_tensors(self.encoder.forward(**item))
+                expected = tensors_in(self.encoder.forward(**item))
                 with self.use():
-                    computed = _find_tensors(self.encoder.forward(**item))
+                    computed = tensors_in(self.encoder.forward(**item))
             if [one.shape for one in computed] == [one.shape for one in expected]:
                 far = [
                     float((one - other).float().norm() / other.float().norm().clamp(min=1e-12))
@@ -229,10 +227,3 @@ def _shard_argument(cut: PatchShards, name: str, value: Any, layer: str) -> Any:
         if dim is not None:
             return cut.own(value, dim)
     raise UnsupportedModelError(f"{layer} is given {name!r} of shape {list(value.shape)}, which is not cut with tokens")
-
-
-def _find_tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else ()
-    return [tensor for value in values for tensor in _find_tensors(value)]

@@ -31,6 +31,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import batch
 from cornstarch.parallel.context.batch import TokenBatch, check_tokens, count_layers
 from cornstarch.parallel.context.modes import MODES
+from cornstarch.parallel.distributed import all_gather
 from cornstarch.plan import token_distribution
 from cornstarch.plan.token_distribution import Distribute, DistributionMethod, TokenDistribution
 
@@ -154,10 +155,8 @@ class _TokenSharder:
         self._linear, self._windows = _estimate_work(self.inner)
         self._whole = self._agreed = 0
         self._passes: list[tuple[TokenSharding, TokenBatch, Callable[[], None]]] = []
-        self._handles = [
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-        ]
+        before = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._handles = before, model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -211,14 +210,11 @@ class _TokenSharder:
         """Refuse batches that differ between ranks: they would deadlock, or train on a mixture."""
         ids = inputs.tensors.get("input_ids", documents)
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
-        own = torch.stack(
-            [torch.tensor(size, device=ids.device) for size in documents.shape]
-            + [(ids.long() * weights).sum(), (documents.long() * weights).sum()]
-        )
-        found = [torch.empty_like(own) for _ in range(self.ranks)]
-        dist.all_gather(found, own, group=self.group)
-        if any(one.tolist() != own.tolist() for one in found):
-            shapes = ", ".join(f"{one[0]} x {one[1]}" for one in (other.tolist() for other in found))
+        shape = [torch.tensor(size, device=ids.device) for size in documents.shape]
+        own = torch.stack([*shape, (ids.long() * weights).sum(), (documents.long() * weights).sum()])
+        found = [one.tolist() for one in all_gather(own, self.group)]
+        if any(one != found[0] for one in found):
+            shapes = ", ".join(f"{one[0]} x {one[1]}" for one in found)
             raise ConfigError(
                 f"The ranks that share each row were given different batches (rows x tokens: {shapes}). "
                 "Give all ranks of a context-parallel group the same samples."

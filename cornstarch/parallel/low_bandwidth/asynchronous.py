@@ -27,8 +27,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from cornstarch.parallel.low_bandwidth import replicas
 from cornstarch.parallel.low_bandwidth.compressed_mean import CompressedMean
@@ -90,10 +89,10 @@ class PeerState:
 class AsynchronousUpdates(ReplicaSync):
     """The kind `async`, with bounded staleness; all ranks of the group must create it."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, plan: DataPlan) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], group: distributed.ProcessGroup, plan: DataPlan) -> None:
         self._weights, self._mean = FlatWeights(parameters), CompressedMean(Compression(), group)
         self._bound, self._scales = plan.asynchronous.staleness, plan.asynchronous.scale_learning_rate
-        self._ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._ranks, rank = group.size(), group.rank()
         self._peers: list[tuple[Peer, ReceiveQueue]] = []
         if self._ranks > 1 and self._bound and self._weights.numbers:
             messages = replicas.new_gloo_group(group)
@@ -102,7 +101,6 @@ class AsynchronousUpdates(ReplicaSync):
         self._changed = Condition()
         self._others: list[PeerState] = []
         self._before: Tensor | None = None
-        self._sent = 0
         self._staleness = 0
         self._step_began = self._step_seconds = 0.0
         """When the current step began, and how long the one before took without waiting."""
@@ -137,15 +135,14 @@ class AsynchronousUpdates(ReplicaSync):
 
     def state_dict(self) -> dict[str, Any]:
         self._synchronize()
-        return {"bytes_sent": self._sent + self._mean.bytes_sent}
+        return {"bytes_sent": self._mean.bytes_sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sent = int(state["bytes_sent"]) - self._mean.bytes_sent
-        self._before = None
+        self._mean.bytes_sent, self._before = int(state["bytes_sent"]), None
 
     def figures(self) -> dict[str, float]:
         """Return the bytes sent, and by how many steps the oldest change of the last step was stale."""
-        return {"bytes_sent": float(self._sent + self._mean.bytes_sent), "staleness": float(self._staleness)}
+        return {"bytes_sent": float(self._mean.bytes_sent), "staleness": float(self._staleness)}
 
     @property
     def pending_steps(self) -> int:
@@ -260,7 +257,7 @@ class AsynchronousUpdates(ReplicaSync):
                 base = other.out_base if other.out.is_filled else other.applied
                 header = torch.tensor([other.sent, other.applied, base, is_last])
                 other.acknowledged = other.applied
-                self._sent += header.nbytes + has_changes * spare.nbytes
+                self._mean.bytes_sent += header.nbytes + has_changes * spare.nbytes  # it counts all bytes of this rank
             other.peer.send(header, _HEADERS)
             if has_changes:
                 began = perf_counter()

@@ -71,11 +71,6 @@ def register_compression(
     REGISTERED["compression"].add(name)
 
 
-def build_codec(how: Compression, dtype: torch.dtype = torch.float32) -> Codec:
-    """Return the codec of a compression, for tensors of `dtype`."""
-    return SCHEMES[how.kind].build_codec(how, dtype)
-
-
 class CastCodec:
     """Rounds numbers to another dtype."""
 
@@ -97,12 +92,11 @@ class TopKCodec:
         self.offset = torch.uint8 if how.offset_bytes == 1 else torch.int16
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        rows = len(rows_RP)
         blocks_BK = rows_RP.reshape(-1, self.block)
         offsets = blocks_BK.abs().topk(self.kept, dim=1, sorted=False).indices
         values = blocks_BK.gather(1, offsets).to(torch.bfloat16)
         # Not all devices compute with uint16; int16 has the same bits.
-        return torch.cat([_to_bytes(values, rows), _to_bytes(offsets.to(self.offset), rows)], dim=1)
+        return _join_bytes(len(rows_RP), values, offsets.to(self.offset))
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
         first = numbers // self.block * self.kept * 2
@@ -122,7 +116,6 @@ class IntegerCodec:
         self.most = 2 ** (how.bits - 1) - 1
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        rows = len(rows_RP)
         blocks_BK = rows_RP.reshape(-1, self.block)
         scales_B1 = blocks_BK.abs().amax(1, keepdim=True) / self.most
         levels = blocks_BK / scales_B1.clamp_min(torch.finfo(torch.float32).tiny)  # blocks of zeros have scale 0
@@ -135,7 +128,7 @@ class IntegerCodec:
         if self.is_half:
             nibbles = packed.add_(8).view(torch.uint8)
             packed = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
-        return torch.cat([_to_bytes(scales_B1, rows), _to_bytes(packed, rows)], dim=1)
+        return _join_bytes(len(rows_RP), scales_B1, packed)
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
         scales_B1, packed = _split_scales(bytes_RE, numbers // self.block)
@@ -154,14 +147,13 @@ class SignCodec:
         self.block = how.block
 
     def encode(self, rows_RP: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        rows = len(rows_RP)
         blocks_BK = rows_RP.reshape(-1, self.block)
         scales_B1 = blocks_BK.abs().mean(1, keepdim=True)
         signs = (blocks_BK >= 0).view(torch.uint8).view(-1, 8)
         packed = signs[:, 0].clone()
         for place in range(1, 8):
             packed |= signs[:, place] << place
-        return torch.cat([_to_bytes(scales_B1, rows), _to_bytes(packed, rows)], dim=1)
+        return _join_bytes(len(rows_RP), scales_B1, packed)
 
     def decode(self, bytes_RE: Tensor, numbers: int) -> Tensor:
         scales_B1, packed = _split_scales(bytes_RE, numbers // self.block)
@@ -170,8 +162,8 @@ class SignCodec:
         return (signs.view(-1, self.block).to(torch.float32) * 2 - 1).mul_(scales_B1).view(len(bytes_RE), numbers)
 
 
-def _to_bytes(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8).view(rows, -1)
+def _join_bytes(rows: int, *tensors: Tensor) -> Tensor:
+    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8).view(rows, -1) for tensor in tensors], dim=1)
 
 
 def _split_scales(bytes_RE: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -198,10 +190,7 @@ register_compression("quantize", lambda how, dtype: SignCodec(how) if how.bits =
 
 
 class CompressedMean:
-    """Computes compressed means of flat tensors over a group; all ranks must call it in the same order.
-
-    If it runs in a thread of its own, nothing else may be sent in the group.
-    """
+    """Computes compressed means of flat tensors over a group, in which a thread of its own must be alone."""
 
     def __init__(self, how: Compression, group: dist.ProcessGroup) -> None:
         self.how, self.group = how, group
@@ -210,14 +199,10 @@ class CompressedMean:
 
     @torch.no_grad()
     def __call__(self, flat: Tensor, memory: Tensor | None, step: int, place: int = 0, scale: float = 1.0) -> int:
-        """Replace a flat tensor by its mean over all ranks, and return the bytes that this rank has sent.
+        """Replace a flat tensor by its mean over all ranks, and return the bytes sent; all ranks keep the same order.
 
-        Args:
-            flat: The tensor of this rank.
-            memory: The error that was not sent yet, in float32, or None; changed in place.
-            step: How often this tensor has been reduced before. It seeds random numbers.
-            place: The index of the tensor among those of a step. It seeds random numbers, too.
-            scale: The loss scale: a factor of `flat` but not of `memory`.
+        `memory` is the error that was not sent yet, in float32, changed in place. The number of reductions of this
+        tensor (`step`) and its index in a step (`place`) seed random numbers. The loss scale is not in `memory`.
         """
         before = self.bytes_sent
         if self.ranks > 1 and (self.how.kind == "none" or step < self.how.warmup):
@@ -247,7 +232,8 @@ class CompressedMean:
 
     def _reduce_values(self, wanted: Tensor, dtype: torch.dtype, step: int, place: int) -> tuple[Tensor, Tensor]:
         """Return the mean over ranks, and the error of this rank."""
-        codec, generator = build_codec(self.how, dtype), self._generator(wanted.device, step, place)
+        codec = SCHEMES[self.how.kind].build_codec(self.how, dtype)
+        generator = self._generator(wanted.device, step, place)
         numbers = len(wanted)
         if self.how.uses_all_gather(self.ranks):
             rows_1P = _pad_rows(wanted, 1, self.how.shard_size(numbers, 1))

@@ -46,20 +46,15 @@ _ATTACHED: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
 
 
 def attach_compression(wrapped: nn.Module, mesh: DeviceMesh, how: Compression) -> nn.Module:
-    """Compress the gradients of a wrapped model on the wire, and return it; all ranks must call it.
-
-    The mesh has one axis (DDP), or the axes replicate and shard, where FSDP units are sharded over the latter.
-    """
+    """Compress the gradients of a wrapped model on the wire, over a mesh of one axis or the replicas of HSDP's."""
     if how.kind == "none":
         return wrapped
     members = dist.get_process_group_ranks((mesh["replicate"] if mesh.ndim == 2 else mesh).get_group())
     # A group of its own: a thread sends in it, whose messages must not mix with those of the loop.
     group = dist.new_group(members, use_local_synchronization=True)
-    if not isinstance(wrapped, DistributedDataParallel):
-        _ATTACHED[wrapped] = CompressedHSDPShards(wrapped, how, group)
-    else:
-        build = SCHEMES[how.kind].build_ddp_sync or CompressedDDPBuckets
-        _ATTACHED[wrapped] = build(wrapped, how, group)
+    build_ddp_sync = SCHEMES[how.kind].build_ddp_sync or CompressedDDPBuckets
+    is_ddp = isinstance(wrapped, DistributedDataParallel)
+    _ATTACHED[wrapped] = build_ddp_sync(wrapped, how, group) if is_ddp else CompressedHSDPShards(wrapped, how, group)
     return wrapped
 
 
@@ -69,10 +64,7 @@ def get_gradient_sync(wrapped: nn.Module | None) -> GradientSync | None:
 
 
 class DDPBucketSync(GradientSync):
-    """Reduces DDP's buckets, one after the other. They must not change from step to step (`find_unused_parameters`).
-
-    On a CPU a thread of its own does the work while the backward pass goes on.
-    """
+    """Reduces DDP's buckets, one after the other. They must not change from step to step (`find_unused_parameters`)."""
 
     def __init__(self, wrapped: DistributedDataParallel) -> None:
         super().__init__()
@@ -80,7 +72,6 @@ class DDPBucketSync(GradientSync):
         wrapped.register_comm_hook(self, _reduce_bucket)
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin to average a bucket."""
         raise NotImplementedError
 
     def _submit(self, device: torch.device, work: Callable[[], Tensor]) -> torch.futures.Future[Tensor]:
@@ -89,7 +80,6 @@ class DDPBucketSync(GradientSync):
         return self._worker.put(work)
 
     def finish(self) -> None:
-        """End the thread."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -100,10 +90,7 @@ def _reduce_bucket(sync: DDPBucketSync, bucket: dist.GradBucket) -> torch.future
 
 
 class CompressedDDPBuckets(DDPBucketSync):
-    """Compresses buckets in a thread (CPU) or on a stream (GPU); nothing else is sent in the group.
-
-    A checkpoint has errors that were not sent yet by parameter name, because buckets may differ after a restart.
-    """
+    """Compresses buckets in a thread (CPU) or on a stream (GPU); nothing else is sent in the group."""
 
     def __init__(self, wrapped: DistributedDataParallel, how: Compression, group: dist.ProcessGroup) -> None:
         super().__init__(wrapped)
@@ -111,7 +98,7 @@ class CompressedDDPBuckets(DDPBucketSync):
         self._names = {id(parameter): name for name, parameter in wrapped.module.named_parameters()}
         self._buckets: dict[int, tuple[list[str], list[int], Tensor | None]] = {}
         """Of each bucket: the names and sizes of its parameters, and the error memory."""
-        self._restored: dict[str, Tensor] = {}
+        self._restored: dict[str, Tensor] = {}  # errors by parameter: buckets may differ after a restart
         self._rounds = 0
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -192,10 +179,9 @@ class OrderedWorker:
 
 
 class CompressedHSDPShards(GradientSync):
-    """Compresses HSDP's gradient shards between replicas; within a replica they are reduced in full.
+    """Compresses HSDP's gradient shards between replicas, in groups of ranks with the same shard.
 
-    The microbatches of a step are added up within a replica first, and travel once, with the last one (`defer`). The
-    group has the ranks with the same shard, one in each replica.
+    The microbatches of a step are added up within a replica first, and travel once, with the last one (`defer`).
     """
 
     def __init__(self, wrapped: nn.Module, how: Compression, group: dist.ProcessGroup) -> None:
@@ -269,8 +255,7 @@ _MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 class PowerSGDBuckets(DDPBucketSync):
     """PowerSGD: gradients as products of two thin matrices, by torch's own hook.
 
-    The hook communicates in several rounds, each when the one before has arrived. Rounds of two buckets could overtake
-    one another, and differently on each rank. So a bucket waits until the one before is done.
+    It communicates in rounds, and those of two buckets could overtake one another. So a bucket waits for the last one.
     """
 
     def __init__(self, wrapped: DistributedDataParallel, how: Compression, group: dist.ProcessGroup) -> None:

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cornstarch.parallel.distributed import all_gather
 from cornstarch.parallel.low_bandwidth import replicas
 from cornstarch.parallel.low_bandwidth.compressed_mean import CompressedMean
 from cornstarch.parallel.low_bandwidth.replicas import FlatWeights, ReplicaSync, distance
@@ -75,7 +76,6 @@ class LocalUpdates(ReplicaSync):
         self._in_flight: Future[Tensor] | None = None
         self._rounds = 0
         self._distance: float | None = None
-        self._sent_before = 0
 
     def before_step(self) -> None:
         if self._common is None:
@@ -141,7 +141,7 @@ class LocalUpdates(ReplicaSync):
         landed = copy("flight", self._transfer_device)
         self._in_flight = None if landed is None else replicas.run_in_background(lambda: landed)
         self._rounds = int(state["rounds"])
-        self._sent_before = int(state["bytes_sent"]) - self._mean.bytes_sent - self._exact_mean.bytes_sent
+        self._mean.bytes_sent, self._exact_mean.bytes_sent = int(state["bytes_sent"]), 0
 
     def figures(self) -> dict[str, float]:
         known = {} if self._distance is None else {"consensus_distance": self._distance}
@@ -149,7 +149,7 @@ class LocalUpdates(ReplicaSync):
 
     @property
     def _bytes_sent(self) -> int:
-        return self._sent_before + self._mean.bytes_sent + self._exact_mean.bytes_sent
+        return self._mean.bytes_sent + self._exact_mean.bytes_sent
 
     def _step_outer(self, mean: Tensor) -> Tensor:
         assert self._common is not None
@@ -160,25 +160,20 @@ class LocalUpdates(ReplicaSync):
 
 
 def find_neighbours(graph: GossipGraph, rank: int, ranks: int, step: int, seed: int = 0) -> tuple[int, ...]:
-    """Return the ranks that a rank swaps weights with in a step, in order, without itself; the same on every rank.
-
-    ring: the two beside it; torus: the four around it, in the squarest grid; exponential: those 1, 2, 4, … to either
-    side, one distance after the other; random_pairs: one, drawn anew with the seed in each step; of an odd number one
-    is left alone. Steps are counted from 1.
-    """
+    """Return the ranks that a rank swaps weights with in a step, counted from 1, in order, without itself."""
     match graph:
         case "ring":
             found = {rank - 1, rank + 1}
-        case "torus":
+        case "torus":  # the four around it, in the squarest grid
             rows = next(rows for rows in range(isqrt(ranks), 0, -1) if ranks % rows == 0)
             columns = ranks // rows
             row, column = divmod(rank, columns)
             found = {row * columns + (column + move) % columns for move in (-1, 1)}
             found |= {(row + move) % rows * columns + column for move in (-1, 1)}
-        case "exponential":
+        case "exponential":  # those 1, 2, 4, … to either side, one distance after the other
             hop = 1 << (step - 1) % max(1, (ranks - 1).bit_length())
             found = {rank - hop, rank + hop}
-        case "random_pairs":
+        case "random_pairs":  # drawn anew in each step; of an odd number one is left alone
             order = list(range(ranks))
             Random(f"{seed} {step}").shuffle(order)  # a string is hashed alike in every process
             place = order.index(rank) ^ 1
@@ -218,7 +213,6 @@ class GossipUpdates(ReplicaSync):
         self._spare: list[Tensor] = []
         self._step = 0
         self._is_in_step = False
-        self._sent = 0
         self._distances: dict[str, float] = {}
 
     def before_step(self) -> None:
@@ -252,18 +246,14 @@ class GossipUpdates(ReplicaSync):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps; swaps in flight are applied first."""
         self._settle()
-        return {"step": self._step, "bytes_sent": self._sent + self._mean.bytes_sent}
+        return {"step": self._step, "bytes_sent": self._mean.bytes_sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step = int(state["step"])
-        self._sent = int(state["bytes_sent"]) - self._mean.bytes_sent
+        self._step, self._mean.bytes_sent = int(state["step"]), int(state["bytes_sent"])
 
     def figures(self) -> dict[str, float]:
-        """Return the bytes sent, and the distances to the neighbours' average and to the mean of all.
-
-        The latter is known since the last `use_averaged_weights`.
-        """
-        return {"bytes_sent": float(self._sent + self._mean.bytes_sent), **self._distances}
+        """Return the bytes sent, and the distances to the neighbours' average and, if it is known, to the mean."""
+        return {"bytes_sent": float(self._mean.bytes_sent), **self._distances}
 
     def _begin_swaps(self, weights: Mapping[int, float]) -> None:
         """Begin to swap weights with some ranks, given with their weights in the average."""
@@ -276,7 +266,7 @@ class GossipUpdates(ReplicaSync):
             watcher = None if self._plan.wait else replicas.run_in_background(partial(replicas.wait_all, works))
             self._swaps[other] = WeightSwap(own, room, weight, works, watcher)
             self._swap_counts[other] += 1
-            self._sent += own.nbytes
+            self._mean.bytes_sent += own.nbytes  # it counts all bytes of this rank
 
     def _apply(self, others: Sequence[int]) -> None:
         """Move towards some ranks, in rank order so that sums are reproducible."""
@@ -299,9 +289,7 @@ class GossipUpdates(ReplicaSync):
             return
         weights = [self._swaps[other].weight if other in self._swaps else 0.0 for other in range(self._ranks)]
         mine = torch.tensor([self._swap_counts, weights], dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self._ranks)]
-        dist.all_gather(found, mine, group=self._group)
-        counts, weight = torch.stack(found)[:, :, self._rank].unbind(1)
+        counts, weight = torch.stack(all_gather(mine, self._group))[:, :, self._rank].unbind(1)
         behind = [other for other in range(self._ranks) if counts[other] > self._swap_counts[other]]
         # A rank that has begun the next swap has ended the one before, which may not have been applied here.
         self._apply([other for other in behind if other in self._swaps])

@@ -9,11 +9,9 @@
         y (sharded), or full after gather_from_ranks          y (full), + bias
 
 A column layer followed by a row layer needs one collective in the forward pass and one in the backward pass. Weights
-are DTensors, which know what part they are; computation is on plain local tensors, because a DTensor's own operations
-cost several times a small kernel.
+are DTensors; computation is on plain local tensors, because a DTensor's operations cost several times a small kernel.
 
-An activation is either full, the same on every rank, or sharded, a different part on each. Between the two there are
-four ways, in pairs: the gradient of one is the other.
+Activations are full, the same on every rank, or sharded. Of the four ways between, the gradient of one is another.
 
     copy_to_ranks        full -> each rank's own use of it         gradients are summed
     reduce_from_ranks    each rank's partial sum -> full           the gradient is full already
@@ -33,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.distributed import Collective
+from cornstarch.parallel.distributed import Collective, all_gather
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter, to_local_parameter
 
 Group = dist.ProcessGroup
@@ -74,10 +72,7 @@ def _sum(x: Tensor, group: Group) -> Tensor:
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    mine = x.contiguous()
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine, group=group)
-    return torch.cat(parts, dim)
+    return torch.cat(all_gather(x.contiguous(), group), dim)
 
 
 def _part(x: Tensor, group: Group, dim: int) -> Tensor:

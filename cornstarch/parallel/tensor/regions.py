@@ -133,23 +133,7 @@ def _find_attention(module: nn.Module, name: str, said: Mapping[str, Style], con
         raise NotShardable("its attention has slopes per head (ALiBi) that are made elsewhere")
     if styles.shapes_by_input(counting):
         raise NotShardable("its attention shapes the output of the heads by the width of the input")
-    _count_heads(module, region, counting, into, config)
-    for key in into:
-        is_fused = key in styles.FUSED
-        region.styles[key] = _build_fused_style(module, key, region, counting) if is_fused else Style("column")
-    if len(into) > 1 and not set(into) & set(styles.LOW_RANK):
-        region.shared = into[1:]
-    for key, style in said.items():  # gates and other layers that only the model's own plan knows
-        if key not in region.styles and style == Style("column") and get_linear(module, key) is not None:
-            region.styles[key] = style
-    _check_heads(module, region, counting)
-    queries = region.styles[into[0]].parts or (get_widths(module, into[0])[1],)
-    _assign_other_styles(module, region, get_head_width(counting) or queries[0] // region.heads, config)
-    return region
-
-
-def _count_heads(module: nn.Module, region: Region, counting: nn.Module, into: tuple[str, ...], config: Any) -> None:
-    """Determine the numbers of heads; single layers may differ from the model's config."""
+    # Single layers may differ from the model's config.
     region.heads, region.key_value_heads = count_heads(counting, config)
     width = get_head_width(counting)
     if not region.heads or not (width or styles.has_head_count(counting)):
@@ -160,6 +144,18 @@ def _count_heads(module: nn.Module, region: Region, counting: nn.Module, into: t
         region.key_value_heads = get_widths(module, into[1])[1] // width
     if into[0] in styles.BY_HEAD and get_widths(module, into[0])[1] != 3 * region.width:
         raise NotShardable(f"it is not known in which order {into[0]} holds queries, keys and values")
+    for key in into:
+        is_fused = key in styles.FUSED
+        region.styles[key] = _build_fused_style(module, key, region, counting) if is_fused else Style("column")
+    if len(into) > 1 and not set(into) & set(styles.LOW_RANK):
+        region.shared = into[1:]
+    for key, style in said.items():  # gates and other layers that only the model's own plan knows
+        if key not in region.styles and style == Style("column") and get_linear(module, key) is not None:
+            region.styles[key] = style
+    _check_heads(module, region, counting)
+    queries = region.styles[into[0]].parts or (get_widths(module, into[0])[1],)
+    _assign_other_styles(module, region, width or queries[0] // region.heads, config)
+    return region
 
 
 def _find_queries(module: nn.Module) -> tuple[str, ...]:
@@ -299,7 +295,8 @@ class TensorPlan:
         self.regions: list[Region] = []
         self.whole: dict[str, str] = {}
         taken: set[str] = set()
-        config = get_text_config(model)  # it has the numbers of heads where a module does not
+        config: Any = getattr(model, "config", None)  # its text config has the numbers of heads where a module does not
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
         for owner, module in model.named_modules():
             prefix = f"{owner}." if owner else ""
             said = {key.removeprefix(prefix): style for key, style in own.items() if key.rpartition(".")[0] == owner}
@@ -365,19 +362,12 @@ def find_unsharded_modules(model: nn.Module) -> dict[str, str]:
     return plan_regions(model).whole
 
 
-def get_text_config(model: nn.Module) -> Any:
-    """Return the config that has the numbers of heads."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _hide_numbers(name: str) -> str:
     """Return a module's name with `*` in place of layer numbers, as plans have it."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def _match_styles(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, Style]:
-    """Return the styles by full name."""
     found: dict[str, Style] = {}
     for name, _ in model.named_modules():
         said = plan.get(name, plan.get(_hide_numbers(name)))

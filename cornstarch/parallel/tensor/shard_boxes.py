@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -141,8 +141,7 @@ def find_shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
 def original_boxes(model: nn.Module) -> dict[str, list[ShardBox]]:
     """Return, for each parameter that `shard_tensors` has sharded, the local boxes of the original tensor.
 
-    It holds for the parameter, its gradient and an optimizer's moments, before and after `fully_shard`. A parameter
-    that is not named lies as its DTensor says, or is not sharded.
+    It holds for the parameter, its gradient and an optimizer's moments, before and after `fully_shard`.
     """
     parameters = dict(model.named_parameters())
     return {name: local_boxes(parameters[name], spec) for name, spec in find_shard_specs(model).items()}
@@ -221,8 +220,7 @@ def gather_full_tensors(model: nn.Module, tensors: Mapping[str, Tensor] | None =
 def load_full_tensors(model: nn.Module, tensors: Mapping[str, Any]) -> None:
     """Copy full tensors in their original order into the parameters that `shard_tensors` has sharded.
 
-    Other parameters are left alone. `tensors` may hold anything that can be sliced: tensors, or slices of a safetensors
-    file, of which only the local boxes are read.
+    `tensors` may hold slices of a safetensors file, too, of which only the local boxes are read.
     """
     parameters = dict(model.named_parameters())
     for name, boxes in original_boxes(model).items():
@@ -357,10 +355,7 @@ class ShardReadPlan:
 def find_stored_sharding(
     destination: Destination, specs: Sequence[ShardSpec | None], shape: Sequence[int]
 ) -> ShardSpec | None:
-    """Return how to shard a stored tensor so that the loader makes the parameters' shards of its shards, if known.
-
-    `destination` says where the loader puts it, and by which steps; `specs` are those of its parameters.
-    """
+    """Return how to shard a stored tensor so that the loader makes the parameters' shards of its shards, if known."""
     spec = specs[0]
     if spec is None:
         return None
