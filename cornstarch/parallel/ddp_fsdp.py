@@ -45,10 +45,9 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
     """
     match plan.kind:
         case "local_sgd" | "diloco" | "async" | "gossip":
-            group = mesh.get_group()
             for parameter in model.parameters():
                 if parameter.requires_grad:  # frozen parameters are never exchanged at all
-                    dist.broadcast(parameter.detach(), group=group, group_src=0)
+                    dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
             return model
         case "ddp" if mesh.ndim == 2:
             # With tensor parallelism, parameters are DTensors, which DDP does not know: FSDP 2 in shards of one rank.
@@ -74,8 +73,7 @@ def check_data_plan(model: nn.Module, plan: DataPlan) -> None:
             f"parallel.data.kind = fsdp1\n  It flattens parameters together, which must have one type; the model "
             f"has {' and '.join(kinds)}. Give all parts the same `dtype`, or use fsdp2."
         )
-    adapted = [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]
-    if adapted:
+    if adapted := [name for name, module in model.named_modules() if hasattr(module, "parameter_name")]:
         raise ConfigError(
             f"parallel.data.kind = fsdp1\n  {adapted[0]} has an adapter on a single parameter (PEFT's "
             "target_parameters, as for experts), whose weight FSDP 1 would change while it is in use. Use fsdp2."
@@ -83,12 +81,11 @@ def check_data_plan(model: nn.Module, plan: DataPlan) -> None:
 
 
 def _apply_ddp(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
-    measured = None
+    measured, group = None, mesh.get_group()
     if plan.bucket_mb == "auto":
-        group = mesh.get_group()
         size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         link = measure_link(group, torch.device(mesh.device_type))
-        measured = MeasuredBucket(choose_bucket_bytes(link, dist.get_world_size(group), size), link)
+        measured = MeasuredBucket(choose_bucket_bytes(link, mesh.size(), size), link)
     megabytes = plan.bucket_mb if measured is None else measured.megabytes
     options: dict[str, Any] = {} if megabytes is None else {"bucket_cap_mb": megabytes}
     # DDP broadcasts buffers in every step. Only those that are saved with a model, such as running statistics, change;
@@ -98,7 +95,7 @@ def _apply_ddp(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
     wrapped = _DDP(
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
-        process_group=mesh.get_group(),
+        process_group=group,
         static_graph=plan.static_graph,
         gradient_as_bucket_view=plan.gradient_as_bucket_view,
         find_unused_parameters=plan.find_unused and not plan.static_graph,
@@ -247,14 +244,9 @@ def _apply_fsdp1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Modul
             "the CPU, where they are already. Leave it out, or use fsdp2."
         )
     units = {id(unit) for unit in [*find_fsdp_units(model, plan), *find_frozen_modules(model)]}
-    precision = None
-    if plan.param_dtype or plan.reduce_dtype or plan.buffer_dtype:
-        precision = fsdp.MixedPrecision(
-            param_dtype=_DTYPES[plan.param_dtype],
-            reduce_dtype=_DTYPES[plan.reduce_dtype],
-            buffer_dtype=_DTYPES[plan.buffer_dtype],
-            cast_forward_inputs=False,
-        )
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    dtypes: dict[str, Any] = {name: _DTYPES[getattr(plan, name)] for name in names}
+    precision = fsdp.MixedPrecision(**dtypes, cast_forward_inputs=False) if any(dtypes.values()) else None
     keep = plan.reshard_after_forward is False
     return FullyShardedDataParallel(
         model,
@@ -364,8 +356,7 @@ def _find_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 def _find_by_class(model: nn.Module, classes: Sequence[str]) -> Iterator[nn.Module]:
     there = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in classes if name not in there]
-    if missing:
+    if missing := [name for name in classes if name not in there]:
         listed = ", ".join(sorted(there))
         raise ConfigError(f"wrap names {', '.join(missing)}, which the model does not have. It has: {listed}.")
 

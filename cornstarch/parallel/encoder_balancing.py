@@ -33,7 +33,7 @@ from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context import encoder_items
 from cornstarch.parallel.context.encoder_items import EncoderItems, row_dim
 from cornstarch.parallel.context.modes import all_to_all
-from cornstarch.parallel.distributed import get_device_backend
+from cornstarch.parallel.distributed import all_gather, get_device_backend
 from cornstarch.plan.balancing import assign_surplus
 from cornstarch.trees import map_tensors, tensors_in
 
@@ -101,11 +101,6 @@ class _Assignment:
     def of(self, owner: int, taker: int) -> list[int]:
         """Return the items of one rank that another one encodes."""
         return [item for item, whose in enumerate(self.takers[owner]) if whose == taker]
-
-    @property
-    def moving(self) -> set[int]:
-        """The forms of items that another rank encodes."""
-        return {self.forms[owner] for owner, whose in enumerate(self.takers) if any(one != owner for one in whose)}
 
 
 class _EncoderBalancer:
@@ -175,10 +170,7 @@ class _EncoderBalancer:
     def _all_gather(self, numbers: Sequence[int], size: int) -> list[list[int]]:
         own = torch.zeros(size, dtype=torch.long)
         own[: len(numbers)] = torch.tensor(numbers, dtype=torch.long)
-        own = own.to(self.control_device)
-        found = own.new_empty(self.ranks, size)
-        dist.all_gather(list(found.unbind()), own, group=self.group)
-        return found.tolist()
+        return torch.stack(all_gather(own.to(self.control_device), self.group)).tolist()
 
     def _assign(self, forms: list[int], patches: list[list[int]]) -> list[list[int]]:
         """Return the rank that encodes each item; items move among ranks whose items have the same form."""
@@ -221,10 +213,9 @@ class _EncoderBalancer:
         tensors: list[Tensor] = []
         layouts: list[int] = []
         refusal: UnsupportedModelError | None = None
-        modal = self.modal
+        modal = self.modal if output is not None else None
         try:
-            has_projector = output is not None and modal is not None and modal.projector is not None
-            if has_projector and modal is not None and modal.postprocess_module_callback is None:
+            if modal is not None and modal.projector is not None and modal.postprocess_module_callback is None:
                 output = get_token_states(output)  # nobody looks at the rest
             tensors = tensors_in(output)
             layouts = [assignment.encoded.layout(tensor) for tensor in tensors]
@@ -262,7 +253,8 @@ class _EncoderBalancer:
             raise ConfigError(f"{self.name} has failed on another rank, which lends items: see what that one says.")
         if any(one[0] for one in found):
             raise encoder_items.build_refusal(f"{self.name} put out a tensor on another rank of which", _ADVICE)
-        moving = assignment.moving
+        takers = enumerate(assignment.takers)
+        moving = {assignment.forms[owner] for owner, whose in takers if any(taker != owner for taker in whose)}
         shapes = {(form, one[2]) for form, one in zip(assignment.forms, found, strict=True) if form in moving}
         if len({one[3] for one in found}) > 1 or len(shapes) > len(moving):
             raise UnsupportedModelError(

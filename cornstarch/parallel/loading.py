@@ -312,14 +312,10 @@ _Registered = tuple[nn.Module, str, torch.Size]  # the module, the name in it, a
 
 
 def build_partial_model(make: Callable[[], nn.Module], held: LocalNames) -> nn.Module:
-    """Return a new model in which only the parameters of this rank have memory; all others are on the meta device.
+    """Build a model on the CPU in which only the parameters of this rank have memory, the others being on meta.
 
     Its numbers, and the state of the random number generator afterwards, are those of the full model. If a model cannot
     be built in this way, it is built in full, and `full_read_reason` tells why.
-
-    Args:
-        make: Builds the model on the CPU.
-        held: Returns the names of the parameters of this rank, given the model on the meta device.
     """
     before = torch.get_rng_state()
     try:
@@ -353,10 +349,7 @@ def build_partial_model(make: Callable[[], nn.Module], held: LocalNames) -> nn.M
 
 
 class _Construction(TorchDispatchMode):
-    """Records parameters while a model is built, and takes the memory of some.
-
-    `keeps` says for each parameter in order whether it keeps its memory. None: none does, and nothing is drawn.
-    """
+    """Records parameters while a model is built; those that `keeps` does not keep, or all if it is None, go to meta."""
 
     def __init__(self, keeps: Sequence[bool] | None, expected: Sequence[_Registered] = ()) -> None:
         super().__init__()

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cornstarch.parallel.context import all_to_all as exchange
-from cornstarch.parallel.context import ring
+from cornstarch.parallel.context import modes
 from tests.generality.context import judge_context, judge_here
 from tests.models.sweep import REFUSED, SUPPORTED, WRONG
 from tests.parity.pool import pool
@@ -54,12 +53,12 @@ def test_a_defect_is_seen(defect: str) -> None:
 
 def defective(defect: str) -> Any:
     """Judge a model with a package that has a defect."""
-    summed, share = exchange._sum_own_rows, ring._fraction
+    summed, share = modes._sum_own_rows, modes._fraction
     if defect == "gradients are not summed":
-        exchange._sum_own_rows = lambda found, dim, sizes, group: found.split(sizes, dim)[dist.get_rank(group)]
+        modes._sum_own_rows = lambda found, dim, sizes, group: found.split(sizes, dim)[dist.get_rank(group)]
     else:
-        ring._fraction = lambda part, total: torch.full_like(part, 0.5).unsqueeze(-1)
+        modes._fraction = lambda part, total: torch.full_like(part, 0.5).unsqueeze(-1)
     try:
         return judge_here("LlamaForCausalLM")
     finally:
-        exchange._sum_own_rows, ring._fraction = summed, share
+        modes._sum_own_rows, modes._fraction = summed, share

@@ -262,7 +262,9 @@ class CompressedMean:
         pieces = rows_1P[0].split(size)
         transfers = [ByteAllToAll(self.group, self.how.count_encoded_bytes(len(piece))) for piece in pieces]
         for transfer, piece in zip(transfers, pieces, strict=True):
-            self._send(transfer, codec.encode(piece[None], generator).expand(self.ranks, -1))
+            encoded_1E = codec.encode(piece[None], generator)
+            transfer.send(encoded_1E.expand(self.ranks, -1))
+            self.bytes_sent += (self.ranks - 1) * encoded_1E.numel()
         mean = torch.empty_like(rows_1P[0])
         for transfer, piece, mean_of_piece in zip(transfers, pieces, mean.split(size), strict=True):
             decoded = codec.decode(transfer.wait(), len(piece))
@@ -285,18 +287,14 @@ class CompressedMean:
 
     def _all_to_all(self, rows_RE: Tensor) -> Tensor:
         """Return what each rank has in the row of this one, [R, E]."""
+        self.bytes_sent += (self.ranks - 1) * rows_RE.shape[1]
         if rows_RE.device.type == "cpu":
             transfer = ByteAllToAll(self.group, rows_RE.shape[1])
-            self._send(transfer, rows_RE)
+            transfer.send(rows_RE)
             return transfer.wait()
         found = torch.empty_like(rows_RE)
         dist.all_to_all_single(found, rows_RE.contiguous(), group=self.group)
-        self.bytes_sent += (self.ranks - 1) * rows_RE.shape[1]
         return found
-
-    def _send(self, transfer: ByteAllToAll, rows_RE: Tensor) -> None:
-        transfer.send(rows_RE)
-        self.bytes_sent += (self.ranks - 1) * rows_RE.shape[1]
 
 
 def _pad_rows(flat: Tensor, rows: int, numbers: int) -> Tensor:

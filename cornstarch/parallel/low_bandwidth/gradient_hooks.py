@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,9 +53,10 @@ def attach_compression(wrapped: nn.Module, mesh: DeviceMesh, how: Compression) -
     members = dist.get_process_group_ranks((mesh["replicate"] if mesh.ndim == 2 else mesh).get_group())
     # A group of its own: a thread sends in it, whose messages must not mix with those of the loop.
     group = dist.new_group(members, use_local_synchronization=True)
-    build_ddp_sync = SCHEMES[how.kind].build_ddp_sync or CompressedDDPBuckets
-    is_ddp = isinstance(wrapped, DistributedDataParallel)
-    _ATTACHED[wrapped] = build_ddp_sync(wrapped, how, group) if is_ddp else CompressedHSDPShards(wrapped, how, group)
+    build: Callable[..., GradientSync] = CompressedHSDPShards
+    if isinstance(wrapped, DistributedDataParallel):
+        build = SCHEMES[how.kind].build_ddp_sync or CompressedDDPBuckets
+    _ATTACHED[wrapped] = build(wrapped, how, group)
     return wrapped
 
 
@@ -192,27 +194,24 @@ class CompressedHSDPShards(GradientSync):
         units = [(name, module) for name, module in wrapped.named_modules() if isinstance(module, FSDPModule)]
         for number, (name, module) in enumerate(units):
             self._units[name] = unit = _UnitState(number)
-            module.set_all_reduce_hook(self._build_hook(unit))
+            module.set_all_reduce_hook(partial(self._reduce_shard, unit))
 
-    def _build_hook(self, unit: "_UnitState") -> Callable[[Tensor], None]:
-        def hook(shard: Tensor) -> None:
-            flat = shard.view(-1)
-            if unit.waiting is not None and unit.waiting.numel() == flat.numel():
-                flat.add_(unit.waiting)
-                unit.waiting = None
-            if self._is_deferred:
-                # FSDP adds what is left here to `grad`; zeros, because the sum is kept until it travels.
-                unit.waiting = flat.clone()
-                flat.zero_()
-                return
-            if self.mean.how.error_feedback and (unit.memory is None or unit.memory.numel() != flat.numel()):
-                unit.memory = torch.zeros(flat.numel(), device=flat.device)
-            if unit.memory is not None:
-                unit.memory = unit.memory.to(flat.device)  # a checkpoint's is on the CPU
-            self.bytes_sent += self.mean(flat, unit.memory, unit.rounds, unit.number, self.scale())
-            unit.rounds += 1
-
-        return hook
+    def _reduce_shard(self, unit: "_UnitState", shard: Tensor) -> None:
+        flat = shard.view(-1)
+        if unit.waiting is not None and unit.waiting.numel() == flat.numel():
+            flat.add_(unit.waiting)
+            unit.waiting = None
+        if self._is_deferred:
+            # FSDP adds what is left here to `grad`; zeros, because the sum is kept until it travels.
+            unit.waiting = flat.clone()
+            flat.zero_()
+            return
+        if self.mean.how.error_feedback and (unit.memory is None or unit.memory.numel() != flat.numel()):
+            unit.memory = torch.zeros(flat.numel(), device=flat.device)
+        if unit.memory is not None:
+            unit.memory = unit.memory.to(flat.device)  # a checkpoint's is on the CPU
+        self.bytes_sent += self.mean(flat, unit.memory, unit.rounds, unit.number, self.scale())
+        unit.rounds += 1
 
     @contextmanager
     def defer(self) -> Iterator[None]:

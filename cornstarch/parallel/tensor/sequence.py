@@ -114,11 +114,9 @@ def shard_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
 
 def _change_input(module: nn.Module, change: Use) -> None:
     name = _find_activation(module) or "hidden_states"
-
-    def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return _change_argument(inputs, options, name, change)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, inputs, options: _change_argument(inputs, options, name, change), with_kwargs=True
+    )
 
 
 def _change_argument(inputs: tuple[Any, ...], options: dict[str, Any], name: str, change: Use) -> Any:

@@ -280,21 +280,16 @@ class ShardReadPlan:
             shards[name] = self._merge(name, keys)
         merged = {key for keys in self.merged.values() for key in keys}
         for key in self._sources.keys() - merged:
-            shards |= self._build_single(key)
+            source, to = self._sources[key], self._going.get(key)
+            if to is None or self._kept.issuperset(to.names):
+                shards[key] = self._build_shard(source, to)
+            elif self._kept.intersection(to.names):
+                raise FullReadRequired(f"{to.names[0]} is stored together with what is not here")
+            elif not to.steps:
+                # The parameter is on another rank, but one that is tied to it may be here (a head on the last stage).
+                tied = [name for name, origin in self._ties.items() if origin == to.names[0] and name in self._kept]
+                shards |= {name: self._build_shard(source, Destination((name,))) for name in tied[:1]}
         return shards
-
-    def _build_single(self, key: str) -> dict[str, Any]:
-        """Return the shard of a stored tensor, by its own name or that of a parameter that is tied to it."""
-        source, destination = self._sources[key], self._going.get(key)
-        if destination is None or self._kept.issuperset(destination.names):
-            return {key: self._build_shard(source, destination)}
-        if self._kept.intersection(destination.names):
-            raise FullReadRequired(f"{destination.names[0]} is stored together with what is not here")
-        if destination.steps:
-            return {}
-        # The parameter itself is on another rank, but one that is tied to it may be here (a head on the last stage).
-        tied = [name for name, origin in self._ties.items() if origin == destination.names[0] and name in self._kept]
-        return {name: self._build_shard(source, Destination((name,))) for name in tied[:1]}
 
     def _build_shard(self, source: Any, destination: Destination | None) -> LazyShard:
         if destination is None or not any(name in self._held for name in destination.names):
@@ -366,13 +361,9 @@ def find_stored_sharding(
             found = _shard_concatenated(destination, spec, dim, 1)
         case (("Concatenate", int(dim)),):
             found = _shard_concatenated(destination, spec, dim, 0)
-        case (("Chunk", int(dim)),):  # equal parameters, which must be sharded alike
-            if any(other != spec for other in specs):
-                found = None
-            elif dim != spec.dim:
-                found = spec
-            else:
-                found = ShardSpec(dim, spec.parts * len(specs), spec.ranks) if len(spec.parts) == 1 else None
+        # Equal parameters, which must be sharded alike.
+        case (("Chunk", int(dim)),) if set(specs) == {spec} and (dim != spec.dim or len(spec.parts) == 1):
+            found = spec if dim != spec.dim else ShardSpec(dim, spec.parts * len(specs), spec.ranks)
         case _:
             return None
     fits = found is not None and found.dim >= 0 and sum(found.parts) == shape[found.dim]
