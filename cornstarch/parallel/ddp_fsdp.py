@@ -328,12 +328,8 @@ def wrapping_units(model: nn.Module, classes: Sequence[str] | None = None, least
     own = iter(model) if isinstance(model, nn.Sequential) else _find_layers(model)
     found = _find_by_class(model, classes) if classes is not None else own
     shared = {number for number, uses in _count_parameter_uses(model).items() if uses > 1}
-    return [
-        unit
-        for unit in found
-        if sum(parameter.numel() for parameter in unit.parameters()) >= max(least, 1)
-        and not shared & {id(parameter) for parameter in unit.parameters()}
-    ]
+    alone = (unit for unit in found if not shared & {id(parameter) for parameter in unit.parameters()})
+    return [unit for unit in alone if sum(parameter.numel() for parameter in unit.parameters()) >= max(least, 1)]
 
 
 def find_fsdp_units(model: nn.Module, plan: DataPlan) -> list[nn.Module]:

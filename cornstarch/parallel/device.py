@@ -182,6 +182,7 @@ def _get_process() -> Any:
 
 def choose_placement(device: str, precision: str, attention: AttentionChoice = "auto") -> DevicePlacement:
     """Return the device, precision and kernels that a config asks for, if this machine has them."""
+    expected = "Expected auto, cpu, cuda or cuda:<number>."
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -189,11 +190,9 @@ def choose_placement(device: str, precision: str, attention: AttentionChoice = "
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"device = {device}\n  It cannot be used here: {reason}\n  Expected auto, cpu, cuda or cuda:<number>."
-        ) from error
+        raise ConfigError(f"device = {device}\n  It cannot be used here: {reason}\n  {expected}") from error
     if chosen.type == "meta":
-        raise ConfigError("device = meta\n  Nothing can be computed there. Expected auto, cpu, cuda or cuda:<number>.")
+        raise ConfigError(f"device = meta\n  Nothing can be computed there. {expected}")
     if precision == "auto":
         has_bf16 = chosen.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "bf16" if has_bf16 else "fp32"

@@ -1,7 +1,4 @@
-"""Rank and world queries, small collectives, point-to-point transport; gradients averaged and clipped over ranks.
-
-Rank and world queries and collectives of numbers work in a single process, too.
-"""
+"""Rank queries, small collectives (also in a single process), point-to-point transport; gradients over ranks."""
 
 from __future__ import annotations
 

@@ -104,8 +104,6 @@ class _Assignment:
 
 
 class _EncoderBalancer:
-    """The hooks of one encoder."""
-
     def __init__(self, whole: nn.Module, encoder: nn.Module, mesh: DeviceMesh) -> None:
         self.encoder, self.name = encoder, type(unwrap(encoder)).__name__
         self.modal = whole if isinstance(whole, ModalEncoderModule) else None

@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from cornstarch.compat import Destination, TorchDispatchMode, destinations, weights_through
+from cornstarch.compat import TorchDispatchMode, destinations, weights_through
 from cornstarch.errors import ConfigError
 from cornstarch.files import find_damaged_weights
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.tensor.shard_boxes import FullReadRequired, ShardReadPlan, get_shard_specs
+from cornstarch.parallel.tensor.shard_boxes import FullReadRequired, ShardReadPlan, ShardSpec, get_shard_specs
 from cornstarch.parallel.tensor.shard_layers import shard_tensors
 from cornstarch.parallel.tensor.styles import Style
 
@@ -183,8 +183,9 @@ class _ShardReader:
                 "Its config.json, or the config that was given, is that of another model."
             )
         names = None if self._held is None else self._held(model)
+        placed = {name for to in going.values() for name in to.names}
         if names is not None:
-            self._check_all_stored(model, going, mismatched)
+            self._check_all_stored(model, placed - mismatched.keys())
         try:
             self._shard(model)
         except (NotImplementedError, RuntimeError) as error:
@@ -195,14 +196,21 @@ class _ShardReader:
         # transformers must not see ties of which one end is gone.
         ties: dict[str, str] = dict(model.all_tied_weights_keys or {})
         model.all_tied_weights_keys = {a: b for a, b in ties.items() if a in kept and b in kept}
-        held = {
-            f"{prefix}.{name}".lstrip("."): (parameter, get_shard_specs(module).get(name))
-            for prefix, module in model.named_modules()
-            for name, parameter in module._parameters.items()
-            if isinstance(parameter, DTensor)
-        }
-        self._check_shards_stored(held, going, ties, mismatched)
-        self._replace_dtensors(model)
+        held: dict[str, tuple[DTensor, ShardSpec | None]] = {}
+        plain: dict[int, nn.Parameter] = {}  # of the shards' shapes; the loader could not fill DTensors
+        for prefix, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    held[f"{prefix}.{name}".lstrip(".")] = parameter, get_shard_specs(module).get(name)
+                    self._places.append((module, name, parameter))
+                    local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+                    module._parameters[name] = plain.setdefault(id(parameter), local)  # tied parameters stay tied
+        # A shard must not be initialized randomly.
+        if misfits := [name for name in held if name in mismatched]:
+            raise FullReadRequired(f"{misfits[0]} is stored with another shape, and made anew")
+        placed |= {target for target, source in ties.items() if source in placed}
+        if missing := [name for name in held if name not in placed]:
+            raise FullReadRequired(f"{missing[0]} is not stored, and made anew")
         plan = ShardReadPlan(sources, going, held, kept, ties)
         itself = destinations(model.base_model_prefix, shapes, plan.merged, settings.weight_mapping)
         return plan.build_shards(itself)
@@ -216,37 +224,14 @@ class _ShardReader:
             found |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
         return found
 
-    def _check_shards_stored(
-        self, held: Mapping[str, Any], going: Mapping[str, Destination], ties: Mapping[str, str], other: Collection[str]
-    ) -> None:
-        """Require a full read if a shard would have to be initialized randomly."""
-        if misfits := [name for name in held if name in other]:
-            raise FullReadRequired(f"{misfits[0]} is stored with another shape, and made anew")
-        stored = {name for destination in going.values() for name in destination.names}
-        stored |= {target for target, source in ties.items() if source in stored}
-        if missing := [name for name in held if name not in stored]:
-            raise FullReadRequired(f"{missing[0]} is not stored, and made anew")
-
-    def _check_all_stored(self, model: Any, going: Mapping[str, Destination], other: Collection[str]) -> None:
+    def _check_all_stored(self, model: Any, stored: set[str]) -> None:
         """Require a full read if anything is initialized randomly: all ranks must draw the same numbers."""
-        stored = {name for destination in going.values() for name in destination.names} - {*other}
         for target, source in (model.all_tied_weights_keys or {}).items():
             if target in stored and source in stored:
                 raise FullReadRequired(f"{target} and {source} are tied, and both are stored")
             stored |= {target, source} if stored & {target, source} else set()
         if new := [name for name, _ in model.named_parameters() if name not in stored]:
             raise FullReadRequired(f"{new[0]} is not stored as it is here, and made anew")
-
-    def _replace_dtensors(self, model: nn.Module) -> None:
-        """Put plain parameters of the shards' shapes in place of DTensors, which the loader could not fill."""
-        plain: dict[int, nn.Parameter] = {}  # tied parameters stay tied
-        for module in model.modules():
-            parameters: dict[str, Any] = module._parameters
-            for name, parameter in parameters.items():
-                if isinstance(parameter, DTensor):
-                    self._places.append((module, name, parameter))
-                    local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
-                    module._parameters[name] = plain.setdefault(id(parameter), local)
 
     def finish(self, model: nn.Module) -> None:
         """Turn the parameters that were read into DTensors again."""

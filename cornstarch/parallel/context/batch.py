@@ -120,7 +120,21 @@ def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Modul
             )
         return in_use.to(inputs.device)
     if inputs.attention_mask is not None:
-        _check_padding(inputs, inputs.attention_mask.bool(), inner)
+        mask, labels = inputs.attention_mask.bool(), inputs.labels
+        if bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any()):
+            raise ConfigError(
+                "attention_mask has padding between tokens of a row; put it in front of or behind them all."
+            )
+        if "position_ids" not in inputs.tensors and not bool(mask[:, 0].all()):
+            raise ConfigError(
+                f"Padding stands in front, and {type(inner).__name__} is not told where tokens stand: give "
+                "position_ids, or pad on the right."
+            )
+        if labels is not None and bool(((labels != IGNORE_INDEX) & ~mask.to(labels.device)).any()):
+            raise ConfigError(
+                "labels ask padding to predict a token: the first of a text that padding stands in front of, or "
+                "padding itself. Set those labels to -100."
+            )
         return MaskSpec.from_padding(inputs.attention_mask.to(inputs.device))
     given = inputs.tensors.get("position_ids")
     if given is not None and given.dim() == 2 and bool((given.diff(dim=1) != 1).any()):
@@ -130,21 +144,6 @@ def build_mask_spec(inputs: TokenBatch, in_use: MaskSpec | None, inner: nn.Modul
             "use_mask(MaskSpec.from_documents(documents)), or give the attention_mask of a single one."
         )
     return MaskSpec.from_documents(torch.ones(inputs.shape, dtype=torch.long, device=inputs.device))
-
-
-def _check_padding(inputs: TokenBatch, mask: Tensor, inner: nn.Module) -> None:
-    if bool((mask[:, 1:] & ~mask[:, :-1] & (mask.cumsum(1)[:, :-1] > 0)).any()):
-        raise ConfigError("attention_mask has padding between tokens of a row; put it in front of or behind them all.")
-    if "position_ids" not in inputs.tensors and not bool(mask[:, 0].all()):
-        raise ConfigError(
-            f"Padding stands in front, and {type(inner).__name__} is not told where tokens stand: give position_ids, "
-            "or pad on the right."
-        )
-    if inputs.labels is not None and bool(((inputs.labels != IGNORE_INDEX) & ~mask.to(inputs.labels.device)).any()):
-        raise ConfigError(
-            "labels ask padding to predict a token: the first of a text that padding stands in front of, or padding "
-            "itself. Set those labels to -100."
-        )
 
 
 def select_inputs(inputs: TokenBatch, spec: MaskSpec, mine: Tensor, signature: inspect.Signature) -> dict[str, Any]:
@@ -234,10 +233,23 @@ def count_layers(inner: nn.Module) -> int:
 def verify_model(model: nn.Module, whole: Callable[[], AbstractContextManager[None]], group: dist.ProcessGroup) -> None:
     """Compute a short text whole and sharded, and refuse the model if the results differ on any rank."""
     name = type(unwrap(model)).__name__
-    texts = _build_texts(model, dist.get_world_size(group))
+
+    def measure_difference(batch: dict[str, Tensor], spec: MaskSpec | None) -> float:
+        with use_mask(spec):
+            with whole():
+                expected = model(**batch)
+            found = model(**batch)
+        loss = found.loss.detach().float().clone()
+        dist.all_reduce(loss, group=group)
+        keep = found.token_index if spec is None else found.token_index[spec.documents[0, found.token_index] > 0]
+        own = torch.isin(found.token_index, keep)
+        of_logits = median_distance(found.logits[0, own], expected.logits[0, keep]) if len(keep) else 0.0
+        of_loss = abs(float(loss - expected.loss)) / max(abs(float(expected.loss)), 1e-6)
+        return max(of_logits, of_loss) if isfinite(of_logits + of_loss) else inf
+
     try:
         with use_eval_mode(model):
-            found = max(_measure_difference(model, whole, group, text, spec) for text, spec in texts)
+            found = max(measure_difference(*text) for text in _build_texts(model, dist.get_world_size(group)))
     except UnsupportedModelError as error:
         raise _build_refusal(name, str(error).rstrip(".")) from error
     except ConfigError:
@@ -272,19 +284,3 @@ def _build_texts(model: nn.Module, ranks: int) -> list[tuple[dict[str, Tensor], 
     trained = ids.masked_fill(documents == 0, -100)
     trained[2] = -100  # only padding is in front of it
     return [(plain, None), ({**plain, **masked, "labels": trained[None]}, spec)]
-
-
-def _measure_difference(
-    model: nn.Module, whole: Callable[..., Any], group: dist.ProcessGroup, batch: dict[str, Tensor], spec: Any
-) -> float:
-    with use_mask(spec):
-        with whole():
-            expected = model(**batch)
-        found = model(**batch)
-    loss = found.loss.detach().float().clone()
-    dist.all_reduce(loss, group=group)
-    keep = found.token_index if spec is None else found.token_index[spec.documents[0, found.token_index] > 0]
-    own = torch.isin(found.token_index, keep)
-    of_logits = median_distance(found.logits[0, own], expected.logits[0, keep]) if len(keep) else 0.0
-    of_loss = abs(float(loss - expected.loss)) / max(abs(float(expected.loss)), 1e-6)
-    return max(of_logits, of_loss) if isfinite(of_logits + of_loss) else inf

@@ -2,12 +2,9 @@
 
     shard_items(model.vision_encoder, mesh["cp"])
 
-Every rank is given all items and encodes its own. The outputs are gathered, so that every rank has all of them in the
-order of the items. In the backward pass an item's gradient is summed over ranks and goes to the rank that encoded it:
-the sum of the ranks' gradients is that of the batch, as with `shard_tokens`. Where whole items cannot be divided
-evenly, their patches are (cornstarch.parallel.context.patches).
-
-`EncoderItems` tells which part of an encoder's inputs and outputs belongs to which item.
+Every rank is given all items, encodes its own, and gathers the outputs of all. In the backward pass an item's gradient
+is summed over ranks and goes to the rank that encoded it: the sum of the ranks' gradients is that of the batch, as with
+`shard_tokens`. Where whole items cannot be divided evenly, their patches are (cornstarch.parallel.context.patches).
 
 Shapes: N items, P patches of all items, T tokens of an item, D width.
 """
@@ -181,8 +178,6 @@ def explain_whole_items(encoder: nn.Module) -> str | None:
 
 
 class _ItemSharder:
-    """The hooks of one encoder."""
-
     def __init__(self, encoder: nn.Module, mesh: DeviceMesh, patches: str) -> None:
         self.encoder, self.patches = encoder, patches
         self.group: dist.ProcessGroup = mesh.get_group()
@@ -251,8 +246,7 @@ class _ItemSharder:
 
         def gather(tensor: Tensor) -> Tensor:
             layout = next(rest)
-            rows = items.rows(layout, tensor, encoded)
-            return self._gather(tensor, row_dim(layout), rows, shards)
+            return self._gather(tensor, row_dim(layout), items.rows(layout, tensor, encoded), shards)
 
         return map_tensors(gather, output)
 

@@ -14,6 +14,7 @@ Shape letters: B rows, H heads, s tokens of this rank, S tokens of all ranks, D 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -118,9 +119,8 @@ def _repeat_heads(states: Tensor, queries: slice, groups: int) -> Tensor:
     first = queries.start // groups
     owners = [head // groups - first for head in range(queries.start, queries.stop)]
     times = len(owners) // states.shape[1]
-    if owners == [head // times for head in range(times * states.shape[1])]:
-        return states
-    return states[:, owners]
+    is_even = owners == [head // times for head in range(times * states.shape[1])]
+    return states if is_even else states[:, owners]
 
 
 def _split_evenly(count: int, parts: int) -> list[slice]:
@@ -298,18 +298,15 @@ def all_to_all(pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group:
     flat = torch.cat([piece.reshape(-1) for piece in pieces])
     send = [piece.numel() for piece in pieces]
     receive = [torch.Size(shape).numel() for shape in shapes]
-    received: Tensor = Collective.apply(flat, _exchange, _exchange_back, send, receive, group)
+    there, back = partial(_exchange, send, receive), partial(_exchange, receive, send)
+    received: Tensor = Collective.apply(flat, there, back, group)
     return [part.view(*shape) for part, shape in zip(received.split(receive), shapes, strict=True)]
 
 
-def _exchange(flat: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+def _exchange(send: list[int], receive: list[int], flat: Tensor, group: Group) -> Tensor:
     received = flat.new_empty(sum(receive))
     dist.all_to_all_single(received, flat.contiguous(), receive, send, group=group)
     return received
-
-
-def _exchange_back(gradient: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return _exchange(gradient, receive, send, group)
 
 
 def pass_to_next_rank(tensor: Tensor, shape: Sequence[int], group: Group) -> Callable[[], Tensor]:

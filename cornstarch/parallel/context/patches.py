@@ -1,8 +1,7 @@
 """The patches of an image over ranks: an encoder's tokens are sharded between its first layer and its last.
 
 Where a batch has fewer items than ranks, or one that is larger than all others together, whole items cannot be divided
-evenly. Then every rank embeds all items and keeps some tokens of each; in the layers, attention gathers the keys and
-values of all ranks; after the last layer every rank has all tokens again.
+evenly. Then every rank embeds all items and keeps some tokens of each until after the last layer:
 
     all tokens -> some of each item's -> layers, whose attention gathers keys and values -> all tokens
 
@@ -36,9 +35,8 @@ from cornstarch.trees import tensors_in
 # An argument of a layer's call, not an attribute: activation checkpointing passes it again when it recomputes a layer.
 _PASS = "patch_shards"
 _BOUNDS = "cu_seqlens"
-# Arguments of layers that have a row for each token, and those that attention gets in full.
+# Arguments of layers that have a row for each token.
 _BY_TOKEN = ("position_emb", "rotary", "cos", "sin", "freqs", "position_ids")
-_WHOLE = ("attention_mask",)
 
 
 @dataclass(eq=False)
@@ -189,11 +187,8 @@ class PatchSharder:
                 with self.use():
                     computed = tensors_in(self.encoder.forward(**item))
             if [one.shape for one in computed] == [one.shape for one in expected]:
-                far = [
-                    float((one - other).float().norm() / other.float().norm().clamp(min=1e-12))
-                    for one, other in zip(computed, expected, strict=True)
-                    if other.is_floating_point() and other.numel()
-                ]
+                pairs = [(a, b) for a, b in zip(computed, expected, strict=True) if b.is_floating_point() and b.numel()]
+                far = [float((a - b).float().norm() / b.float().norm().clamp(min=1e-12)) for a, b in pairs]
                 found = max(far, default=0.0)
         except Exception as error:  # encoders fail in many ways when tokens are missing
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
@@ -220,7 +215,7 @@ def _shard_argument(cut: PatchShards, name: str, value: Any, layer: str) -> Any:
             raise UnsupportedModelError(f"the tokens of {layer} see other groups than those of the first layer")
         sizes = [0, *(cut.sizes(length)[cut.rank] for length in cut.lengths)]
         return torch.tensor(sizes).cumsum(0).to(cut.bounds)  # of this rank's parts of the items
-    if not isinstance(value, Tensor) or value.numel() <= 1 or name in _WHOLE or name == "hidden_states":
+    if not isinstance(value, Tensor) or value.numel() <= 1 or name in ("attention_mask", "hidden_states"):
         return value
     if any(word in name for word in _BY_TOKEN):
         dim = next((d for d in (value.dim() - 2, 0, value.dim() - 1) if value.shape[d] == sum(cut.lengths)), None)

@@ -141,8 +141,6 @@ def _get_sharder(model: nn.Module) -> _TokenSharder:
 
 
 class _TokenSharder:
-    """The hooks of one model."""
-
     def __init__(self, model: nn.Module, mesh: DeviceMesh, mode: str, how: DistributionMethod | Distribute) -> None:
         self.model, self.inner = model, unwrap(model)
         self.group: dist.ProcessGroup = mesh.get_group()

@@ -107,9 +107,16 @@ class AsynchronousUpdates(ReplicaSync):
         self._reset()
 
     def before_step(self) -> None:
-        if self._before is None:
-            self._before = self._weights.read()
-            self._start()
+        if self._before is not None:
+            return
+        self._before = self._weights.read()
+        numbers, dtype = self._weights.numbers, self._weights.dtype
+        self._others = [PeerState(peer, incoming, ChangeBuffer(numbers, dtype)) for peer, incoming in self._peers]
+        self._running = 2 * len(self._others)
+        self._step_began = perf_counter()
+        for other in self._others:
+            for work in (self._send, self._receive):
+                replicas.run_in_background(partial(self._run_thread, work, other))
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -127,14 +134,11 @@ class AsynchronousUpdates(ReplicaSync):
     @contextmanager
     def use_averaged_weights(self) -> Iterator[None]:
         """Run a block after all ranks have applied everything, when they have the same weights."""
-        self._synchronize()
+        self.finish()
         yield
 
-    def finish(self) -> None:
-        self._synchronize()
-
     def state_dict(self) -> dict[str, Any]:
-        self._synchronize()
+        self.finish()
         return {"bytes_sent": self._mean.bytes_sent}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -203,17 +207,8 @@ class AsynchronousUpdates(ReplicaSync):
         self._error: BaseException | None = None
         self._inbox = ChangeBuffer(self._weights.numbers if self._peers else 0, self._weights.dtype)
 
-    def _start(self) -> None:
-        numbers, dtype = self._weights.numbers, self._weights.dtype
-        self._others = [PeerState(peer, incoming, ChangeBuffer(numbers, dtype)) for peer, incoming in self._peers]
-        self._running = 2 * len(self._others)
-        self._step_began = perf_counter()
-        for other in self._others:
-            replicas.run_in_background(partial(self._run_thread, self._send, other))
-            replicas.run_in_background(partial(self._run_thread, self._receive, other))
-
     @torch.no_grad()
-    def _synchronize(self) -> None:
+    def finish(self) -> None:
         """Let all changes of all ranks arrive, apply them, and give all ranks the same weights."""
         if self._before is None:  # no step since the last time
             return

@@ -13,9 +13,8 @@ Gossip: in a step rank i, with weights w_i before it and a change u_i by the opt
 
     w_i + u_i + sum over its neighbours j of W (w_j - w_i),     W = 1 / (neighbours + 1)
 
-which is the average over itself and its neighbours, plus u_i: with plain SGD, minus the learning rate times the
-gradient at w_i. Both ends of an edge have equally many neighbours in each step. So what i gains by an edge the other
-end loses, and the mean over all ranks moves by the u_i alone.
+which is the average over itself and its neighbours, plus u_i. Both ends of an edge have equally many neighbours in each
+step. So what i gains by an edge the other end loses, and the mean over all ranks moves by the u_i alone.
 
 Weights travel while gradients are computed. With `wait` a rank waits until those of the same step are there. Otherwise
 it continues, and applies W (w_j - w_i) when w_j has come, with the w_i that it sent itself in that swap; the edge is

@@ -1,10 +1,9 @@
 """Dropout in a sharded model: different random numbers where ranks have different heads or channels, else the same.
 
-All ranks are seeded alike and draw the same numbers, so that full activations stay the same on every rank. Between the
-layers at the beginning of a region and the one at its end each rank has a part of its own, and draws its own numbers:
-its generator gets a seed that follows from the common state and the rank. At the end the common state is restored. So
-there is no other state to save: layers that are recomputed in the backward pass, which begin with the state that they
-had, and runs that resume from a checkpoint draw the same numbers again.
+All ranks are seeded alike, so that full activations stay the same on every rank. Inside a region each rank has a part
+of its own, and draws its own numbers: its generator gets a seed that follows from the common state and the rank. At the
+end the common state is restored. So there is no other state to save: layers that are recomputed in the backward pass,
+and runs that resume from a checkpoint, draw the same numbers again.
 """
 
 from __future__ import annotations

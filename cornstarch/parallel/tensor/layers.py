@@ -151,9 +151,9 @@ class ShardedLayer(nn.Module):
     """A layer of which each rank computes a part. Layers become sharded by a change of class, in place."""
 
     group: Group
+    is_transposed = False  # whether the weight is [inputs, outputs], as in GPT-2
 
     def _create(self: Any, mesh: DeviceMesh, *options: Any) -> None:
-        """Initialize a new linear layer with the weights of the first rank."""
         _check_mesh(mesh, type(self).__name__)
         nn.Linear.__init__(self, *options)
         for parameter in self.parameters():
@@ -163,12 +163,17 @@ class ShardedLayer(nn.Module):
     @classmethod
     def _convert(cls, linear: nn.Module, mesh: DeviceMesh, **attributes: Any) -> Self:
         _check_mesh(mesh, cls.__name__)
-        if isinstance(linear, Conv1D):  # it has other names for them
-            linear.__dict__.update(zip(("in_features", "out_features"), linear.weight.shape, strict=True))
+        if isinstance(linear, Conv1D):
+            inputs, outputs = linear.weight.shape
+            linear.__dict__.update(in_features=inputs, out_features=outputs, is_transposed=True)
         linear.__class__ = cls
         assert isinstance(linear, cls)
         linear.__dict__.update(group=mesh.get_group(), **attributes)
         return linear
+
+    def _local_weight(self) -> Tensor:
+        weight = to_local_parameter(self.weight)
+        return weight.t() if self.is_transposed else weight
 
     def _shard_parameters(self, mesh: DeviceMesh, dims: dict[str, int], parts: tuple[int, ...], what: str) -> None:
         """Shard parameters along their dims; `what` the parts are is for the message where they do not divide."""
@@ -241,23 +246,18 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
             gather: Return all outputs on every rank.
         """
         layer = cls._convert(linear, mesh)
-        layer._shard(mesh, parts or (layer.weight.shape[layer._output_dim],), gather)
+        layer._shard(mesh, parts or (layer.out_features,), gather)
         return layer
-
-    _output_dim = 0
 
     def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
         if gather and len(parts) > 1:
             raise ConfigError("A fused layer cannot give back all outputs: they would be in another order.")
         self.__dict__.update(group=mesh.get_group(), gather=gather)
-        self._shard_parameters(mesh, {"weight": self._output_dim, "bias": 0}, parts, "outputs")
+        self._shard_parameters(mesh, {"weight": int(self.is_transposed), "bias": 0}, parts, "outputs")
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._compute(self._copy_input(x))
+        y = nn.functional.linear(self._copy_input(x), self._local_weight(), to_local_parameter(self.bias))
         return gather_from_ranks(y, self.group) if self.gather else y
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, to_local_parameter(self.weight), to_local_parameter(self.bias))
 
 
 class RowParallelLinear(ShardedLayer, nn.Linear):
@@ -265,7 +265,6 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
 
     split = False
     tokens: SequenceShards | None = None  # with sequence parallelism: reduces outputs and scatters them along tokens
-    _input_dim = 1
 
     def __init__(
         self, in_features: int, out_features: int, mesh: DeviceMesh, bias: bool = True, split: bool = False,
@@ -284,38 +283,16 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
 
     def _shard(self, mesh: DeviceMesh, split: bool) -> None:
         self.__dict__.update(group=mesh.get_group(), split=split)
-        inputs = self.weight.shape[self._input_dim]
-        self._shard_parameters(mesh, {"weight": self._input_dim}, (inputs,), "inputs")
+        self._shard_parameters(mesh, {"weight": int(not self.is_transposed)}, (self.in_features,), "inputs")
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._compute(scatter_to_ranks(x, self.group) if self.split else x)
+        y = nn.functional.linear(scatter_to_ranks(x, self.group) if self.split else x, self._local_weight())
         # The bias is added once, after the sum. With sharded tokens its gradient must be summed over ranks.
         if self.tokens is not None:
             y = self.tokens.reduce_scatter(y)
             return y if self.bias is None else y + copy_to_ranks(self.bias, self.group)
         y = reduce_from_ranks(y, self.group)
         return y if self.bias is None else y + self.bias
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, to_local_parameter(self.weight))
-
-
-class ColumnParallelConv1D(ColumnParallelLinear):
-    """A column-parallel layer with a transposed weight, as in GPT-2."""
-
-    _output_dim = 1
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return x @ to_local_parameter(self.weight) + to_local_parameter(self.bias)
-
-
-class RowParallelConv1D(RowParallelLinear):
-    """A row-parallel layer with a transposed weight, as in GPT-2."""
-
-    _input_dim = 0
-
-    def _compute(self, x: Tensor) -> Tensor:
-        return x @ to_local_parameter(self.weight)
 
 
 class ReplicatedColumnLinear(_ColumnInput, nn.Linear):

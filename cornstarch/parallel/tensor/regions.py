@@ -334,7 +334,12 @@ def plan_regions(model: nn.Module, plan: Mapping[str, Style | str] | None = None
         _check_names(inner, plan)
     shipped = getattr(inner, "tp_plan", None)
     default: Mapping[str, Style | str] = shipped if isinstance(shipped, Mapping) else {}
-    own = _match_styles(inner, plan if plan is not None else default)
+    stated = plan if plan is not None else default
+    own: dict[str, Style] = {}
+    for name, _ in inner.named_modules():
+        said = stated.get(name, stated.get(_hide_numbers(name)))
+        if (style := styles.ALIASES.get(said) if isinstance(said, str) else said) is not None:
+            own[name] = style
     found = TensorPlan(inner, own)
     for name, style in own.items() if plan is not None else ():  # refuse what cannot be sharded as the user says
         if found.styles.get(name, style).kind != style.kind or name not in found.styles:
@@ -365,16 +370,6 @@ def find_unsharded_modules(model: nn.Module) -> dict[str, str]:
 def _hide_numbers(name: str) -> str:
     """Return a module's name with `*` in place of layer numbers, as plans have it."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-
-
-def _match_styles(model: nn.Module, plan: Mapping[str, Style | str]) -> dict[str, Style]:
-    found: dict[str, Style] = {}
-    for name, _ in model.named_modules():
-        said = plan.get(name, plan.get(_hide_numbers(name)))
-        style = styles.ALIASES.get(said) if isinstance(said, str) else said
-        if style is not None:
-            found[name] = style
-    return found
 
 
 def _check_names(model: nn.Module, plan: Mapping[str, Style | str]) -> None:

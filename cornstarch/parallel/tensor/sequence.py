@@ -1,8 +1,7 @@
 """Sequence parallelism: activations between attention and feed-forward layers are sharded along tokens.
 
-Without it every rank has all activations between the regions, and computes all norms. With it, each rank has its own
-tokens there, and the collectives of a region change: reduce becomes reduce-scatter, and copy becomes gather. As much is
-sent as before; less is kept.
+Each rank has its own tokens there, and the collectives of a region change: reduce becomes reduce-scatter, and copy
+becomes gather. As much is sent as before; less is kept.
 
     tokens (sharded) -> norm -> gather -> attention, by heads -> reduce-scatter -> + tokens (sharded) -> norm -> ...
 
@@ -46,21 +45,15 @@ def check_sequence(model: nn.Module, plan: TensorPlan) -> None:
             if why is None and region is not None and _is_plain(region) and has_adapters:
                 why = f"{key} has adapters"
     if why is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot have activations cut along tokens (sequence=True): {why}."
-        )
+        kind = type(model).__name__
+        raise UnsupportedModelError(f"{kind} cannot have activations cut along tokens (sequence=True): {why}.")
 
 
 def find_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return the name of the list of a model's layers, and the layers."""
-    lists = [
-        (name, list(module))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
-    ]
-    return max(lists, key=lambda pair: len(pair[1]), default=("", []))
+    lists = [(name, list(module)) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    known = [one for one in lists if one[1] and all(isinstance(layer, GradientCheckpointingLayer) for layer in one[1])]
+    return max(known, key=lambda pair: len(pair[1]), default=("", []))
 
 
 def _is_tokenwise(module: nn.Module) -> bool:

@@ -102,10 +102,7 @@ def use_full_shapes(model: nn.Module) -> Iterator[None]:
     It may move modules, and must not change parameters.
     """
     sharded = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if name in get_shard_specs(module) and parameter is not None
+        (m, n, p) for m in model.modules() for n in get_shard_specs(m) if (p := m._parameters.get(n)) is not None
     ]
     for module, name, parameter in sharded:
         local = to_local_tensor(parameter)

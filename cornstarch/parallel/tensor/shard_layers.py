@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
@@ -134,11 +133,9 @@ def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
             case "column" if key in region.shared and region.key_value_heads % ranks:
                 layers.ReplicatedColumnLinear.from_linear(layer, mesh, region.key_value_heads)
             case "column":
-                column = layers.ColumnParallelConv1D if isinstance(layer, Conv1D) else layers.ColumnParallelLinear
-                column.from_linear(layer, mesh, style.parts or None, style.whole)
+                layers.ColumnParallelLinear.from_linear(layer, mesh, style.parts or None, style.whole)
             case "row":
-                row = layers.RowParallelConv1D if isinstance(layer, Conv1D) else layers.RowParallelLinear
-                row.from_linear(layer, mesh, style.whole)
+                layers.RowParallelLinear.from_linear(layer, mesh, style.whole)
             case "rotary_keys":
                 layers.PartlyReplicatedLinear.from_linear(layer, mesh, style.parts[0])
             case "partial":

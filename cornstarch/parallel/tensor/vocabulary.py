@@ -25,8 +25,7 @@ from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_interval, sh
 
 def check_vocabulary(model: Any) -> None:
     """Refuse a model whose embedding table and head cannot be sharded by words."""
-    kind = type(model)
-    why = None
+    kind, why = type(model), None
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(table, nn.Embedding):
         why = "it has no table of embeddings"
