@@ -1,7 +1,4 @@
-"""From files to batches: sources, order, media, collation, loading, checking.
-
-The names are imported lazily: reading rows and describing data need no torch.
-"""
+"""From files to batches. Names are imported lazily: reading rows and describing data need no torch."""
 
 from typing import TYPE_CHECKING
 

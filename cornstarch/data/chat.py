@@ -108,10 +108,7 @@ class ChatWriter:
 
 
 class WholeChatWriter:
-    """Converts samples to conversations for the chat template of a whole model's processor.
-
-    Trained on are each answer and its end, as in `ChatWriter`. `system` is for conversations without a system prompt.
-    """
+    """Converts samples to conversations for the chat template of a whole model's processor, as `ChatWriter` does."""
 
     def __init__(self, processor: WholeModelProcessor, system: str | None, answers_only: bool) -> None:
         self._processor, self._system, self._answers_only = processor, system, answers_only
@@ -182,10 +179,7 @@ def _join_parts(content: Content, placeholder: Placeholder) -> str:
 
 
 def _merge_texts(content: Content) -> Content:
-    """Return a message's parts with adjacent texts merged, and without the line breaks beside media.
-
-    In `<image>\\nWhat is this?` the line break only shows where the image is; templates write their own separators.
-    """
+    """Merge adjacent texts of a message; drop line breaks beside media, where templates write their own separators."""
     parts: list[str | Media] = []
     for number, part in enumerate(content):
         neighbors = [*content[max(number - 1, 0) : number], *content[number + 1 : number + 2]]
@@ -230,16 +224,13 @@ def find_answers(marked: str, end: re.Pattern[str]) -> Spans:
 
 
 def mask_trained_tokens(offsets: np.ndarray, rendered: RenderedText) -> np.ndarray:
-    """Return a mask of the trained tokens, given the characters [S, 2] of each token.
-
-    A token is trained if it lies in a trained span, except for white space at its start: many tokenizers merge a word
-    with the space before it, and a template may end a prompt with that space.
-    """
+    """Return a mask of the trained tokens, given the characters [S, 2] of each token."""
     starts, ends = offsets[:, 0], offsets[:, 1]
     added = starts == ends  # special tokens that the tokenizer adds around a text
     trained = added & rendered.is_document
     for first, last in rendered.trained:
         inside = ~added & (ends <= last) & (ends > first)
+        # Many tokenizers merge a word with the space before it, with which a template may end a prompt.
         for token in np.flatnonzero(inside & (starts < first)):
             inside[token] = not rendered.text[starts[token] : first].strip()
         trained |= inside
@@ -247,10 +238,7 @@ def mask_trained_tokens(offsets: np.ndarray, rendered: RenderedText) -> np.ndarr
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return a tokenizer's special tokens by id, including unnamed ones.
-
-    `all_special_tokens` has the named ones only; `<end_of_turn>` and `<|eot_id|>` often have no name.
-    """
+    """Return a tokenizer's special tokens by id, also those without a name, as `<end_of_turn>` often is."""
     decoder: Any = tokenizer.added_tokens_decoder
     if not isinstance(decoder, Mapping):  # a method that raises: mistral-common's tokenizers name all of theirs
         decoder = {}
@@ -260,11 +248,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def turn_end(special: Iterable[str], render: Callable[[Sequence[Mapping[str, str]]], str]) -> re.Pattern[str]:
-    """Return the pattern of an answer's end: the special tokens after every answer, with white space before them.
-
-    If a template writes none there, or cannot render a conversation of text alone, the end is white space and the first
-    special token after it. `render` applies the template to turns, each with a role and a text.
-    """
+    """Return the pattern of an answer's end: the special tokens that `render` writes after every answer."""
     ordered = sorted(special, key=len, reverse=True)
     token = "|".join(map(re.escape, ordered))
     ending = ""
@@ -278,5 +262,6 @@ def turn_end(special: Iterable[str], render: Callable[[Sequence[Mapping[str, str
         # both places ends the answer.
         found = re.match(rf"\s*(?:{token})+", os.path.commonprefix([first, last]))
         ending = found.group() if found else ""
+    # If the template writes none there, or refuses text alone: white space and the first special token after it.
     single = rf"\s*(?:{token})?" if ordered else r"\s*"
     return re.compile(f"{re.escape(ending)}|{single}" if ending else single)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cornstarch.config import DataConfig
 from cornstarch.data.chat import ChatWriter, RenderedText, mask_trained_tokens, special_tokens
-from cornstarch.data.feature_store import CachedItem, FeatureLookup, merge_cached_items
+from cornstarch.data.feature_store import CachedItem, FeatureStore, merge_cached_items
 from cornstarch.data.media import load_audio, load_features, load_image
 from cornstarch.data.sample import (
     Media,
@@ -78,7 +78,7 @@ class ChatCollator:
     def __init__(self, processor: MultimodalProcessor | WholeModelProcessor, data: DataConfig) -> None:
         self.processor, self.data = processor, data
         self._lengths = RowLengths.of(data, compiled=False)
-        self.features: FeatureLookup | None = None  # features of items that were encoded before; None: no feature cache
+        self.features: Mapping[str, FeatureStore] | None = None  # the cached features of items, by modality
         tokenizer = processor.llm_tokenizer
         reads_offsets = not isinstance(processor, WholeModelProcessor) or processor.style != "tokens"
         if reads_offsets and not getattr(tokenizer, "is_fast", False):
@@ -196,13 +196,13 @@ class ChatCollator:
             )
         return names[0]
 
-    def _decode_media(self, sample: Sample, features: FeatureLookup | None = None) -> dict[str, list[Any]]:
+    def _decode_media(self, sample: Sample, features: Mapping[str, FeatureStore] | None = None) -> dict[str, list[Any]]:
         """Return the items of a sample by modality; with `features`, cached items are not decoded."""
         items: dict[str, list[Any]] = {}
         for media in sample.media:
             name = self.modality(media)
             decode = partial(self._load_item, media, name)
-            items.setdefault(name, []).append(decode() if features is None else features.item(name, media, decode))
+            items.setdefault(name, []).append(decode() if features is None else features[name].item(media, decode))
         return items
 
     def _load_item(self, media: Media, modality: str) -> Any:

@@ -38,26 +38,10 @@ class CachedItem:
     tokens: Tensor | None  # [T, D], the cached features; None: the item must be encoded
 
 
-class FeatureLookup:
-    """Looks items up in the stores of their encoders, by modality; lives in the data workers."""
-
-    def __init__(self, stores: Mapping[str, FeatureStore]) -> None:
-        self._stores = dict(stores)
-
-    def item(self, modality: str, media: Media, decode: Callable[[], Any]) -> CachedItem:
-        """Return an item with its features, or decoded if there are none."""
-        digest = content_digest(media)
-        tokens = self._stores[modality].load(digest)
-        return CachedItem(digest, decode() if tokens is None else None, tokens)
-
-
 def merge_cached_items(
     items: Sequence[CachedItem], inputs: Mapping[str, Any], lengths: Sequence[int]
 ) -> tuple[dict[str, Any], list[int]]:
-    """Return an encoder's inputs for the items of one modality, and the number of tokens of each item.
-
-    `inputs` and `lengths` are the processor's output for the items that are not cached, and their numbers of tokens.
-    """
+    """Add cached features to an encoder's `inputs` for the items that are not cached, and return all items' lengths."""
     fresh_lengths = iter(lengths)
     all_lengths = [next(fresh_lengths) if item.tokens is None else len(item.tokens) for item in items]
     known: dict[str, Any] = {
@@ -77,11 +61,7 @@ _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class FeatureStore:
-    """Tensors of tokens [T, D] by the digest of their item, as safetensors with a checksum.
-
-    Any number of processes may read and write at once. A damaged file, or one of another key, is ignored. `key` is the
-    digest of `encoder_key`.
-    """
+    """Tensors of tokens [T, D] by the digest of their item, as safetensors; damaged and outdated files are ignored."""
 
     def __init__(self, space: CacheFolder, key: str) -> None:
         self.space, self.key = space, key
@@ -89,6 +69,12 @@ class FeatureStore:
 
     def path(self, digest: str) -> Path:
         return self.folder / digest[:2] / f"{digest}.safetensors"
+
+    def item(self, media: Media, decode: Callable[[], Any]) -> CachedItem:
+        """Return an item with its features, or decoded if there are none; called in the data workers."""
+        digest = content_digest(media)
+        tokens = self.load(digest)
+        return CachedItem(digest, decode() if tokens is None else None, tokens)
 
     def load(self, digest: str) -> Tensor | None:
         """Return the features of an item; None if there are none that can be used."""
@@ -269,10 +255,8 @@ _FORMAT = 1
 _UNIMPORTANT = ("_name_or_path", "transformers_version", "architectures")  # of a config: they change no output
 
 
-def encoder_key(
-    module: nn.Module, processor: Any, reading: Mapping[str, Any], placement: DevicePlacement
-) -> dict[str, Any]:
-    """Return everything that features depend on beside the item, as data; `reading` are settings of how it is read."""
+def encoder_key(module: nn.Module, processor: Any, reading: Mapping[str, Any], placement: DevicePlacement) -> str:
+    """Return the digest of everything that features depend on beside the item; `reading` are settings of reading it."""
     inner = unwrap(module)
     config: Any = getattr(inner, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else repr(config)
@@ -286,7 +270,7 @@ def encoder_key(
             f"features.cache: a {type(processor).__name__} does not say how it is set (it has no `to_dict`), so "
             "outdated features cannot be detected. Use a processor of transformers, or leave the cache out."
         )
-    return {
+    key = {
         "format": _FORMAT,
         "encoder": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "config": settings,
@@ -305,9 +289,6 @@ def encoder_key(
             "pillow": PIL.__version__,
         },
     }
-
-
-def key_digest(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
 

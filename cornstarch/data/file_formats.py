@@ -1,7 +1,4 @@
-"""JSON, JSONL, WebDataset tars and Hugging Face datasets, with random access to rows. No torch.
-
-`datasets` does not decode images and sounds, because its decoders need further packages: rows have bytes or paths.
-"""
+"""JSON, JSONL, WebDataset tars and Hugging Face datasets, with random access to rows. No torch."""
 
 from __future__ import annotations
 
@@ -128,10 +125,7 @@ def _parse_json(line: bytes) -> Any:
 
 
 class JsonList:
-    """A file with one JSON list, parsed once and kept as one block of bytes.
-
-    Reference counts of Python objects would make every forked worker copy the list, page by page.
-    """
+    """A JSON list, kept as one block of bytes: counting references would make every forked worker copy objects."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -272,16 +266,12 @@ def _is_saved(folder: Path) -> bool:
 
 
 class TableRows:
-    """Rows of a `datasets.Dataset`, whose table stays on disk.
-
-    `name` is the prefix of row names, `found` describes the dataset, and media paths are relative to `folder`. With
-    `named_labels`, rows have the names of labels instead of their numbers.
-    """
+    """Rows of a `datasets.Dataset`, whose table stays on disk; media paths are relative to `folder`."""
 
     def __init__(self, table: Any, name: str, found: str, folder: Path, named_labels: bool = True) -> None:
         self.found, self.folder = found, folder
         self._name = name
-        self._table = table.with_format("arrow")
+        self._table = table.with_format("arrow")  # media stay bytes or paths: decoders need further packages
         kinds = {column: getattr(feature, "names", None) for column, feature in table.features.items()}
         self._labels = {column: names for column, names in kinds.items() if names} if named_labels else {}
         # Arrow returns arrays of several dimensions as nested lists.

@@ -1,7 +1,4 @@
-"""Data sources: files, tars, Hugging Face datasets, Python functions. The row format is detected. No torch.
-
-`register_data_source` adds a format; the built-in ones are registered at the end of this file.
-"""
+"""Data sources: files, tars, Hugging Face datasets, functions; `register_data_source` adds a format. No torch."""
 
 from __future__ import annotations
 
@@ -42,18 +39,12 @@ class DataSource(Protocol):
         ...
 
 
-class _ListedRows(list[Any]):
-    def name(self, index: int) -> str:
-        return f"row {index + 1}"
-
-
 class RowSource:
     """Rows of one row format."""
 
     def __init__(self, rows: Rows, format: str, media: Path, origin: str, columns: Mapping[str, str]) -> None:
         self.format, self.media = format, media
-        self._rows, self._columns = rows, dict(columns)
-        self._origin = origin
+        self._rows, self._columns, self._origin = rows, dict(columns), origin
 
     @property
     def description(self) -> str:
@@ -123,8 +114,6 @@ class JoinedSources:
 
 OpenSource = Callable[[SourceConfig, Sequence[Any] | None], DataSource]
 """(config of the source, rows given in Python or None) -> source."""
-
-
 Matches = Callable[[SourceConfig], bool]
 
 _SOURCE_FORMATS: dict[str, tuple[OpenSource, Matches]] = {}
@@ -147,10 +136,7 @@ def register_data_source(format_name: str, open: OpenSource, matches: Matches = 
 
 
 def open_sources(configs: Sequence[SourceConfig], given: Sequence[Any] | None = None) -> JoinedSources:
-    """Open all sources; report every source that cannot be opened, not only the first.
-
-    `given` are the rows or samples of a source of the format `given`.
-    """
+    """Open all sources, and report every one that fails; `given` are the rows of a source of the format `given`."""
     opened: list[DataSource] = []
     problems: list[str] = []
     for config in configs:
@@ -186,7 +172,7 @@ def open_rows(
         arguments: The names that `arguments` may have beside `columns`.
     """
     columns = _check_columns(config, arguments)
-    rows = _ListedRows(rows) if isinstance(rows, list) else rows
+    rows = _PythonRows(rows, "row ") if isinstance(rows, list) else rows
     is_named = config.format != "auto" and config.format not in _SOURCE_FORMATS
     format = config.format if is_named else _detect_rows(rows, columns, config.path)
     media = Path(config.media) if config.media is not None else folder or Path(config.path).parent
@@ -268,14 +254,14 @@ def _open_table(config: SourceConfig, given: Sequence[Any] | None) -> DataSource
 class _PythonRows:
     """Rows, or samples, from a Python sequence."""
 
-    def __init__(self, rows: Sequence[Any], origin: str) -> None:
-        self._rows, self._origin = rows, origin
+    def __init__(self, rows: Sequence[Any], prefix: str) -> None:
+        self._rows, self._prefix = rows, prefix
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def name(self, index: int) -> str:
-        return f"{self._origin}:{index + 1}"
+        return f"{self._prefix}{index + 1}"
 
     def __getitem__(self, index: int) -> Any:
         try:
@@ -287,7 +273,7 @@ class _PythonRows:
 def _wrap_rows(config: SourceConfig, given: Sequence[Any] | None, origin: str) -> DataSource:
     if given is None:
         raise ConfigError(f"{config.path}: its format is `given`, but no data was handed to the Trainer.")
-    rows: Rows = file_formats.wrap_dataset(given, config.path) or _PythonRows(given, config.path)
+    rows: Rows = file_formats.wrap_dataset(given, config.path) or _PythonRows(given, f"{config.path}:")
     if not len(rows):
         raise ConfigError(f"{config.path} returned nothing; expected samples or rows.")
     try:

@@ -1,11 +1,7 @@
 """Load balancing: assign the samples of a step to replicas by cost.
 
-Costs are measured once, before the first step, and stored in the run's folder. Every rank measures some samples, from
-their texts and the headers of their media alone, and all ranks share the result. So each rank finds its own samples
-without communication, and reads no others.
-
-    sizer = SampleSizer(collator, FlopCounter(model).step)
-    sizer(sample).tokens, sizer(sample).work["vision"]
+Costs are measured once, by all ranks together, from texts and headers of media, and stored in the run's folder. So each
+rank finds its own samples without communication, and reads no others.
 """
 
 from __future__ import annotations
@@ -77,10 +73,7 @@ class LoadBalancer:
 def build_balancer(
     config: RunConfig, collator: Collator, source: DataSource, step: CountFlops, layout: Layout, folder: RunFolder
 ) -> LoadBalancer | None:
-    """Return the load balancer of a run; None if samples come in order. All ranks must call it.
-
-    Costs are stored in the run's folder, so that a resumed run assigns samples as before.
-    """
+    """Return the load balancer of a run; None if samples come in order. All ranks must call it."""
     if config.data.balance == "off" or layout.dp * config.loop.gradient_accumulation_steps == 1:
         return None
     if not isinstance(collator, ChatCollator):
@@ -167,11 +160,7 @@ class _ItemSize(NamedTuple):
 
 
 class SampleSizer:
-    """Predicts the sizes of samples from their texts and the headers of their media; nothing is decoded.
-
-    Tokens and FLOPs of an item are measured once for each size, on a blank item; where images are cut into patches,
-    once for each number of patches.
-    """
+    """Predicts sizes of samples from texts and headers of media; each item size is measured once, on a blank item."""
 
     def __init__(self, collator: ChatCollator, step: CountFlops) -> None:
         self._collator, self._step = collator, step

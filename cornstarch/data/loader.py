@@ -1,7 +1,4 @@
-"""The data of a run: its sources, and its batches step by step.
-
-Worker processes load batches from any position on; `DevicePrefetcher` copies them to the device.
-"""
+"""The data of a run: its sources, and its batches step by step, loaded by workers and copied to the device."""
 
 from __future__ import annotations
 
@@ -187,10 +184,7 @@ class _StepPlace(NamedTuple):
 
 
 class _StepDataset(Dataset[StepBatch | str]):
-    """Builds the batch of a step, in the workers.
-
-    An error travels as text: an exception would carry the worker's traceback.
-    """
+    """Builds the batch of a step, in a worker. An error travels as text, without the worker's traceback."""
 
     def __init__(self, loader: StepLoader) -> None:
         self._source, self._collator = loader.source, loader.collator
@@ -199,12 +193,6 @@ class _StepDataset(Dataset[StepBatch | str]):
         self._stand_in: CollatedBatch | None = None
 
     def __getitem__(self, place: _StepPlace) -> StepBatch | str:
-        try:
-            return self._build(place)
-        except ConfigError as error:
-            return str(error)
-
-    def _build(self, place: _StepPlace) -> StepBatch:
         skipped: list[BrokenSample] = []
         microbatches: list[CollatedBatch] = []
         samples, count = 0, -(-len(place.numbers) // self._microbatch_size)
@@ -212,13 +200,16 @@ class _StepDataset(Dataset[StepBatch | str]):
             assigned = self._balancer(place.numbers, self._ranks, count)
         else:
             assigned = assign_in_order(len(place.numbers), self._ranks, count, self._microbatch_size)
-        for own in assigned[self._rank]:
-            good = self._prepare(place.numbers[own], place.epoch, skipped)
-            samples += len(good)
-            if good:
-                microbatches.append(self._collator.join(good))
-            elif self._ranks > 1:
-                microbatches.append(self._build_stand_in())
+        try:
+            for own in assigned[self._rank]:
+                good = self._prepare(place.numbers[own], place.epoch, skipped)
+                samples += len(good)
+                if good:
+                    microbatches.append(self._collator.join(good))
+                elif self._ranks > 1:
+                    microbatches.append(self._build_stand_in())
+        except ConfigError as error:
+            return str(error)
         return StepBatch(microbatches, place.epoch, place.batch, skipped, samples, place.ends_epoch)
 
     def _build_stand_in(self) -> CollatedBatch:
@@ -254,11 +245,7 @@ class _PendingCopy(NamedTuple):
 
 
 class DevicePrefetcher:
-    """Copies microbatches to a GPU while it computes: one ahead, so that memory for two is in use.
-
-    A GPU runs behind the CPU. The copy is issued on a stream of its own as soon as a batch is loaded, and overlaps with
-    the step before it; on the compute stream it would wait for that step. On a CPU nothing is copied.
-    """
+    """Copies microbatches to a GPU, one ahead, on a stream of its own: on the compute stream, copies would wait."""
 
     def __init__(self, placement: DevicePlacement) -> None:
         self._placement = placement

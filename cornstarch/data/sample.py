@@ -1,7 +1,4 @@
-"""Samples before anything is decoded or tokenized, and the row formats that they are parsed from. No torch.
-
-A row is a plain dictionary in one of the formats llava, sharegpt, pairs, text or rows.
-"""
+"""Samples before anything is decoded or tokenized, and the row formats that they are parsed from. No torch."""
 
 from __future__ import annotations
 
@@ -153,13 +150,12 @@ def report_processor_errors() -> Iterator[None]:
         raise SampleError(f"cannot be processed: {named}{error}") from error
 
 
-# ------------------------------------------------------------------------------------------------ row formats
-
 Row = Mapping[str, Any]
 Parsed = tuple[tuple[Message, ...], Content]  # messages, or a document
 
 MEDIA_COLUMNS: dict[MediaKind, tuple[str, ...]] = {"image": ("image", "images"), "audio": ("audio", "audios")}
 _VIDEO_COLUMNS = ("video", "videos")
+_VIDEO = "has a video; models are trained on images and sounds: give frames of it as images"
 _MEDIA_NAMES = frozenset(name for names in MEDIA_COLUMNS.values() for name in names)
 _MARKS: dict[str, MediaKind] = {"<image>": "image", "<audio>": "audio"}
 _MARK = re.compile("|".join(_MARKS))
@@ -179,7 +175,7 @@ def parse_row(row: Any, format: str, id: str, media_folder: Path) -> Sample:
     if format == "rows" and _MEDIA_NAMES.isdisjoint(row):  # fast path: plain numbers, thousands of rows per second
         return Sample(id, fields=dict(row))
     if format != "rows" and any(row.get(column) for column in _VIDEO_COLUMNS):
-        raise _video_error()
+        raise SampleError(_VIDEO)
     fields = dict(row)
     media: dict[MediaKind, list[Media]] = {kind: [] for kind in MEDIA_COLUMNS}
     for kind, columns in MEDIA_COLUMNS.items():
@@ -269,10 +265,6 @@ def _split_line_breaks(text: str, before: bool, after: bool) -> list[str]:
     return [*first, text[len(first) : len(text) - len(last)], *last]
 
 
-def _video_error() -> SampleError:
-    return SampleError("has a video; models are trained on images and sounds: give frames of it as images")
-
-
 def _read_turns(row: Row, media: _MediaQueue, column: str, role: str, content: str) -> Parsed:
     turns = row[column]
     if not turns:
@@ -285,7 +277,7 @@ def _read_turns(row: Row, media: _MediaQueue, column: str, role: str, content: s
         if turn[role] not in _ROLES:
             raise SampleError(f"a turn of `{column}` has the role {turn[role]!r}, expected one of {list(_ROLES)}")
         if isinstance(turn[content], str) and "<video>" in turn[content]:
-            raise _video_error()
+            raise SampleError(_VIDEO)
         messages.append(Message(_ROLES[turn[role]], _read_content(turn[content], media)))
     media.check()
     return tuple(messages), ()
@@ -300,7 +292,7 @@ def _read_content(content: Any, media: _MediaQueue) -> Content:
         if kind == "text":
             parts += media.split_text(part.get("text"))
         elif kind == "video":
-            raise _video_error()
+            raise SampleError(_VIDEO)
         elif kind in get_args(MediaKind):
             inline = part.get(kind, part.get("path"))
             parts.append(media.next(kind) if inline is None else _read_media(kind, inline, media.folder))

@@ -111,10 +111,7 @@ class ShuffledMedia:
 
     @property
     def chance(self) -> float | None:
-        """The fraction of samples whose new media come with the same answers: there a model that looks stays right.
-
-        None where samples have no answers.
-        """
+        """The fraction of samples whose new media come with the same answers, so that a model stays right."""
         if not self._givers or hash(()) in self._answers.values():
             return None
         same = sum(self._answers[index] == self._answers[giver] for index, giver in self._givers.items())

@@ -17,10 +17,6 @@ from cornstarch.data.sample import MediaKind, Message, Sample, SampleError, Samp
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.models.multimodal_language_model.preprocessing import hf_processor
-from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import (
-    EncodedConversation,
-    WholeModelProcessor,
-)
 from cornstarch.models.multimodal_language_model.preprocessing.modality_processors import build_noise_item
 from cornstarch.trees import tensors_in
 
@@ -30,7 +26,7 @@ _KINDS: dict[str, MediaKind] = {"vision": "image", "audio": "audio"}
 class WholeChatCollator(ChatCollator):
     """Builds batches that equal, tensor for tensor, the outputs of the model's own processor for the conversations."""
 
-    def __init__(self, processor: WholeModelProcessor, data: DataConfig) -> None:
+    def __init__(self, processor: hf_processor.WholeModelProcessor, data: DataConfig) -> None:
         super().__init__(processor, data)
         self._own = processor
         self._class_name = type(processor.original).__name__
@@ -49,7 +45,7 @@ class WholeChatCollator(ChatCollator):
             return self._prepare_document(sample, by_name)
         conversation = self._whole_writer.conversation(sample, items)
         encoded = self._encode(self._whole_writer.mark_answers(conversation))
-        tokens, encoder_inputs = _split_inputs(self._own, encoded.inputs)
+        tokens, encoder_inputs = self._split_inputs(encoded.inputs)
         input_ids, own_labels = tokens.pop("input_ids"), tokens.pop("labels", None)
         if items and not encoder_inputs:
             raise SampleError(f"{self._class_name} leaves its items out")
@@ -65,24 +61,33 @@ class WholeChatCollator(ChatCollator):
             if encoded.text is None or encoded.offsets is None:
                 raise SampleError(f"{self._class_name} does not give its tokenizer a text, so answers cannot be found")
             rendered = self._whole_writer.find_trained(encoded.text)
-            labels = self._label_text(input_ids, encoded, rendered)
+            labels = self._label_text(input_ids, encoded.offsets, rendered)
             text = rendered.text
         return PreparedSample(sample.id, text, input_ids, labels, by_name, encoder_inputs, tokens, conversation)
 
     def _load_items(self, sample: Sample) -> list[Any]:
         return [self._load_item(media, self.modality(media)) for media in sample.media]
 
-    def _encode(self, conversation: Conversation, prompt: bool = False) -> EncodedConversation:
+    def _encode(self, conversation: Conversation, prompt: bool = False) -> hf_processor.EncodedConversation:
         with report_processor_errors():
             return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
+
+    def _split_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Split a batch of one into values per token, [S], and the encoders' inputs."""
+        rows, encoder_inputs = self._own.split_inputs(inputs)
+        tokens = {key: value[0] for key, value in rows.items()}
+        mask = tokens.pop("attention_mask", None)
+        if mask is not None and not bool(mask.all()):  # a processor that pads to a length of its own
+            tokens = {key: value[mask.bool()] for key, value in tokens.items()}
+        return tokens, encoder_inputs
 
     def _label(self, input_ids: Tensor, trained: Tensor) -> Tensor:
         """Return the ids where they are learned, which is never at a placeholder."""
         return torch.where(trained & ~torch.isin(input_ids, self._placeholder_ids), input_ids, IGNORE_INDEX)
 
-    def _label_text(self, input_ids: Tensor, encoded: EncodedConversation, rendered: RenderedText) -> Tensor:
-        assert encoded.offsets is not None
-        trained = torch.from_numpy(mask_trained_tokens(encoded.offsets, rendered))
+    def _label_text(self, input_ids: Tensor, offsets: np.ndarray | None, rendered: RenderedText) -> Tensor:
+        assert offsets is not None
+        trained = torch.from_numpy(mask_trained_tokens(offsets, rendered))
         if len(trained) != len(input_ids):
             raise SampleError(
                 f"its processor makes {len(input_ids)} tokens of a text of {len(trained)}, so answers cannot be found"
@@ -130,10 +135,10 @@ class WholeChatCollator(ChatCollator):
         if encoded.text is None:
             raise SampleError(f"{self._class_name} cannot process a text without roles")
         whole = replace(rendered, text=encoded.text, trained=((0, len(encoded.text)),))
-        tokens, encoder_inputs = _split_inputs(self._own, encoded.inputs)
+        tokens, encoder_inputs = self._split_inputs(encoded.inputs)
         input_ids = tokens.pop("input_ids")
         tokens.pop("labels", None)
-        labels = self._label_text(input_ids, encoded, whole)
+        labels = self._label_text(input_ids, encoded.offsets, whole)
         return PreparedSample(sample.id, encoded.text, input_ids, labels, items, encoder_inputs, tokens, None)
 
     def tokenize(self, sample: Sample) -> tuple[Tensor, Tensor]:
@@ -166,11 +171,7 @@ class WholeChatCollator(ChatCollator):
         return ids[kept], trained[kept]
 
     def item_inputs(self, name: str, items: list[Any]) -> tuple[dict[str, Any], list[int]]:
-        """Return an encoder's inputs for the decoded items of a sample, and the number of tokens of each in a text.
-
-        The special tokens around an item count as its own. The split over several items is unknown: only the sum is
-        exact.
-        """
+        """Return an encoder's inputs for decoded items, and their numbers of tokens; only the sum is exact."""
         conversation = hf_processor.build_message(_KINDS[name], items)
         taken = len(self._own.encode(conversation, prompt=True).inputs["input_ids"][0])
         if self._own.token_template is not None:
@@ -224,7 +225,14 @@ class WholeChatCollator(ChatCollator):
         if joined is not None and self._joins.get(keys):
             return joined
         try:
-            together = self._encode_together(samples)  # pads items of several sizes, and rows without items
+            if any(sample.source is None and sample.items for sample in samples):
+                raise ConfigError(
+                    f"{samples[0].id} and its neighbours are texts without roles with items of several sizes, which "
+                    f"{self._class_name} cannot lay out together. Give conversations, or microbatches of one sample."
+                )
+            # The processor pads items of several sizes, and rows without items.
+            made = self._own.encode_batch([sample.source for sample in samples if sample.source is not None])
+            together = {key: value for key, value in made.items() if any(key in inputs for inputs in given)}
         except ConfigError:
             raise
         except Exception as error:
@@ -239,26 +247,6 @@ class WholeChatCollator(ChatCollator):
                 _are_equal(joined[key], together[key]) for key in joined
             )
         return together
-
-    def _encode_together(self, samples: Sequence[PreparedSample]) -> dict[str, Any]:
-        if any(sample.source is None and sample.items for sample in samples):
-            raise ConfigError(
-                f"{samples[0].id} and its neighbours are texts without roles with items of several sizes, which "
-                f"{self._class_name} cannot lay out together. Give conversations, or microbatches of one sample."
-            )
-        made = self._own.encode_batch([sample.source for sample in samples if sample.source is not None])
-        keys = {key for sample in samples for key in sample.encoder_inputs}
-        return {key: value for key, value in made.items() if key in keys}
-
-
-def _split_inputs(own: WholeModelProcessor, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a batch of one into values per token, [S], and the encoders' inputs."""
-    rows, encoder_inputs = own.split_inputs(inputs)
-    tokens = {key: value[0] for key, value in rows.items()}
-    mask = tokens.pop("attention_mask", None)
-    if mask is not None and not bool(mask.all()):  # a processor that pads to a length of its own
-        tokens = {key: value[mask.bool()] for key, value in tokens.items()}
-    return tokens, encoder_inputs
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -73,11 +73,7 @@ Row = dict[str, Any]
 
 
 def digits(split: str) -> list[Row]:
-    """Ask which digit an image shows.
-
-    Args:
-        split: "train" (1,437 images) or "test" (the other 360).
-    """
+    """Ask which digit an image shows; `split` is "train" (1,437 images) or "test" (the other 360)."""
     return [_build_row("image", image, "which digit is <image> ?", NUMBERS[digit]) for image, digit in _images(split)]
 
 
@@ -90,11 +86,7 @@ def parity(split: str) -> list[Row]:
 
 
 def speakers(split: str) -> list[Row]:
-    """Ask who speaks in a sound, which is given as precomputed features [frames, 12].
-
-    Args:
-        split: "train" (270 utterances) or "test" (370, spoken on other occasions), as their authors split them.
-    """
+    """Ask who speaks; `split` is "train" (270 sounds, as features [frames, 12]) or "test" (370 of other days)."""
     stored = _load_arrays("speakers")
     ends = np.cumsum(stored["frames"], dtype=np.int64)
     sounds = np.split(stored["features"], ends[:-1])

@@ -72,11 +72,11 @@ class FeatureCache:
             check_encoder(task, name, placement)
             processor = task.collator.processor.encoder_processors[name]
             key = feature_store.encoder_key(encoder.module, processor, reading, placement)
-            self.stores[name] = FeatureStore(self._space, feature_store.key_digest(key))
+            self.stores[name] = FeatureStore(self._space, key)
         self._recorders = {name: _Recorder(store, self._writer, placement) for name, store in self.stores.items()}
         for name, encoder in task.model.encoders.items():
             encoder.keep = self._recorders[name]
-        task.collator.features = feature_store.FeatureLookup(self.stores)
+        task.collator.features = self.stores
 
     @property
     def hits(self) -> int:

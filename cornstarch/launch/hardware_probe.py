@@ -1,8 +1,4 @@
-"""Measure the hardware of this machine: matrix products, memory, collectives and the disk. torch is imported late.
-
-`probe_hardware` starts processes of this file, which measure together; rank 0 writes the results, which become a
-`Cluster` without torch.
-"""
+"""Measure matrix products, memory, collectives and disk of this machine, in processes of this file. No torch here."""
 
 from __future__ import annotations
 
@@ -59,13 +55,7 @@ class ProbeResult(NamedTuple):
 
 
 def probe_hardware(folder: Path, nproc: int | None = None, quick: bool = False) -> ProbeResult:
-    """Measure this machine.
-
-    Args:
-        folder: A folder on the disk to measure; a file is written there, read and removed.
-        nproc: The number of processes. Default: one per GPU; without GPUs 2.
-        quick: Use small sizes: seconds instead of minutes, and less exact.
-    """
+    """Measure this machine, and the disk of `folder`; default: one process per GPU, or 2. `quick` is less exact."""
     if current_world().size > 1:
         raise ConfigError("Measure a machine with one command, which starts its processes itself: without torchrun.")
     gpus = gpu_count()

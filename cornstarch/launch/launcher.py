@@ -1,8 +1,4 @@
-"""The `Launcher` interface, its registry, and the launcher for processes that torchrun has started.
-
-A launcher answers two questions: how do the processes of a run start, and which rank is this process?
-`cornstarch train` asks the launcher that is active in its environment. torch is not imported here.
-"""
+"""Launchers: how the processes of a run start, and which rank this process is. torch is not imported here."""
 
 from __future__ import annotations
 

@@ -58,10 +58,7 @@ class LocalLauncher:
         return True
 
     def read_world(self, environment: Mapping[str, str]) -> World:
-        """Return a world of one process; raise ConfigError under a launcher that is not supported.
-
-        There, every process would train by itself, in the same folder.
-        """
+        """Return a world of one process; refuse other launchers, with which every process would train by itself."""
         for launcher, size, rank in _UNSUPPORTED_LAUNCHERS:
             count = environment.get(size, "")
             if not count.isdecimal() or int(count) < 2:
@@ -102,10 +99,7 @@ class LocalLauncher:
 
 
 def process_count(nproc: int | str, console: Console | None = None) -> int:
-    """Return the number of processes that `--nproc` asks for: a number, or "auto" for one per GPU.
-
-    Without a GPU "auto" is 1: one process uses all cores already.
-    """
+    """Return the number of processes for `--nproc`; "auto": one per GPU, or 1, because one process uses all cores."""
     if nproc == "auto":
         count = gpu_count()
         if count == 0:
@@ -318,10 +312,7 @@ class WorkerGroup:
         return _Worker(rank, process, log, start, error_file, _open_exit_fd(process.pid))
 
     def wait(self) -> None:
-        """Wait until all workers have ended. When one fails, the others get `GRACE_SECONDS` and are then killed.
-
-        Signals to us are forwarded; the third one kills all workers.
-        """
+        """Wait for all workers. After a failure, or the third signal to us, those that still run are killed."""
         while len(self.exits) < len(self._workers):
             remaining = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             events = self._epoll.poll(remaining)  # in the order in which they happened

@@ -289,10 +289,7 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def agree(value: Any) -> None:
-    """Raise the same ConfigError on every rank if ranks differ in `value` or in the versions they run.
-
-    All processes of the group must call it. `value` is anything that JSON can express, such as a config.
-    """
+    """Raise the same ConfigError on all ranks if they differ in `value` or in versions. All ranks must call it."""
     from cornstarch.parallel import distributed
 
     if distributed.is_single_process():

@@ -105,10 +105,7 @@ def _record_why_whole(model: nn.Module, reason: str) -> None:
 
 
 def build_preview(config: RunConfig) -> SampleInspector:
-    """Return a function that prepares samples as a run of this config would, and shows the result.
-
-    A composed model is built without weights; any other is built as for the run.
-    """
+    """Return a function that shows samples as a run of this config prepares them; a composed model has no weights."""
     if config.model.given is not None:
         raise ConfigError(
             f"model.given = {config.model.given}: this model was built in Python and cannot be built from its config. "
@@ -131,10 +128,7 @@ def resolve_task_name(config: RunConfig, whole: WholeModelConfig, train: DataSou
 
 
 def detect_task(config: PreTrainedConfig, data: DataConfig, source: DataSource | None = None) -> str:
-    """Return the task that a model's config determines; where several are possible, the data decides.
-
-    A masked language model, or a model without a head, is trained as a classifier if the rows have labels.
-    """
+    """Return the task that a model's config determines; where several are possible, the labels in the rows decide."""
     names = [name for name, kind in TASKS.items() if kind.model_lists]
     able = {name for name in names if config.model_type in get_model_classes(name)}
     if not config.is_encoder_decoder:
@@ -170,11 +164,7 @@ MetaCall = tuple[str, nn.Module, Callable[[], Any]]  # the name of a part, its m
 
 
 def build_meta_model(config: RunConfig, train: DataSource | None = None) -> nn.Module:
-    """Return the model of a run without weights, with its adapters and frozen parts.
-
-    Of a model on the hub only the config is loaded. The function of a `model.factory` is called. The task may depend on
-    `train`, the training data if open already.
-    """
+    """Return the model of a run without weights, with its adapters and frozen parts; a factory function is called."""
     model = config.model
     if model.given is not None:
         raise ConfigError(

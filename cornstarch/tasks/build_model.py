@@ -77,13 +77,7 @@ GetPartShard = Callable[[str, bool], PartShard | None]
 
 
 def build_model(config: ModelConfig, *, weights: bool = True, get_shard: GetPartShard | None = None) -> MultimodalModel:
-    """Build the composed model that `config` describes: loaded, with adapters and frozen parts.
-
-    Args:
-        config: A config with a `language_model` (and `encoders`).
-        weights: False builds the parts on the meta device from their configs.
-        get_shard: Which shard of each stored part is read.
-    """
+    """Build a composed model: loaded, with adapters and frozen parts; without `weights`, on the meta device."""
     text, where = get_language_model(config), "model.language_model"
     shard = None if get_shard is None else get_shard("language_model", False)
     if shard is not None and shard.parameters is None and text.path is None:
@@ -169,16 +163,9 @@ def load_part(
     new_head: bool = False,
     shard: PartShard | None = None,
 ) -> Any:
-    """Return a part's model: loaded, or built from its config with random weights.
+    """Return a part's model: loaded, or with random weights from its config; without `weights`, on the meta device.
 
-    Args:
-        where: The part's place in the run's config, for messages.
-        part: The part.
-        config: The model's config, if it differs from the stored one.
-        auto_class: The Auto class of transformers. Default: that of the language model or encoder.
-        weights: False builds the model on the meta device.
-        new_head: Weights whose shape the config has changed are initialized.
-        shard: The shard of a stored part to read.
+    `where` is the part's place in the run's config. With `new_head`, weights whose shape `config` has changed are new.
     """
     stored_config = config or load_part_config(where, part)
     model_class = _get_model_class(where, part, stored_config, auto_class)
@@ -315,10 +302,7 @@ def _get_model_class(where: str, part: PartConfig, config: PreTrainedConfig, aut
 
 
 def _list_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Return the model classes for a config, without base classes of others.
-
-    The vision towers of whole models, such as Qwen2-VL's, are in none of transformers' lists.
-    """
+    """Return the classes for a config that have no subclass: vision towers are in none of transformers' lists."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     try:
         module = import_module(name)
@@ -339,10 +323,7 @@ def _encoder_config(config: PreTrainedConfig, model_class: Any = None) -> PreTra
 
 
 def add_adapters(where: str, part: PartConfig, model: nn.Module, trained_whole: Sequence[str] = ()) -> nn.Module:
-    """Return the model with LoRA adapters, if its config asks for them.
-
-    New weights, which were not stored, and the modules in `trained_whole` are trained in full.
-    """
+    """Return the model with LoRA adapters, if configured; new weights and `trained_whole` are trained in full."""
     if part.train != "lora":
         return model
     try:
@@ -385,11 +366,7 @@ def load_whole_config(config: RunConfig) -> PreTrainedConfig:
 def load_whole_model(
     run: RunConfig, model_config: PreTrainedConfig, auto_class: Any, new_head: bool = False, trains_head: bool = False
 ) -> nn.Module:
-    """Return the whole model of a run, with adapters or frozen.
-
-    The task may have changed `model_config`. With `new_head`, the head has another size than the stored one; with
-    `trains_head`, adapters leave it to be trained in full.
-    """
+    """Return the whole model of a run, with adapters or frozen; with `trains_head`, its head is trained in full."""
     part = get_whole_model(run)
     model = load_part(WHERE, part, config=model_config, auto_class=auto_class, new_head=new_head)
     if part.train == "frozen":

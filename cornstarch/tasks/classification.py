@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -36,14 +36,13 @@ from cornstarch.tasks.text import PreparedText, TextReader, get_text
 
 SEQUENCE, IMAGE = "sequence-classification", "image-classification"
 MOST_LABELS = 10_000
-_UNUSED = ("packing", "chat_template", "train_on", "system")
 _UNNAMED = re.compile(r"LABEL_\d+")
 _SHOWN = 5
 
 
 def build_sequence_classification_task(config: RunConfig, inputs: TaskInputs | None = None) -> ClassificationTask:
     """Return the task of a run that trains a model to label texts."""
-    refuse_unused(config.data, SEQUENCE, *_UNUSED)
+    refuse_unused(config.data, SEQUENCE)
     tokenizer = load_tokenizer(WHERE, get_whole_model(config))
     model_config: Any = load_whole_config(config)
     if getattr(model_config, "pad_token_id", None) is None:  # decoders find the end of a text by its padding
@@ -56,7 +55,7 @@ def build_sequence_classification_task(config: RunConfig, inputs: TaskInputs | N
 
 def build_image_classification_task(config: RunConfig, inputs: TaskInputs | None = None) -> ClassificationTask:
     """Return the task of a run that trains a model to label images."""
-    refuse_unused(config.data, IMAGE, *_UNUSED)
+    refuse_unused(config.data, IMAGE)
     processor = load_item_processor(WHERE, get_whole_model(config))
     model_config = load_whole_config(config)
     model, labels = _load_classifier(config, model_config, IMAGE, AutoModelForImageClassification, inputs)
@@ -68,16 +67,9 @@ def _load_classifier(
     config: RunConfig, model_config: PreTrainedConfig, task: str, auto_class: Any, inputs: TaskInputs | None
 ) -> tuple[nn.Module, Labels]:
     """Return the model, with a new head if the stored one does not fit the labels, and the labels."""
-    whole, data = get_whole_model(config), config.data
-    train, evaluation, _ = inputs or TaskInputs()
-    has_head, stored_labels = whole.path is not None and is_stored_as(model_config, task), model_config.num_labels
-    labels = find_labels(
-        whole.labels,
-        model_config,
-        has_head,
-        lambda: open_sources(data.train) if train is None else train,
-        lambda: open_sources(data.evaluation) if evaluation is None else evaluation,
-    )
+    stored_labels = model_config.num_labels
+    has_head = get_whole_model(config).path is not None and is_stored_as(model_config, task)
+    labels = find_labels(config, model_config, has_head, inputs or TaskInputs())
     labels.describe(model_config)
     new_head = not has_head or model_config.num_labels != stored_labels
     return load_whole_model(config, model_config, auto_class, new_head=new_head, trains_head=True), labels
@@ -276,29 +268,20 @@ def format_label(label: Any) -> str:
     return str(label).lower() if isinstance(label, bool) else str(label)
 
 
-def find_labels(
-    given: Sequence[str] | None,
-    config: PreTrainedConfig,
-    has_head: bool,
-    train: Callable[[], DataSource],
-    evaluation: Callable[[], DataSource],
-) -> Labels:
-    """Return the labels: those given by the run's config, or the model's, or those in the data.
-
-    `has_head` is whether the model is a trained classifier, whose numbers must keep their meaning. `train` opens the
-    training rows, which are all read where nothing else determines the labels; those of `evaluation` must fit.
-    """
+def find_labels(run: RunConfig, config: PreTrainedConfig, has_head: bool, inputs: TaskInputs) -> Labels:
+    """Return the labels: given, of a trained head, whose numbers must keep their meaning, or of the training rows."""
     names: dict[Any, str] = dict(config.id2label or {})
     own = tuple(names[number] for number in sorted(names))
     is_named = bool(own) and not any(_UNNAMED.fullmatch(name) for name in own)
-    if given is not None:
+    if (given := get_whole_model(run).labels) is not None:
         # The same names in another order: the model's numbers keep their meaning.
         return Labels(own if set(own) == set(given) else tuple(given))
     if config.problem_type == "regression" or (has_head and len(own) == 1):
         return Labels()
+    train = open_sources(run.data.train) if inputs.train is None else inputs.train
     if is_named:
         # Refuse data with other labels than the model's at the start, rather than row by row.
-        for name, label in islice(_read_labels(train()), 1):
+        for name, label in islice(_read_labels(train), 1):
             try:
                 Labels(own).number(label)
             except SampleError as error:
@@ -307,13 +290,14 @@ def find_labels(
                     "the model gets a new head for them."
                 ) from error
         return Labels(own)
-    found = _read_all(train())
+    found = _read_all(train)
     if has_head:  # a head without names: its numbers still have a meaning
         numbered = tuple(map(str, range(len(own))))
         fitting = [names for names in (numbered, own) if found.names and set(found.names) <= set(names)]
         found = Labels(fitting[0]) if fitting else found
-    known, source = set(found.names), evaluation()
-    for name, label in _read_labels(source) if known else ():
+    evaluation = open_sources(run.data.evaluation) if inputs.evaluation is None else inputs.evaluation
+    known = set(found.names)
+    for name, label in _read_labels(evaluation) if known else ():
         if format_label(label) not in known:
             raise ConfigError(
                 f"{name} of the evaluation data has the label {label!r}, which no row of the training data has "

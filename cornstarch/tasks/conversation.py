@@ -49,10 +49,7 @@ class ConversationTask(Task):
             return (self.wrapped or self.model)(**inputs).loss
 
     def measure(self, batch: CollatedBatch) -> Measures:
-        """Return the loss, the fraction of correct tokens, and the fraction of samples with only correct tokens.
-
-        The latter is the accuracy of greedy decoding, which follows the truth for as long as it is correct.
-        """
+        """Return the loss, and the fractions of correct tokens and of samples that greedy decoding gets right."""
         output = (self.wrapped or self.model)(**batch.inputs)
         labels = batch.inputs["labels"][:, 1:]
         wrong = (labels != IGNORE_INDEX) & (output.logits[:, :-1].argmax(-1) != labels)

@@ -38,7 +38,6 @@ CollateFunction = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 """Makes a batch of rows; their images are RGB images of Pillow, their sounds float32 arrays."""
 
 _WEIGHTS, _FACTORY = "model.safetensors", "factory.json"
-_UNUSED = ("packing", "chat_template", "train_on", "system")
 _LABELS = ("label", "labels")
 _SHOWN = 60  # characters of a field
 
@@ -69,16 +68,7 @@ def build_module_task(
     data: DataConfig | None = None,
     seed: int = 0,
 ) -> ModuleTask:
-    """Return the task of a given module.
-
-    Args:
-        module: The trained module.
-        loss: A function of (module, batch). Without one, `module(**batch)` must return an output with a `loss`.
-        collate: A function that makes a batch of a list of rows, whose images and sounds are decoded. Without one,
-            numbers, arrays and images are stacked.
-        data: Limits of images and rows.
-        seed: The seed of random numbers in `collate`; they are the same for the same samples in the same epoch.
-    """
+    """Return the task of a given module; without `loss`, it returns one itself; without `collate`, rows are stacked."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"The module is a {type(module).__name__}, expected a torch.nn.Module.")
     for name, function in (("loss", loss), ("collate", collate)):
@@ -86,7 +76,7 @@ def build_module_task(
             raise ConfigError(f"{name} is a {type(function).__name__}, expected a function.")
     if data is None:
         data = DataConfig.model_validate({"train": "rows given in Python"})
-    refuse_unused(data, NAME, *_UNUSED)
+    refuse_unused(data, NAME)
     return ModuleTask(module, RowCollator(data, seed, collate), loss)
 
 
@@ -247,11 +237,7 @@ class PreparedRow(NamedTuple):
 
 
 class RowCollator:
-    """Makes batches of rows of any fields: with `collate`, or by stacking numbers, arrays and images.
-
-    The random numbers that `collate` draws depend on `seed`, the samples and the epoch, so that they are the same after
-    resuming and with any number of workers. The model's are not affected.
-    """
+    """Makes batches of rows: with `collate`, whose random numbers depend on seed, samples and epoch, or by stacking."""
 
     def __init__(self, data: DataConfig, seed: int, collate: CollateFunction | None = None) -> None:
         self.data, self.seed, self.collate = data, seed, collate

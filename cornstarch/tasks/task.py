@@ -1,9 +1,4 @@
-"""A task is what the training loop needs to know: a model, its collator, its loss and measures, and its export.
-
-Tokenizers and processors, which most tasks need, are loaded here, too.
-
-`register_task` adds a task; `cornstarch.tasks.build` builds the one that a config describes.
-"""
+"""Tasks: a model with its collator, loss, measures and export; and the loading of tokenizers and processors."""
 
 from __future__ import annotations
 
@@ -187,11 +182,11 @@ class WholeModelTask(Task):
         return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
-def refuse_unused(data: DataConfig, task: str, *names: str) -> None:
-    """Refuse settings of `data` that a task does not use, rather than ignore them."""
-    for name in names:
+def refuse_unused(data: DataConfig, task: str, but: str = "") -> None:
+    """Refuse settings of `data` for conversations that a task does not use, rather than ignore them."""
+    for name in ("packing", "chat_template", "train_on", "system"):
         value, default = getattr(data, name), type(data).model_fields[name].default
-        if value != default:
+        if value != default and name != but:
             raise ConfigError(
                 f"data.{name} = {value}\n  A {task} run has no use for it. Leave it out (its default is {default})."
             )
@@ -221,18 +216,7 @@ _CLASS_KEYS = ("image_processor_type", "feature_extractor_type")
 def build_processor(config: ModelConfig, model: MultimodalModel) -> MultimodalProcessor:
     """Build the processor of a composed model, and set the model's placeholder tokens."""
     processors = {name: load_item_processor(f"model.encoders.{name}", e) for name, e in config.encoders.items()}
-    with _use_whole_encoders(config, model):
-        return MultimodalProcessor(
-            encoder_processors=processors,
-            llm_tokenizer=load_tokenizer("model.language_model", get_language_model(config)),
-            model=model,
-            predefined_tokens={name: e.token for name, e in config.encoders.items() if e.token is not None},
-        )
-
-
-@contextmanager
-def _use_whole_encoders(config: ModelConfig, model: MultimodalModel) -> Iterator[None]:
-    """Replace sharded encoders by whole ones without weights: the processor runs them to learn their output sizes."""
+    # The processor runs encoders to learn their output sizes: whole ones without weights in place of sharded ones.
     sharded = {name: encoder.module for name, encoder in model.encoders.items() if is_sharded(encoder.module)}
     for name, module in sharded.items():
         skeleton = load_part(f"model.encoders.{name}", config.encoders[name], weights=False)
@@ -241,7 +225,12 @@ def _use_whole_encoders(config: ModelConfig, model: MultimodalModel) -> Iterator
             skeleton.get_submodule(owner)._buffers[leaf] = buffer
         model.encoders[name].module = skeleton
     try:
-        yield
+        return MultimodalProcessor(
+            encoder_processors=processors,
+            llm_tokenizer=load_tokenizer("model.language_model", get_language_model(config)),
+            model=model,
+            predefined_tokens={name: e.token for name, e in config.encoders.items() if e.token is not None},
+        )
     finally:
         for name, module in sharded.items():
             model.encoders[name].module = module

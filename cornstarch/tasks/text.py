@@ -63,44 +63,39 @@ class TextReader:
 
     def read(self, text: str, sample_id: str) -> dict[str, Tensor]:
         """Return the model's inputs for a text: `input_ids`, and other outputs of the tokenizer."""
-        encoded = self.tokenizer(text, verbose=False)
-        if len(encoded["input_ids"]) > self.limit:
-            self._check_too_long(len(encoded["input_ids"]), sample_id)
-            encoded = self.tokenizer(text, truncation=True, max_length=self.limit, verbose=False)
-        self._check_table(encoded["input_ids"])
+        encoded, _ = self._encode(sample_id, None, text=text)
         names = [name for name in self._names if name in encoded and name != "attention_mask"]
         return {name: torch.tensor(encoded[name], dtype=torch.long) for name in names}
 
     def read_target(self, text: str, sample_id: str) -> Tensor:
         """Return the tokens of a text that the model generates, ending with the end token."""
-        ids = self.tokenizer(text_target=text, verbose=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        added = [end] if end is not None and ids[-1:] != [end] else []
-        if len(ids) + len(added) > self.limit:
-            self._check_too_long(len(ids) + len(added), sample_id)
+        encoded, added = self._encode(sample_id, self.tokenizer.eos_token_id, text_target=text)
+        return torch.tensor([*encoded["input_ids"], *added], dtype=torch.long)
+
+    def _encode(self, sample_id: str, end: Any, **text: str) -> tuple[Any, list[int]]:
+        """Return the tokenizer's outputs, cut to the limit, and `end` if they lack it; refuse too long texts."""
+        encoded: Any = self.tokenizer(**text, verbose=False)
+        added = [end] if end is not None and encoded["input_ids"][-1:] != [end] else []
+        length = len(encoded["input_ids"]) + len(added)
+        if length > self.limit:
+            reason = f"has {length} tokens, {self._limited_by} {self.limit}"
+            if self.data.too_long == "skip":
+                raise SampleTooLongError(reason)
+            if self.data.too_long == "error":
+                raise ConfigError(
+                    f"{sample_id}: {reason}. Raise the limit if the model can do more, shorten it, or set "
+                    "`data.too_long` to skip or cut."
+                )
             room = self.limit - len(added)
-            ids = self.tokenizer(text_target=text, truncation=True, max_length=room, verbose=False)["input_ids"]
-        self._check_table(ids)
-        return torch.tensor([*ids, *added], dtype=torch.long)
-
-    def _check_too_long(self, length: int, sample_id: str) -> None:
-        if self.data.too_long == "cut":
-            return
-        reason = f"has {length} tokens, {self._limited_by} {self.limit}"
-        if self.data.too_long == "skip":
-            raise SampleTooLongError(reason)
-        raise ConfigError(
-            f"{sample_id}: {reason}. Raise the limit if the model can do more, shorten it, or set `data.too_long` to "
-            "skip or cut."
-        )
-
-    def _check_table(self, ids: Sequence[int]) -> None:
+            encoded = self.tokenizer(**text, truncation=True, max_length=room, verbose=False)
+        ids = encoded["input_ids"]
         if self.table is not None and ids and max(ids) >= self.table:
             token = self.tokenizer.convert_ids_to_tokens(max(ids))
             raise ConfigError(
                 f"The tokenizer has the token {token!r} with number {max(ids)}, the model's table has {self.table} "
                 "rows: they do not belong together. Give the model's own tokenizer, `model.whole.tokenizer`."
             )
+        return encoded, added
 
     def pad(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return rows padded at their ends to one length, with the attention mask."""
@@ -152,14 +147,12 @@ def get_text(sample: Sample) -> str:
     return given
 
 
-# ------------------------------------------------------------------------------------------------ text to text
-
 SEQ2SEQ = "seq2seq-lm"
 _MAX_ANSWER = 256  # tokens
 
 
 def build_seq2seq_task(config: RunConfig, inputs: TaskInputs | None = None) -> Seq2SeqTask:
-    refuse_unused(config.data, SEQ2SEQ, "packing", "chat_template", "train_on")
+    refuse_unused(config.data, SEQ2SEQ, but="system")
     model_config: Any = load_whole_config(config)
     if not model_config.is_encoder_decoder:
         raise ConfigError(
@@ -170,14 +163,11 @@ def build_seq2seq_task(config: RunConfig, inputs: TaskInputs | None = None) -> S
     if getattr(model_config, "decoder_start_token_id", None) is None:  # a config made from sizes: as T5 does
         model_config.decoder_start_token_id = model_config.pad_token_id
     model = load_whole_model(config, model_config, AutoModelForSeq2SeqLM)
-    return Seq2SeqTask(SEQ2SEQ, model, Seq2SeqCollator(TextReader(tokenizer, config.data, model)), [tokenizer])
+    return Seq2SeqTask(SEQ2SEQ, model, Seq2SeqCollator(tokenizer, config.data, model), [tokenizer])
 
 
-class Seq2SeqCollator:
+class Seq2SeqCollator(TextReader):
     """Makes batches of sources and targets."""
-
-    def __init__(self, reader: TextReader) -> None:
-        self.reader, self.data = reader, reader.data
 
     def prepare(self, sample: Sample) -> PreparedText:
         question, target = _split_turns(sample)
@@ -185,7 +175,7 @@ class Seq2SeqCollator:
             raise SampleError("has no answer to learn; expected `source` and `target`, or a conversation")
         if not target.strip():
             raise SampleError("`target` is empty")
-        return PreparedText(sample.id, self.question(sample, question), self.reader.read_target(target, sample.id))
+        return PreparedText(sample.id, self.question(sample, question), self.read_target(target, sample.id))
 
     def question(self, sample: Sample, turns: Sequence[Message] | None = None) -> dict[str, Tensor]:
         """Return the source as one text: the system prompt first, then the turns, with roles if there are several."""
@@ -198,11 +188,11 @@ class Seq2SeqCollator:
         lines = [f"{role}{require_text(turn.content)}" for role, turn in zip(roles, spoken, strict=True)]
         if not any(line.strip() for line in lines):
             raise SampleError("`source` is empty")
-        return self.reader.read("\n".join([*prompts, *lines]), sample.id)
+        return self.read("\n".join([*prompts, *lines]), sample.id)
 
     def join(self, samples: Sequence[PreparedText]) -> CollatedBatch:
         """Return the batch of prepared samples; the model derives its decoder's inputs from the labels."""
-        batch = self.reader.join(samples)
+        batch = super().join(samples)
         return replace(batch, tokens=batch.tokens + batch.trained_tokens)
 
 
@@ -239,11 +229,11 @@ class Seq2SeqTask(WholeModelTask):
 
     @torch.no_grad()
     def answer(self, samples: Sequence[Sample]) -> list[str]:
-        reader, model = self.collator.reader, self.model
+        reader, model = self.collator, self.model
         options = {"max_new_tokens": min(_MAX_ANSWER, reader.limit), "do_sample": False, "num_beams": 1}
         answers = []
         for sample in samples:
-            inputs = self._to_device(reader.pad([self.collator.question(sample)]))
+            inputs = self._to_device(reader.pad([reader.question(sample)]))
             ids = model.generate(**inputs, **options)[0]  # type: ignore[operator]
             answers.append(str(reader.tokenizer.decode(ids, skip_special_tokens=True)).strip())
         return answers
@@ -257,12 +247,10 @@ class Seq2SeqTask(WholeModelTask):
     def _show(self, sample: Sample) -> SampleStats:
         prepared = self.collator.prepare(sample)
         source, target = prepared.inputs["input_ids"].tolist(), prepared.labels.tolist()
-        decode = self.collator.reader.decode
+        decode = self.collator.decode
         pieces = ((decode(source), False), (" → ", False), (decode(target), True))
         return SampleStats(len(source) + len(target), len(target), {}, pieces)
 
-
-# ------------------------------------------------------------------------------------------------ masked tokens
 
 MASKED_LM = "masked-lm"
 HIDDEN = 0.15  # the fraction of a text's tokens that are predicted
@@ -270,7 +258,7 @@ _MASKED, _REPLACED = 0.8, 0.9  # of the hidden: below the first masked, below th
 
 
 def build_masked_lm_task(config: RunConfig, inputs: TaskInputs | None = None) -> MaskedLMTask:
-    refuse_unused(config.data, MASKED_LM, "packing", "chat_template", "train_on", "system")
+    refuse_unused(config.data, MASKED_LM)
     tokenizer = load_tokenizer(WHERE, get_whole_model(config))
     if tokenizer.mask_token_id is None:
         raise ConfigError(
@@ -278,29 +266,25 @@ def build_masked_lm_task(config: RunConfig, inputs: TaskInputs | None = None) ->
             "masked language model, `tokenizer: <folder>`, or another `task`."
         )
     model = load_whole_model(config, load_whole_config(config), AutoModelForMaskedLM)
-    collator = MaskedLMCollator(TextReader(tokenizer, config.data, model), config.seed)
+    collator = MaskedLMCollator(tokenizer, config.data, model, config.seed)
     return MaskedLMTask(MASKED_LM, model, collator, [tokenizer])
 
 
-class MaskedLMCollator:
-    """Makes batches of texts with hidden tokens.
+class MaskedLMCollator(TextReader):
+    """Makes batches of texts; the hidden tokens depend on the run's seed, the sample and the epoch alone."""
 
-    The hidden tokens depend on the run's seed, the sample and the epoch alone: they differ in every epoch, and are the
-    same after resuming and with any number of workers.
-    """
-
-    def __init__(self, reader: TextReader, seed: int) -> None:
-        self.reader, self.data, self.seed = reader, reader.data, seed
-        tokenizer = reader.tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, model: nn.Module, seed: int) -> None:
+        super().__init__(tokenizer, data, model)
+        self.seed = seed
         self._special = np.array(sorted(set(tokenizer.all_special_ids)), dtype=np.int64)
-        known = np.arange(len(tokenizer) if reader.table is None else min(len(tokenizer), reader.table))
+        known = np.arange(len(tokenizer) if self.table is None else min(len(tokenizer), self.table))
         self._replacements = np.setdiff1d(known, self._special)
         mask = tokenizer.mask_token_id
         assert isinstance(mask, int)  # build_masked_lm_task
         self._mask = mask
 
     def prepare(self, sample: Sample) -> PreparedText:
-        inputs = self.reader.read(get_text(sample), sample.id)
+        inputs = self.read(get_text(sample), sample.id)
         ids = inputs["input_ids"].numpy()
         places = np.flatnonzero(~np.isin(ids, self._special))
         if not len(places):
@@ -316,9 +300,6 @@ class MaskedLMCollator:
         shown = ids.copy()
         shown[chosen] = np.where(fate < _MASKED, self._mask, np.where(fate < _REPLACED, others, ids[chosen]))
         return PreparedText(sample.id, {**inputs, "input_ids": torch.from_numpy(shown)}, torch.from_numpy(labels))
-
-    def join(self, samples: Sequence[PreparedText]) -> CollatedBatch:
-        return self.reader.join(samples)
 
 
 @dataclass
@@ -342,6 +323,6 @@ class MaskedLMTask(WholeModelTask):
         pairs = zip(prepared.inputs["input_ids"].tolist(), prepared.labels.tolist(), strict=True)
         words = [(token if label == IGNORE_INDEX else label, label != IGNORE_INDEX) for token, label in pairs]
         runs = [([token for token, _ in run], hidden) for hidden, run in groupby(words, lambda pair: pair[1])]
-        decode = self.collator.reader.decode
+        decode = self.collator.decode
         pieces = [piece for run, hidden in runs for piece in ((decode(run), hidden), (" ", False))]
         return SampleStats(len(words), sum(hidden for _, hidden in words), {}, tuple(pieces[:-1]))

@@ -1,10 +1,7 @@
 """Verifies that a plan computes what one process computes, on a tiny twin of the model, before a run trains it.
 
-A run tries its plan if it shards a class that is not in the table of tested ones (`cornstarch.parallel.tested`). Tokens
-of a language model need nothing here: `shard_tokens` compares a short text, whole and sharded, at every start.
-
-A process of the trial is `python -m cornstarch.trainer.recording_trainer CONFIG FOLDER`: it runs the steps of the
-config, alone or as one of several ranks, and records losses, gradients, parameters and outputs.
+The processes of a trial are `python -m cornstarch.trainer.recording_trainer CONFIG FOLDER`, alone and as several ranks:
+they record losses, gradients, parameters and outputs.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,10 +71,7 @@ def build_twin_run(config: RunConfig, folder: Path, replicas: int) -> RunConfig:
 
 
 def build_given_twin_run(config: RunConfig, model: PreTrainedModel, folder: Path, replicas: int) -> RunConfig:
-    """Return such a run with a twin of a model that was made in Python, on random text.
-
-    The run's own rows and loss stay out of it: what is cut is the model.
-    """
+    """Return such a run with a twin of a model that was made in Python, on random text: what is cut is the model."""
     kind = type(model)
     name = f"{kind.__module__}:{kind.__qualname__}"
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
@@ -140,18 +135,15 @@ def _twin_part(
         kept.pop("processor", None)
     twin = {**described, **kept, "path": None, "config": config.to_dict(), "dtype": None, "learning_rate": None}
     if part.path is not None:
-        # Stored, because reading in shards can go wrong, too.
-        try:
+        # Stored, because reading in shards can go wrong, too. A class with code of its own may not be stored as others
+        # are: its twin is built from its config.
+        with suppress(Exception):
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(0)
                 model = build_part(f"model.{name}", part, config)
             add_noise(model)
             model.save_pretrained(folder / name)
             twin.update(path=str(folder / name), config=None)
-        except (
-            Exception
-        ):  # a class with code of its own may not be stored as others are: the twin is built from its config
-            pass
     return twin
 
 
@@ -222,10 +214,7 @@ def find_untested_modules(model: nn.Module, layout: Layout) -> list[str]:
 def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Callable[[str], None]) -> None:
     """Try the plan on a tiny twin of the model if it cuts something untested; refuse to train if it is wrong.
 
-    Whether the loss of a model can be computed over parts of a batch is tried in every case.
-
-    All ranks must call it, before the model is sharded. Rank 0 tries the plan, in local processes of its own, and
-    broadcasts the result. `note` prints a line for the user.
+    All ranks must call it, before the model is sharded: rank 0 tries it in local processes, and broadcasts the result.
     """
     how = config.parallel.verify
     if how != "never":
@@ -245,10 +234,7 @@ def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Calla
 
 
 def _ask_rank_0(ask: Callable[[], str | None]) -> str | None:
-    """Return what `ask` returns on rank 0, on all ranks.
-
-    They communicate meanwhile: however long it takes, no collective waits longer than the group's timeout.
-    """
+    """Return rank 0's answer on all ranks, which communicate meanwhile, so that no collective reaches its timeout."""
     if distributed.is_single_process():
         return ask()
     with ThreadPoolExecutor(1) as thread:

@@ -90,7 +90,7 @@ def test_fractions_of_masked_replaced_and_unchanged_tokens(tmp_path: Path) -> No
         prepared = task.collator.prepare(Sample(f"x:{number}", fields={"text": text}))
         shown.append(prepared.inputs["input_ids"])
         labels.append(prepared.labels)
-    truth = torch.tensor(task.collator.reader.tokenizer(text)["input_ids"])
+    truth = torch.tensor(task.collator.tokenizer(text)["input_ids"])
     seen, wanted = torch.stack(shown), torch.stack(labels)
     hidden = wanted != -100
     assert torch.equal(torch.where(hidden, wanted, seen), truth.expand_as(seen))  # nothing else has changed
@@ -172,7 +172,7 @@ def test_the_folder_loads_with_transformers(tmp_path: Path, train: str) -> None:
     assert isinstance(loaded, BertForMaskedLM)
     assert isinstance(AutoModelForMaskedLM.from_pretrained(tmp_path / "out"), BertForMaskedLM)
     again = build_masked_lm_task(run_config(config.data.train[0].path, path=str(tmp_path / "out")))
-    assert again.collator.reader.tokenizer.mask_token_id == MASK
+    assert again.collator.tokenizer.mask_token_id == MASK
 
 
 @pytest.mark.parametrize("too_long", ["skip", "cut", "error"])

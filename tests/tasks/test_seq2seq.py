@@ -138,7 +138,7 @@ def test_a_conversation_becomes_one_text(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": role, "content": said} for role, said in turns[start:]]} for start in (0, 1, 3)]
     task, config = build(tmp_path, T5, rows=rows, system="the")
     source = open_sources(config.data.train)
-    tokenizer = task.collator.reader.tokenizer
+    tokenizer = task.collator.tokenizer
     texts = [tokenizer.decode(task.collator.prepare(source[n]).inputs["input_ids"][1:-1]) for n in range(3)]
     unknown = "<unk>"  # user: and assistant: are no words of this tokenizer
     assert texts == [
@@ -151,10 +151,10 @@ def test_a_conversation_becomes_one_text(tmp_path: Path) -> None:
 
 def test_targets_always_end_with_the_end_token(tmp_path: Path) -> None:
     task, config = build(tmp_path, T5)
-    task.collator.reader.tokenizer.backend_tokenizer.post_processor = None
+    task.collator.tokenizer.backend_tokenizer.post_processor = None
     source = open_sources(config.data.train)
     assert task.collator.prepare(source[1]).labels.tolist() == [13, 2]
-    reader = task.collator.reader
+    reader = task.collator
     reader.limit, reader.data = 3, reader.data.model_copy(update={"too_long": "cut"})
     assert reader.read_target("one two three four", "x").tolist() == [19, 20, 2]
 
