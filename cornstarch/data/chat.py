@@ -38,8 +38,6 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RenderedText:
-    """A text, ready for the tokenizer."""
-
     text: str
     trained: Spans  # spans of characters that the model learns to write
     is_document: bool = False  # plain text: the tokenizer adds its special tokens around it
@@ -81,7 +79,6 @@ class ChatWriter:
         return RenderedText(text, find_answers(marked, self._turn_end))
 
     def prompt(self, sample: Sample, placeholder: Placeholder) -> RenderedText:
-        """Return the text of a conversation that the model continues."""
         turns = self._turns(sample, placeholder)
         text = self._apply_template(turns, answer_follows=True)
         marked = self._apply_template([*turns, {"role": "assistant", "content": mark_answer("a")}])

@@ -18,15 +18,7 @@ from cornstarch.config import DataConfig
 from cornstarch.data.chat import ChatWriter, RenderedText, mask_trained_tokens, special_tokens
 from cornstarch.data.feature_store import CachedItem, FeatureStore, merge_cached_items
 from cornstarch.data.media import load_audio, load_features, load_image
-from cornstarch.data.sample import (
-    Media,
-    MediaKind,
-    Message,
-    Sample,
-    SampleError,
-    SampleTooLongError,
-    report_processor_errors,
-)
+from cornstarch.data.sample import Media, MediaKind, Message, Sample, SampleError, SampleTooLongError, as_sample_errors
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalProcessor, PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
@@ -130,7 +122,7 @@ class ChatCollator:
         made: dict[str, Any] = {}
         input_ids = single
         if items or bool(torch.isin(single, self._placeholder_ids).any()):
-            with report_processor_errors():
+            with as_sample_errors():
                 made = self.encoder_inputs(items, rendered)
             input_ids = made.pop("input_ids")[0]
         # Labels are the ids where they are learned, which is never at a placeholder.
@@ -161,17 +153,15 @@ class ChatCollator:
         return ids, torch.from_numpy(mask_trained_tokens(offsets, rendered))
 
     def build_prompt(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return a batch of one conversation, for the model to continue."""
         sample = Sample("the question", tuple(messages))
         rendered = self._writer.prompt(sample, self._placeholder)
         items = self._decode_media(sample)
-        with report_processor_errors():
+        with as_sample_errors():
             inputs = self.encoder_inputs(items, rendered)
         return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
     @property
     def answer_ends(self) -> list[int]:
-        """The ids of the tokens that end an answer."""
         tokenizer = self.processor.llm_tokenizer
         ends = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
         try:
@@ -182,12 +172,10 @@ class ChatCollator:
         return sorted({*ends, *(token for token in last if token in special_tokens(tokenizer))})
 
     def media_kinds(self) -> dict[str, MediaKind]:
-        """Return the kind of media of each modality."""
         kinds = {name: _get_kind(processor) for name, processor in self.processor.encoder_processors.items()}
         return {name: _KINDS[kind] for name, kind in kinds.items() if kind in _KINDS}
 
     def modality(self, media: Media) -> str:
-        """Return the one modality that takes this kind of media."""
         names = [name for name, kind in self.media_kinds().items() if kind == media.kind]
         if len(names) != 1:
             raise SampleError(
@@ -294,7 +282,6 @@ class ChatCollator:
         return PreparedSample(sample.id, sample.text, ids, labels, items, encoder_inputs)
 
     def join(self, samples: Sequence[PreparedSample]) -> CollatedBatch:
-        """Return the batch of prepared samples: one row each, or packed."""
         keys = list(dict.fromkeys(key for sample in samples for key in sample.token_inputs))
         rows = [
             {

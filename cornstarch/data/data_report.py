@@ -28,8 +28,6 @@ Pieces = tuple[tuple[str, bool], ...]  # pieces of text, and whether each is tra
 
 @dataclass(frozen=True)
 class SampleStats:
-    """The statistics of one valid sample."""
-
     length: int
     trained: int | None
     """The part of the length that is trained on; None if the target is something else, such as a label."""
@@ -50,8 +48,6 @@ class SampleInspector:
 
 @dataclass
 class SourceReport:
-    """The statistics of one source."""
-
     name: str  # `data.train.0`
     description: str = ""
     problem: str = ""  # why the source cannot be opened; the rest is empty then
@@ -185,7 +181,6 @@ def _inspect_row(data: DataConfig, sample: Sample) -> SampleStats:
 
 
 def render(report: DataReport) -> Group:
-    """Return the report for rich to print."""
     parts: list[Any] = [Text(f"{source.name}  {source.description}") for source in report.sources if source.description]
     parts.append(_table(report))
     for source in report.sources:

@@ -130,15 +130,14 @@ _EMPTIED_TO = 0.95  # of the limit: listing every file is slow, so it makes room
 
 
 class CacheFolder:
-    """A folder of many small files that stay below a common limit, with any number of writing processes.
+    """A folder of many small files that stay below `limit` bytes in all, with any number of writing processes.
 
     The sum of all sizes is in a file. Processes change it, make room and rename files one at a time, under a lock; an
     unfinished file has its final size from the start. A process that dies leaves the sum too large, never too small: it
     is recounted whenever the folder is opened, or full.
 
-    The least recently used files make room for others, except files used since the folder was opened: epochs are
-    cyclic, so the least recently used file of this run is the one needed next. `limit` is in bytes; `opened`, in
-    seconds since 1970, is when this run began to use the folder (default: now).
+    The least recently used files make room for others, except files used since `opened` (default: now): epochs are
+    cyclic, so the least recently used file of this run is the one needed next.
     """
 
     def __init__(self, folder: Path, limit: int, opened: float | None = None) -> None:

@@ -34,7 +34,6 @@ class Rows(Protocol):
 
     def name(self, index: int) -> str:
         """Return file and number of a row."""
-        ...
 
 
 def open_json(path: Path) -> Rows:

@@ -28,7 +28,6 @@ class DataSource(Protocol):
     @property
     def description(self) -> str:
         """Path, format and number of samples."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -36,12 +35,9 @@ class DataSource(Protocol):
 
     def name(self, index: int) -> str:
         """Return file and row of a sample, even if it cannot be read."""
-        ...
 
 
 class RowSource:
-    """Rows of one row format."""
-
     def __init__(self, rows: Rows, format: str, media: Path, origin: str, columns: Mapping[str, str]) -> None:
         self.format, self.media = format, media
         self._rows, self._columns, self._origin = rows, dict(columns), origin
@@ -63,22 +59,21 @@ class RowSource:
         return parse_row(_rename_columns(row, self._columns), self.format, self.name(index), self.media)
 
 
-class LimitedSource:
-    """The first samples of a source."""
+class SourceView:
+    """Some samples of a source, by their indices there."""
 
-    def __init__(self, source: DataSource, limit: int) -> None:
-        self._source, self._length = source, min(limit, len(source))
-        self.name = source.name
-
-    @property
-    def description(self) -> str:
-        return f"{self._source.description}, first {self._length:,} used"
+    def __init__(self, source: DataSource, indices: Sequence[int], note: str) -> None:
+        self._source, self._indices = source, indices
+        self.description = f"{source.description}, {note}"
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._indices)
+
+    def name(self, index: int) -> str:
+        return self._source.name(self._indices[index])
 
     def __getitem__(self, index: int) -> Sample:
-        return self._source[index]
+        return self._source[self._indices[index]]
 
 
 class JoinedSources:
@@ -156,7 +151,10 @@ def open_source(config: SourceConfig, given: Sequence[Any] | None = None) -> Dat
         name = next((name for name, (_, matches) in _SOURCE_FORMATS.items() if matches(config)), _FALLBACK)
     open, _ = _SOURCE_FORMATS[name]
     source = open(config, given)
-    return source if config.limit is None else LimitedSource(source, config.limit)
+    if config.limit is None:
+        return source
+    count = min(config.limit, len(source))
+    return SourceView(source, range(count), f"first {count:,} used")
 
 
 def open_rows(

@@ -25,7 +25,7 @@ from cornstarch.data.collate import ChatCollator, sampling_rate
 from cornstarch.data.formats import DataSource
 from cornstarch.data.loader import Collator
 from cornstarch.data.media import feature_frames, image_size, sound_length
-from cornstarch.data.sample import Media, Sample, SampleError, report_processor_errors
+from cornstarch.data.sample import Media, Sample, SampleError, as_sample_errors
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import PrecomputedFeatureExtractor
@@ -48,8 +48,6 @@ CountFlops = Callable[[Mapping[str, Any]], StepFlops | None]
 
 @dataclass(frozen=True, eq=False)
 class LoadBalancer:
-    """Assigns the samples of a step by cost."""
-
     costs: balancing.SampleCosts  # [phases, samples of the source]
     padded: bool  # whether rows are padded to the longest of their microbatch
 
@@ -145,8 +143,6 @@ def _share_costs(sizer: SampleSizer, source: DataSource, config: RunConfig, fold
 
 @dataclass(frozen=True)
 class SampleSize:
-    """The size of one sample for a model."""
-
     tokens: int  # in the language model, including the tokens of items, before truncation
     trained: int  # tokens that are learned
     items: Mapping[str, int]  # by encoder
@@ -173,7 +169,6 @@ class SampleSizer:
         self._rows: tuple[np.ndarray, np.ndarray, float] | None = None
 
     def __call__(self, sample: Sample) -> SampleSize:
-        """Return a sample's size; SampleError if it cannot be used."""
         ids, trained = self._collator.tokenize(sample)
         counts, tokens = dict.fromkeys(self.phases[:-1], 0), dict.fromkeys(self.phases[:-1], 0)
         work = dict.fromkeys(self.phases, 0.0)
@@ -210,7 +205,7 @@ class SampleSizer:
             alone = {value for other, value in known.items() if len(other) == 1}
             if len(key) == 1 and len(known) >= _ALIKE and len(alone) == 1:
                 return next(iter(alone))
-            with report_processor_errors():
+            with as_sample_errors():
                 shape = (processor.feature_size,) if takes_arrays else ()
                 blanks: list[Any] = [
                     Image.new("RGB", size) if isinstance(size, tuple) else np.zeros((size, *shape), np.float32)

@@ -40,7 +40,6 @@ class Collator(Protocol):
 
     def prepare(self, sample: Sample) -> Any:
         """Prepare one sample; SampleError if it cannot be used."""
-        ...
 
     def join(self, samples: Sequence[Any]) -> CollatedBatch: ...
 
@@ -163,7 +162,6 @@ class StepLoader:
             ) from error
 
     def _list_places(self) -> Iterator[_StepPlace]:
-        """Yield all steps of the run, from `start` on."""
         size = self.batch_size
         epoch, first = self.start
         while self.epochs is None or epoch < self.epochs:
@@ -175,8 +173,6 @@ class StepLoader:
 
 
 class _StepPlace(NamedTuple):
-    """The samples of one step, for a worker."""
-
     epoch: int
     batch: int  # its number within the epoch
     numbers: np.ndarray  # sample indices, counted through all sources
@@ -196,11 +192,11 @@ class _StepDataset(Dataset[StepBatch | str]):
         skipped: list[BrokenSample] = []
         microbatches: list[CollatedBatch] = []
         samples, count = 0, -(-len(place.numbers) // self._microbatch_size)
-        if self._balancer is not None:
-            assigned = self._balancer(place.numbers, self._ranks, count)
-        else:
-            assigned = assign_in_order(len(place.numbers), self._ranks, count, self._microbatch_size)
         try:
+            if self._balancer is not None:
+                assigned = self._balancer(place.numbers, self._ranks, count)
+            else:
+                assigned = assign_in_order(len(place.numbers), self._ranks, count, self._microbatch_size)
             for own in assigned[self._rank]:
                 good = self._prepare(place.numbers[own], place.epoch, skipped)
                 samples += len(good)
@@ -301,8 +297,6 @@ _TRIED = 20  # samples of a source, to find one that can be used
 
 @dataclass(frozen=True)
 class RunData:
-    """The open sources of a run."""
-
     config: RunConfig
     train: JoinedSources
     evaluation: Mapping[str, DataSource]  # by name

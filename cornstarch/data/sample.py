@@ -85,12 +85,10 @@ _LISTED = 5  # skipped samples in a message
 
 
 class SkipCounter:
-    """Counts skipped samples, and stops the run when too many of an epoch are broken.
+    """Counts skipped samples, and stops the run when more than the fraction `limit` of an epoch are broken.
 
-    Args:
-        limit: The maximum fraction of broken samples. Samples that are only too long do not count as broken.
-        at_least: The number of samples of an epoch before the fraction is checked.
-        gather: Returns the lists of all ranks, where samples of all ranks are counted: all ranks must count the same.
+    The fraction is checked from `at_least` samples on; samples that are only too long do not count as broken. `gather`
+    returns the lists of all ranks, which must then count the same.
     """
 
     def __init__(
@@ -141,7 +139,7 @@ class SkipCounter:
 
 
 @contextmanager
-def report_processor_errors() -> Iterator[None]:
+def as_sample_errors() -> Iterator[None]:
     """Turn whatever a processor raises, for an odd image or a count that does not fit, into SampleError."""
     try:
         yield

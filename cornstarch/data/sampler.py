@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from cornstarch.data.formats import DataSource
+from cornstarch.data.formats import DataSource, SourceView
 from cornstarch.data.sample import Content, Media, MediaKind, Sample, SampleError
 from cornstarch.errors import ConfigError
 
@@ -62,11 +62,9 @@ class EpochOrder:
         return int(per_epoch * epoch), int(per_epoch * (epoch + 1))
 
     def _permute(self, length: int, *key: int) -> np.ndarray:
-        """Return a random order that depends on the seed and the key alone.
-
-        It sorts raw random numbers, each with its place in the low bits: NumPy guarantees that raw numbers never change
-        (unlike `permutation`), no two are equal, and sorting is several times faster than `argsort`.
-        """
+        """Return a random order that depends on the seed and the key alone."""
+        # Raw random numbers, each with its place in the low bits, are sorted: NumPy guarantees that they never change
+        # (unlike `permutation`), no two are equal, and sorting is several times faster than `argsort`.
         random = np.random.PCG64(np.random.SeedSequence([self.seed, *key]))
         bits = np.uint64(max(length - 1, 1).bit_length())
         keys = random.random_raw(length) << bits
@@ -76,7 +74,7 @@ class EpochOrder:
         return keys.astype(np.int64)
 
 
-class ShuffledMedia:
+class ShuffledMedia(SourceView):
     """A source whose samples have each other's images or sounds: a model that looks at them gets worse.
 
     Only samples with media of the kind are left. Samples with equally many media swap them, and none keeps its own;
@@ -87,7 +85,7 @@ class ShuffledMedia:
         self._source, self._kind = source, kind
         self._answers: dict[int, int] = {}
         self._givers = dict(sorted(self._assign(seed)))
-        self._indices = list(self._givers)
+        super().__init__(source, list(self._givers), f"{kind}s exchanged")
 
     def _assign(self, seed: int) -> Iterator[tuple[int, int]]:
         """Yield (sample, the sample that its media come from)."""
@@ -116,16 +114,6 @@ class ShuffledMedia:
             return None
         same = sum(self._answers[index] == self._answers[giver] for index, giver in self._givers.items())
         return same / len(self._givers)
-
-    @property
-    def description(self) -> str:
-        return f"{self._source.description}, {self._kind}s exchanged"
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def name(self, index: int) -> str:
-        return self._source.name(self._indices[index])
 
     def __getitem__(self, index: int) -> Sample:
         own = self._indices[index]

@@ -13,7 +13,7 @@ from torch import Tensor
 from cornstarch.config import DataConfig
 from cornstarch.data.chat import MARKS, Conversation, RenderedText, WholeChatWriter, mask_trained_tokens
 from cornstarch.data.collate import ChatCollator, PreparedSample, concatenate_inputs
-from cornstarch.data.sample import MediaKind, Message, Sample, SampleError, SampleTooLongError, report_processor_errors
+from cornstarch.data.sample import MediaKind, Message, Sample, SampleError, SampleTooLongError, as_sample_errors
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.models.multimodal_language_model.preprocessing import hf_processor
@@ -69,7 +69,7 @@ class WholeChatCollator(ChatCollator):
         return [self._load_item(media, self.modality(media)) for media in sample.media]
 
     def _encode(self, conversation: Conversation, prompt: bool = False) -> hf_processor.EncodedConversation:
-        with report_processor_errors():
+        with as_sample_errors():
             return self._own.encode(conversation, prompt=prompt, hidden=MARKS)
 
     def _split_inputs(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -100,7 +100,7 @@ class WholeChatCollator(ChatCollator):
         if self.data.train_on != "answers":
             return torch.ones_like(input_ids, dtype=torch.bool)
         trained = torch.zeros_like(input_ids, dtype=torch.bool)
-        with report_processor_errors():
+        with as_sample_errors():
             for first, last in self._own.token_template.answers(conversation, input_ids.tolist()):
                 trained[first:last] = True
         return trained
@@ -159,7 +159,7 @@ class WholeChatCollator(ChatCollator):
     def _apply_token_template(self, conversation: Conversation, prompt: bool = False) -> tuple[Tensor, Tensor]:
         """Return ids with one placeholder per item, and a mask of the trained ones; all items are stand-ins."""
         assert self._own.token_template is not None
-        with report_processor_errors():
+        with as_sample_errors():
             ids = torch.tensor(self._own.token_template.tokens(conversation, prompt=prompt))
         trained = torch.zeros_like(ids, dtype=torch.bool) if prompt else self._mask_answers(conversation, ids)
         kept = ~torch.isin(ids, self._placeholder_ids)
@@ -203,7 +203,6 @@ class WholeChatCollator(ChatCollator):
         return inputs
 
     def _truncate(self, sample: PreparedSample, limit: int) -> PreparedSample:
-        """Cut off the end of a sample, if it contains no item."""
         if bool(torch.isin(sample.input_ids[limit:], self._placeholder_ids).any()):
             raise SampleTooLongError(
                 f"has {len(sample.input_ids)} tokens, max_length is {limit}, and an item stands beyond it, which "
@@ -213,7 +212,6 @@ class WholeChatCollator(ChatCollator):
         return replace(sample, input_ids=sample.input_ids[:limit], labels=sample.labels[:limit], token_inputs=tokens)
 
     def _join_encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
-        """Return the encoders' inputs of all samples, as the processor returns them for all together."""
         given = [sample.encoder_inputs for sample in samples]
         if not any(given):
             return {}

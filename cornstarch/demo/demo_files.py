@@ -28,12 +28,9 @@ def demo_config(overrides: Sequence[str] = (), plan: Path | None = None) -> RunC
 
 
 def write_demo(folder: str | Path) -> dict[str, str]:
-    """Write the demo's config, its tokenizer, and held-out examples into a folder.
+    """Write the demo's config, its tokenizer, and held-out examples into a folder; return what each file is, by name.
 
     The paths in the copied config are absolute, so that it can be run from anywhere. Existing files are not replaced.
-
-    Returns:
-        A description of each file, by its name.
     """
     from PIL import Image
 

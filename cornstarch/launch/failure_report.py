@@ -78,7 +78,6 @@ class DelayedStderr:
         self._thread.start()
 
     def pause(self) -> None:
-        """Print nothing more until `flush`."""
         with self._lock:
             self._is_paused = True
 
@@ -125,8 +124,6 @@ class DelayedStderr:
 
 @dataclass(frozen=True)
 class LoggedError:
-    """The error at the end of a log."""
-
     text: str  # the error, or the last lines if the log has none
     is_message: bool = False  # whether the error is a message for the user, without a traceback
 

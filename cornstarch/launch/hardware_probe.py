@@ -33,8 +33,6 @@ CPU_PROCESSES = 2  # the number of processes on a machine without GPUs
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """The sizes of the measurements."""
-
     matrix: int  # rows and columns of the matrices
     copied: int  # bytes of a copy within memory; more than caches hold
     messages: tuple[int, ...]  # bytes of the tensors in collectives
@@ -48,8 +46,6 @@ FILE, QUICK_FILE = 256 * MIB, 8 * MIB
 
 
 class ProbeResult(NamedTuple):
-    """The measured cluster of one node."""
-
     cluster: Cluster
     timings: list[Timing]  # the times that the links were fitted to; empty for one process
 
@@ -207,7 +203,12 @@ def _run_worker(results: Path, quick: bool) -> None:
     sizes = QUICK if quick else ON_GPU if device_type == "cuda" else ON_CPU
     with start_process_group(world, device_type, timeout=300.0) as device:
         timer = SynchronizedTimer(device, sizes.seconds)
-        found: dict[str, Any] = _describe_device(device, world)
+        has_bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        name, memory, ranks = "cpu", psutil.virtual_memory().total, world.local_size
+        if device_type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name, memory, ranks = properties.name, properties.total_memory, -(-ranks // torch.cuda.device_count())
+        found: dict[str, Any] = {"name": name, "memory": int(memory) // ranks, "has_bf16": has_bf16}
         found["rates"] = measure_matmul(timer, device, sizes.matrix)
         source = torch.ones(sizes.copied // 4, device=device)
         target = torch.empty_like(source)
@@ -222,16 +223,6 @@ def _run_worker(results: Path, quick: bool) -> None:
                 found["timings"].append(Timing(kind, 4 * count, world.size, one_way))
         if world.rank == 0:
             results.write_text(json.dumps(found), encoding="utf-8")
-
-
-def _describe_device(device: torch.device, world: World) -> dict[str, Any]:
-    """Return the name of this rank's device and its part of the memory."""
-    if device.type == "cpu":
-        return {"name": "cpu", "memory": int(psutil.virtual_memory().total) // world.local_size, "has_bf16": False}
-    properties = torch.cuda.get_device_properties(device)
-    ranks_per_gpu = -(-world.local_size // torch.cuda.device_count())
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return {"name": properties.name, "memory": int(properties.total_memory) // ranks_per_gpu, "has_bf16": has_bf16}
 
 
 if __name__ == "__main__":

@@ -219,8 +219,6 @@ def _print(console: Console, text: str) -> None:
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a worker ended."""
-
     rank: int
     code: int  # as in `subprocess`: the negative number of the signal that killed it
     time: float  # when its error was raised, if it recorded that; else when it ended
@@ -278,38 +276,34 @@ class WorkerGroup:
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], store_socket: int) -> None:
         """Start one worker per environment; rank 0 inherits `store_socket`."""
         for rank, environment in enumerate(environments):
+            log, error_file = self.logs / f"rank_{rank}.log", self.records / f"rank_{rank}.json"
             try:
-                worker = self._start_worker(rank, command, environment, store_socket)
+                stderr = DelayedStderr(log, self.records) if rank == 0 else None
+                with log.open("ab") as file:
+                    title = f"--- {datetime.now():%Y-%m-%d %H:%M:%S} rank {rank}: {shlex.join(command)}\n"
+                    file.write(title.encode())
+                    file.flush()
+                    start = file.tell()
+                    process = subprocess.Popen(
+                        [sys.executable, "-I", "-S", str(_EXEC_WORKER), str(os.getpid()), *command],
+                        env={**environment, ERROR_FILE: str(error_file)},
+                        # A process in a background group would be stopped by SIGTTIN when it reads from the terminal.
+                        stdin=subprocess.DEVNULL,
+                        stdout=file if stderr is None else None,
+                        stderr=file if stderr is None else stderr.write_end,
+                        pass_fds=[store_socket] if rank == 0 else [],
+                        # A group of its own: Ctrl-C reaches each process once, through us, and its children can be
+                        # killed too.
+                        process_group=0,
+                    )
+                exit_fd = _open_exit_fd(process.pid)
             except OSError as error:
                 raise ConfigError(f"Process {rank} of {len(environments)} cannot be started: {error}.") from error
-            self._workers.append(worker)
-            self._epoll.register(worker.exit_fd, select.EPOLLIN)
-
-    def _start_worker(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], store_socket: int
-    ) -> _Worker:
-        log, error_file = self.logs / f"rank_{rank}.log", self.records / f"rank_{rank}.json"
-        stderr = DelayedStderr(log, self.records) if rank == 0 else None
-        with log.open("ab") as file:
-            title = f"--- {datetime.now():%Y-%m-%d %H:%M:%S} rank {rank}: {shlex.join(command)}\n"
-            file.write(title.encode())
-            file.flush()
-            start = file.tell()
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_EXEC_WORKER), str(os.getpid()), *command],
-                env={**environment, ERROR_FILE: str(error_file)},
-                # A process in a background group would be stopped by SIGTTIN when it reads from the terminal.
-                stdin=subprocess.DEVNULL,
-                stdout=file if stderr is None else None,
-                stderr=file if stderr is None else stderr.write_end,
-                pass_fds=[store_socket] if rank == 0 else [],
-                # A group of its own: Ctrl-C reaches each process once, through us, and its children can be killed too.
-                process_group=0,
-            )
-        if stderr is not None:
-            self._stderr = stderr
-            stderr.start()
-        return _Worker(rank, process, log, start, error_file, _open_exit_fd(process.pid))
+            if stderr is not None:
+                self._stderr = stderr
+                stderr.start()
+            self._workers.append(_Worker(rank, process, log, start, error_file, exit_fd))
+            self._epoll.register(exit_fd, select.EPOLLIN)
 
     def wait(self) -> None:
         """Wait for all workers. After a failure, or the third signal to us, those that still run are killed."""

@@ -144,7 +144,6 @@ class _Rendezvous:
             raise ConfigError(f"{world.size} processes need MASTER_ADDR and MASTER_PORT to find one another.")
 
     def join(self) -> Store:
-        """Wait for all processes and return their store."""
         from torch import distributed
 
         if self._world.size == 1 and not self._host:

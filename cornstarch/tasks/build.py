@@ -24,17 +24,8 @@ from cornstarch.models.multimodal_language_model.shape_inference import build_du
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument, get_argument_names, unwrap
 from cornstarch.parallel.loading import full_read_reason, is_partial, record_full_read
 from cornstarch.parallel.tensor import is_sharded
-from cornstarch.tasks import classification, conversation, text
-from cornstarch.tasks.build_model import (
-    WHERE,
-    GetPartShard,
-    add_adapters,
-    build_model,
-    get_whole_model,
-    load_part,
-    load_part_config,
-    load_whole_config,
-)
+from cornstarch.tasks import build_model, classification, conversation, text
+from cornstarch.tasks.build_model import WHERE, GetPartShard, add_adapters, get_whole_model, load_part
 from cornstarch.tasks.module import build_factory_task
 from cornstarch.tasks.task import TASKS, Task, TaskInputs, TaskKind, get_model_classes, is_stored_as, register_task
 
@@ -119,12 +110,11 @@ def build_preview(config: RunConfig) -> SampleInspector:
 
 
 def resolve_task_name(config: RunConfig, whole: WholeModelConfig, train: DataSource | None) -> str:
-    """Return the name of a whole model's task: as configured, or detected."""
     if whole.task != "auto":
         return whole.task
     if conversation.is_exported(whole):
         return "multimodal"
-    return detect_task(load_part_config(WHERE, whole), config.data, train)
+    return detect_task(build_model.load_part_config(WHERE, whole), config.data, train)
 
 
 def detect_task(config: PreTrainedConfig, data: DataConfig, source: DataSource | None = None) -> str:
@@ -172,7 +162,7 @@ def build_meta_model(config: RunConfig, train: DataSource | None = None) -> nn.M
             "of it reports its memory after the second step."
         )
     if model.language_model is not None:
-        return build_model(model, weights=False)
+        return build_model.build_model(model, weights=False)
     if model.factory is not None:
         try:
             with torch.device("meta"):
@@ -183,15 +173,10 @@ def build_meta_model(config: RunConfig, train: DataSource | None = None) -> nn.M
     task = resolve_task_name(config, whole, train)
     built: Any
     if task == "multimodal":
-        if conversation.is_exported(whole):  # its folder alone describes its parts, and is read with them
-            assert whole.path is not None
-            built = MultimodalModel.from_pretrained(whole.path, trust_remote_code=whole.trust_remote_code).to("meta")
-        else:
-            stored_class = conversation.get_multimodal_class(whole)
-            built = conversation.decompose_model(load_part(WHERE, whole, auto_class=stored_class, weights=False))
+        built = conversation.load_multimodal_model(whole, weights=False)
         conversation.set_trained_parts(built, whole)
         return built
-    model_config: Any = load_whole_config(config)
+    model_config: Any = build_model.load_whole_config(config)
     if whole.labels is not None:
         model_config.num_labels = len(whole.labels)
     built = load_part(WHERE, whole, config=model_config, auto_class=TASKS[task].auto_class, weights=False)
@@ -217,7 +202,6 @@ def is_frozen_encoder(part: nn.Module) -> bool:
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Whether a model reads rows of tokens."""
     return isinstance(model, MultimodalModel) or accepts_argument(model, "input_ids")
 
 

@@ -40,8 +40,6 @@ _ENCODER_CONFIGS = ("vision_config", "audio_config")
 
 @dataclass(frozen=True)
 class PartShard:
-    """The shard of a part that this rank reads."""
-
     tensors: TensorSharder | None = None  # how matrices are sharded over ranks
     parameters: frozenset[str] | None = None
     """The names of the parameters of this rank's stages, without adapters. None: all."""
@@ -147,7 +145,6 @@ def _check_twin(where: str, part: LanguageModelConfig) -> LanguageModelTraits | 
 
 
 def get_language_model(config: ModelConfig) -> LanguageModelConfig:
-    """Return the language model of a composed model's config."""
     if config.language_model is None:
         raise ConfigError("model describes no `language_model`; only composed models have parts and a processor.")
     return config.language_model
@@ -352,14 +349,12 @@ def add_adapters(where: str, part: PartConfig, model: nn.Module, trained_whole: 
 
 
 def get_whole_model(config: RunConfig) -> WholeModelConfig:
-    """Return the config section of a whole model."""
     if config.model.whole is None:
         raise ConfigError("model describes no `whole` model.")
     return config.model.whole
 
 
 def load_whole_config(config: RunConfig) -> PreTrainedConfig:
-    """Return the transformers config of a run's whole model."""
     return load_part_config(WHERE, get_whole_model(config))
 
 

@@ -19,19 +19,12 @@ from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.data_report import SampleInspector, SampleStats
 from cornstarch.data.formats import DataSource, open_sources
 from cornstarch.data.media import load_image
-from cornstarch.data.sample import Media, Sample, SampleError, report_processor_errors
+from cornstarch.data.sample import Media, Sample, SampleError, as_sample_errors
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.unwrap import accepts_argument
+from cornstarch.tasks import task as tasks
 from cornstarch.tasks.build_model import WHERE, get_whole_model, load_whole_config, load_whole_model
-from cornstarch.tasks.task import (
-    Measures,
-    TaskInputs,
-    WholeModelTask,
-    is_stored_as,
-    load_item_processor,
-    load_tokenizer,
-    refuse_unused,
-)
+from cornstarch.tasks.task import Measures, TaskInputs, WholeModelTask, load_tokenizer, refuse_unused
 from cornstarch.tasks.text import PreparedText, TextReader, get_text
 
 SEQUENCE, IMAGE = "sequence-classification", "image-classification"
@@ -41,7 +34,6 @@ _SHOWN = 5
 
 
 def build_sequence_classification_task(config: RunConfig, inputs: TaskInputs | None = None) -> ClassificationTask:
-    """Return the task of a run that trains a model to label texts."""
     refuse_unused(config.data, SEQUENCE)
     tokenizer = load_tokenizer(WHERE, get_whole_model(config))
     model_config: Any = load_whole_config(config)
@@ -54,9 +46,8 @@ def build_sequence_classification_task(config: RunConfig, inputs: TaskInputs | N
 
 
 def build_image_classification_task(config: RunConfig, inputs: TaskInputs | None = None) -> ClassificationTask:
-    """Return the task of a run that trains a model to label images."""
     refuse_unused(config.data, IMAGE)
-    processor = load_item_processor(WHERE, get_whole_model(config))
+    processor = tasks.load_item_processor(WHERE, get_whole_model(config))
     model_config = load_whole_config(config)
     model, labels = _load_classifier(config, model_config, IMAGE, AutoModelForImageClassification, inputs)
     collator = ClassificationCollator(ImageItems(processor, config.data, model), labels)
@@ -68,7 +59,7 @@ def _load_classifier(
 ) -> tuple[nn.Module, Labels]:
     """Return the model, with a new head if the stored one does not fit the labels, and the labels."""
     stored_labels = model_config.num_labels
-    has_head = get_whole_model(config).path is not None and is_stored_as(model_config, task)
+    has_head = get_whole_model(config).path is not None and tasks.is_stored_as(model_config, task)
     labels = find_labels(config, model_config, has_head, inputs or TaskInputs())
     labels.describe(model_config)
     new_head = not has_head or model_config.num_labels != stored_labels
@@ -111,7 +102,6 @@ class ImageItems:
             )
 
     def read(self, sample: Sample) -> Mapping[str, Tensor]:
-        """Decode and process the image."""
         fields = [value for value in (sample.fields.get("image"), sample.fields.get("images")) if value is not None]
         images = [one for value in fields for one in (value if isinstance(value, list | tuple) else [value])]
         images = images or [media for media in sample.media if media.kind == "image"]
@@ -119,7 +109,7 @@ class ImageItems:
             raise SampleError(f"has {len(images)} images, expected one")
         media = images[0] if isinstance(images[0], Media) else Media("image", images[0])
         image = load_image(media, self.data.max_pixels)
-        with report_processor_errors():
+        with as_sample_errors():
             processed = self.processor(images=image, return_tensors="pt")
         return {name: value[0] for name, value in processed.items() if name in self._wanted}
 
@@ -142,8 +132,6 @@ class ImageItems:
 
 
 class ClassificationCollator:
-    """Makes batches of items with their labels."""
-
     def __init__(self, items: TextItems | ImageItems, labels: Labels) -> None:
         self.items, self.labels, self.data = items, labels, items.data
 
@@ -164,8 +152,6 @@ class ClassificationCollator:
 
 @dataclass
 class ClassificationTask(WholeModelTask):
-    """A model that predicts one label, or one number."""
-
     collator: ClassificationCollator
 
     @property
@@ -182,7 +168,6 @@ class ClassificationTask(WholeModelTask):
 
     @torch.no_grad()
     def answer(self, samples: Sequence[Sample]) -> list[str]:
-        """Return the label, or the number, that the model predicts for each sample."""
         items, answers = self.collator.items, []
         for sample in samples:
             logits = self.model(**self._to_device(items.join([items.read(sample)], [sample.id]))).logits[0]

@@ -43,7 +43,6 @@ class ConversationTask(Task):
     collator: ChatCollator
 
     def loss(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the mean loss over the trained tokens."""
         facts: BatchFacts | None = inputs.get("facts")
         with limit_trained_rows(None if facts is None else facts.trained_tokens):
             return (self.wrapped or self.model)(**inputs).loss
@@ -165,7 +164,6 @@ def build_composed_task(config: RunConfig, inputs: TaskInputs, weights: bool = T
 
 
 def build_causal_lm_task(config: RunConfig, inputs: TaskInputs) -> ConversationTask:
-    """Return the task of a plain language model."""
     whole = get_whole_model(config)
     shard = None if inputs.get_shard is None else inputs.get_shard("language_model", False)
     llm = add_adapters(WHERE, whole, load_part(WHERE, whole, auto_class=AutoModelForCausalLM, shard=shard))
@@ -177,10 +175,9 @@ def build_causal_lm_task(config: RunConfig, inputs: TaskInputs) -> ConversationT
 def build_multimodal_task(config: RunConfig, inputs: TaskInputs) -> ConversationTask:
     """Return the task of a whole multimodal model, of transformers or exported by Cornstarch."""
     whole = get_whole_model(config)
+    model, source = load_multimodal_model(whole), whole.processor or whole.path or ""
     if is_exported(whole):
-        assert whole.path is not None
-        model = MultimodalModel.from_pretrained(whole.path, trust_remote_code=whole.trust_remote_code)
-        folder = Path(whole.path) / PROCESSOR_FOLDER
+        folder = Path(str(whole.path)) / PROCESSOR_FOLDER
         if not folder.is_dir():
             raise ConfigError(f"{WHERE}.path = {whole.path}\n  It has no folder {PROCESSOR_FOLDER!r} with a processor.")
         if (folder / PROCESSOR_CONFIG).is_file():
@@ -188,9 +185,6 @@ def build_multimodal_task(config: RunConfig, inputs: TaskInputs) -> Conversation
             set_trained_parts(model, whole)
             return ConversationTask("multimodal", model, ChatCollator(composed, config.data))
         source = str(folder)
-    else:
-        model = decompose_model(load_part(WHERE, whole, auto_class=get_multimodal_class(whole)))
-        source = whole.processor or whole.path or ""
     if isinstance(model, UndividedModel) and config.data.packing:
         raise ConfigError(f"data.packing = true: rows of several samples cannot be given to this model. {model.reason}")
     processor = _load_whole_processor(model, whole, source, config.data.chat_template)
@@ -199,24 +193,21 @@ def build_multimodal_task(config: RunConfig, inputs: TaskInputs) -> Conversation
 
 
 def is_exported(whole: WholeModelConfig) -> bool:
-    """Whether Cornstarch has written the model's folder."""
     return whole.path is not None and (Path(whole.path) / _EXPORTED).is_file()
 
 
-def decompose_model(model: Any) -> MultimodalModel:
-    """Return a Hugging Face multimodal model in parts, or undivided where its parts would not give its results."""
+def load_multimodal_model(whole: WholeModelConfig, weights: bool = True) -> MultimodalModel:
+    """Return a whole multimodal model in parts, or undivided where its parts would not give its results."""
+    if is_exported(whole):  # its folder alone describes its parts, and is read with them
+        model = MultimodalModel.from_pretrained(str(whole.path), trust_remote_code=whole.trust_remote_code)
+        return model if weights else model.to("meta")
+    names = [name for name in load_part_config(WHERE, whole).architectures or () if hasattr(transformers, name)]
+    stored_class = getattr(transformers, names[0]) if names else AutoModelForImageTextToText
+    stored = load_part(WHERE, whole, auto_class=stored_class, weights=weights)
     try:
-        return MultimodalModel.from_multimodal(model)
+        return MultimodalModel.from_multimodal(stored)
     except UnsupportedModelError as error:
-        return UndividedModel(model, str(error))
-
-
-def get_multimodal_class(whole: WholeModelConfig) -> Any:
-    """Return the class that a multimodal model was stored as."""
-    for name in load_part_config(WHERE, whole).architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForImageTextToText
+        return UndividedModel(stored, str(error))
 
 
 def _load_whole_processor(

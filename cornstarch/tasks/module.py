@@ -43,7 +43,6 @@ _SHOWN = 60  # characters of a field
 
 
 def build_factory_task(config: RunConfig, inputs: TaskInputs | None = None) -> ModuleTask:
-    """Return the task of a run whose model a Python function builds."""
     factory = config.model.factory
     if factory is None:
         raise ConfigError("model describes no `factory`.")
@@ -90,12 +89,8 @@ class NamedFunction:
     def __call__(self, *arguments: Any) -> Any:
         return self.function(*arguments)
 
-    def __str__(self) -> str:
-        return self.name
-
 
 def _import_function(where: str, path: str) -> NamedFunction:
-    """Return the function `package.module:function`."""
     try:
         found = resolve_name(path)
     except Exception as error:  # importing runs the user's code
@@ -228,8 +223,6 @@ def _describe(value: Any) -> str:
 
 
 class PreparedRow(NamedTuple):
-    """One row, decoded."""
-
     id: str
     epoch: int
     fields: Mapping[str, Any]

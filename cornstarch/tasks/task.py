@@ -110,8 +110,6 @@ class TaskInputs(NamedTuple):
 
 
 class TaskKind(NamedTuple):
-    """An entry of the registry."""
-
     build: Callable[[RunConfig, TaskInputs], Task]
     model_lists: tuple[str, ...]
     """The lists of transformers, `MODEL_FOR_<name>_MAPPING_NAMES`, that name the task's model classes."""
@@ -250,7 +248,6 @@ def load_tokenizer(where: str, part: LanguageModelConfig | WholeModelConfig) -> 
 
 
 def load_item_processor(where: str, part: EncoderConfig | WholeModelConfig) -> Any:
-    """Return the image processor or feature extractor of a model."""
     if part.processor_config is not None:
         settings = dict(part.processor_config)
         kind = _get_processor_class(where, str(settings.pop("class_name", None)))

@@ -167,8 +167,6 @@ def build_seq2seq_task(config: RunConfig, inputs: TaskInputs | None = None) -> S
 
 
 class Seq2SeqCollator(TextReader):
-    """Makes batches of sources and targets."""
-
     def prepare(self, sample: Sample) -> PreparedText:
         question, target = _split_turns(sample)
         if target is None:
@@ -209,8 +207,6 @@ def _split_turns(sample: Sample) -> tuple[tuple[Message, ...], str | None]:
 
 @dataclass
 class Seq2SeqTask(WholeModelTask):
-    """A model that writes one text from another."""
-
     collator: Seq2SeqCollator
 
     def measure(self, batch: CollatedBatch) -> Measures:
@@ -304,8 +300,6 @@ class MaskedLMCollator(TextReader):
 
 @dataclass
 class MaskedLMTask(WholeModelTask):
-    """A model that predicts hidden tokens."""
-
     collator: MaskedLMCollator
 
     def measure(self, batch: CollatedBatch) -> Measures:

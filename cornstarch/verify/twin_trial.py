@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
@@ -91,7 +90,6 @@ def build_given_twin_run(config: RunConfig, model: PreTrainedModel, folder: Path
 
 
 def build_given_twin(kind: str, config: dict[str, Any]) -> PreTrainedModel:
-    """Return a model of the class `package.module:Class`."""
     found: Any = resolve_name(kind)
     return found(found.config_class.from_dict(config))
 
@@ -228,26 +226,21 @@ def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Calla
     why = f"Not in the table of tested models: {', '.join(untested)}. " if untested else ""
     if distributed.rank() == 0:
         note(f"{why}The plan is tried on a tiny twin of the model first (parallel.verify).")
-    refusal = _ask_rank_0(partial(_try_plan, model, config))
+    if distributed.is_single_process():
+        refusal = _try_plan(model, config)
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            trial = thread.submit(_try_plan, model, config) if distributed.rank() == 0 else None
+            answer = None
+            while answer is None:  # all ranks communicate meanwhile, so that no collective reaches the group's timeout
+                is_known = trial is not None and bool(wait([trial], _PULSE).done)
+                answer = distributed.broadcast_json({"refusal": trial.result()} if trial and is_known else None)
+        refusal = answer["refusal"]
     if refusal is not None:
         raise ConfigError(f"{why}{refusal}\n  {_OFF}")
 
 
-def _ask_rank_0(ask: Callable[[], str | None]) -> str | None:
-    """Return rank 0's answer on all ranks, which communicate meanwhile, so that no collective reaches its timeout."""
-    if distributed.is_single_process():
-        return ask()
-    with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(ask) if distributed.rank() == 0 else None
-        while True:
-            is_known = asking is not None and bool(wait([asking], _PULSE).done)
-            answer = {"refusal": asking.result()} if asking is not None and is_known else None
-            if (answer := distributed.broadcast_json(answer)) is not None:
-                return answer["refusal"]
-
-
 def _try_plan(model: nn.Module, config: RunConfig) -> str | None:
-    """Try the plan; return why not to train with it, or None."""
     try:
         # One replica, so that both sides see the same batch and the first wrong output can be named.
         ranks, replicas = choose_trial_size(config.parallel, (1, 2, 4))
