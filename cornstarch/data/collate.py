@@ -292,8 +292,18 @@ class ChatCollator:
             }
             for sample in samples
         ]
-        inputs, order = self._pack_rows(rows, keys) if self.data.packing else self._pad_rows(rows)
-        ordered = [samples[number] for number in order]
+        if not self.data.packing:
+            inputs, ordered = self._pad_rows(rows), list(samples)
+        else:
+            inputs = pack(
+                [{**row, "number": torch.full_like(row["input_ids"], n)} for n, row in enumerate(rows, start=1)],
+                self.data.max_length,
+                pad_token_id=self._pad,
+                pad_to=self._lengths.of_packed_rows,
+                token_keys=("number", *keys),
+            )
+            numbers = inputs.pop("number").flatten().unique_consecutive()
+            ordered = [samples[number - 1] for number in numbers[numbers > 0].tolist()]
         inputs.update(self._join_encoder_inputs(ordered, inputs["input_ids"]))
         inputs["facts"] = BatchFacts.of(inputs, self.processor.modality_token_ids)
         names = self._modalities(samples)
@@ -308,7 +318,7 @@ class ChatCollator:
     def _modalities(self, samples: Sequence[PreparedSample]) -> list[str]:
         return [name for name in self.processor.modality_tokens if any(name in sample.items for sample in samples)]
 
-    def _pad_rows(self, rows: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, Any], list[int]]:
+    def _pad_rows(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         length = self._lengths.of_rows(max(len(row["input_ids"]) for row in rows))
         rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
         fills = {"input_ids": self._pad, "labels": IGNORE_INDEX}
@@ -317,19 +327,7 @@ class ChatCollator:
             fill = fills.get(key, 0)
             padded = torch.nn.utils.rnn.pad_sequence([row[key] for row in rows], batch_first=True, padding_value=fill)
             inputs[key] = torch.nn.functional.pad(padded, (0, length - padded.shape[1]), value=fill)
-        return inputs, list(range(len(rows)))
-
-    def _pack_rows(self, rows: Sequence[Mapping[str, Tensor]], keys: list[str]) -> tuple[dict[str, Any], list[int]]:
-        """Return the inputs, and the order of the samples in them."""
-        inputs = pack(
-            [{**row, "number": torch.full_like(row["input_ids"], n)} for n, row in enumerate(rows, start=1)],
-            self.data.max_length,
-            pad_token_id=self._pad,
-            pad_to=self._lengths.of_packed_rows,
-            token_keys=("number", *keys),
-        )
-        numbers = inputs.pop("number").flatten().unique_consecutive()
-        return inputs, (numbers[numbers > 0] - 1).tolist()
+        return inputs
 
     def _join_encoder_inputs(self, samples: Sequence[PreparedSample], input_ids: Tensor) -> dict[str, Any]:
         """Return the encoders' inputs of all samples, in the order of their tokens."""

@@ -66,11 +66,6 @@ class SourceReport:
     def too_long(self) -> list[BrokenSample]:
         return [sample for sample in self.skipped if sample.too_long]
 
-    def percentiles(self) -> list[int]:
-        if not self.lengths:
-            return []
-        return [int(value) for value in np.percentile(self.lengths, PERCENTILES, method="nearest")]
-
 
 @dataclass
 class DataReport:
@@ -208,5 +203,6 @@ def _table(report: DataReport) -> Table:
         media = "\n".join(f"{count:,} {kind}" for kind, count in source.items.items())
         fraction = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.trained and any(source.lengths) else "–"
         counts = [f"{some}{source.samples:,}", str(len(source.broken)), str(len(source.too_long)), media, fraction]
-        table.add_row(source.name.removeprefix("data."), *counts, *map(str, source.percentiles()))
+        lengths = np.percentile(source.lengths, PERCENTILES, method="nearest").astype(int) if source.lengths else ()
+        table.add_row(source.name.removeprefix("data."), *counts, *map(str, lengths))
     return table

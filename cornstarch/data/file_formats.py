@@ -311,7 +311,7 @@ def open_table(path: str, arguments: Mapping[str, Any]) -> TableRows:
     """Open a dataset: a folder written by `save_to_disk`, files, a folder of files, or a name on the hub."""
     if arguments.get("streaming"):
         raise _streaming_error(path)
-    split, labels = arguments.get("split"), arguments.get("labels", "names")
+    labels = arguments.get("labels", "names")
     if labels not in ("names", "numbers"):
         raise ConfigError(f"{path}: arguments.labels = {labels!r}, expected names or numbers.")
     try:
@@ -321,7 +321,7 @@ def open_table(path: str, arguments: Mapping[str, Any]) -> TableRows:
             f"{path} is a Hugging Face dataset, but the library cannot be imported: {error}.\n"
             "  Install it with `pip install datasets`."
         ) from error
-    table, split, found, folder = _load(datasets, path, split, arguments)
+    table, split, found, folder = _load(datasets, path, arguments)
     if not len(table):
         raise ConfigError(f"{path} is empty: the dataset has no rows.")
     name = Path(path).name + (f"[{split}]" if split is not None else "")
@@ -336,11 +336,9 @@ def _streaming_error(path: str) -> ConfigError:
     )
 
 
-def _load(
-    library: ModuleType, path: str, split: str | None, arguments: Mapping[str, Any]
-) -> tuple[Any, str | None, str, Path]:
+def _load(library: ModuleType, path: str, arguments: Mapping[str, Any]) -> tuple[Any, str | None, str, Path]:
     """Return the table, its split if it has any, its description, and the folder of its media."""
-    place = Path(path)
+    place, split = Path(path), arguments.get("split")
     if place.is_dir() and _is_saved(place):
         _check_arguments(path, arguments, ("split",), "a folder written by save_to_disk")
         if not any(place.rglob("*.arrow")):

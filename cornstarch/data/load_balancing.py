@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,11 +150,6 @@ class SampleSize:
     work: Mapping[str, float]  # by phase (each encoder, the language model): the FLOPs of forward and backward
 
 
-class _ItemSize(NamedTuple):
-    tokens: int
-    work: float
-
-
 class SampleSizer:
     """Predicts sizes of samples from texts and headers of media; each item size is measured once, on a blank item."""
 
@@ -162,7 +157,7 @@ class SampleSizer:
         self._collator, self._step = collator, step
         self.phases = (*collator.processor.encoder_processors, LANGUAGE_MODEL)  # encoders, then the language model
         self.data = collator.data
-        self._items: dict[str, dict[Any, _ItemSize]] = {}
+        self._items: dict[str, dict[Any, tuple[int, float]]] = {}  # tokens and work, by name and size
         placeholders = set(collator.processor.modality_token_ids.values())
         self._placeholder_ids = torch.tensor(list(placeholders))
         self._word = next(number for number in range(len(placeholders) + 1) if number not in placeholders)
@@ -178,9 +173,9 @@ class SampleSizer:
         for name, group in by_name.items():
             together = len(group) > 1 and self._collator.counts_together(name)
             for items in [group] if together else [[media] for media in group]:
-                size = self._item_size(name, items)
-                counts[name], tokens[name] = counts[name] + len(items), tokens[name] + size.tokens
-                work[name] += size.work
+                taken, cost = self._item_size(name, items)
+                counts[name], tokens[name] = counts[name] + len(items), tokens[name] + taken
+                work[name] += cost
         learned = int((trained & ~torch.isin(ids, self._placeholder_ids))[1:].sum())
         length = len(ids) + sum(tokens.values()) - sum(counts.values())
         if not learned:
@@ -188,8 +183,8 @@ class SampleSizer:
         work[LANGUAGE_MODEL] = self._row_work(min(length, self.data.max_length), learned)
         return SampleSize(length, learned, counts, tokens, work)
 
-    def _item_size(self, name: str, items: list[Media]) -> _ItemSize:
-        """Return the size of an item, or of several that are counted together."""
+    def _item_size(self, name: str, items: list[Media]) -> tuple[int, float]:
+        """Return tokens and work of an item, or of several that are counted together."""
         processor = self._collator.processor.encoder_processors[name]
         takes_arrays = isinstance(processor, PrecomputedFeatureExtractor)
         sizes: list[Any] = []  # width and height of an image, the length of a sound
@@ -214,7 +209,7 @@ class SampleSizer:
                 inputs, lengths = self._collator.item_inputs(name, blanks)
             parts = self._count({**self._text(1), name: inputs}).parts
             own = [parts[part] for part in (f"{name} encoder", f"{name} projector") if part in parts]
-            known[key] = _ItemSize(sum(lengths), sum(part.total + part.recomputed for part in own))
+            known[key] = sum(lengths), sum(part.total + part.recomputed for part in own)
         return known[key]
 
     def _row_work(self, tokens: int, trained: int) -> float:
