@@ -1,9 +1,5 @@
 """Load balancing: which replica computes which samples, and which rank encodes which items; no torch.
 
-    assignment = balance(costs, ranks=32, microbatches=4)
-    assignment[rank][microbatch]                           # indices of samples in the batch
-    compute_efficiency(compute_loads(costs, assignment))   # 1: no replica waits
-
 A step has phases: each encoder, then the language model. Replicas wait for one another in every phase, so the work of
 each phase must be even, not only the total. The time of a step is the sum over phases of the slowest replica's work.
 
@@ -80,10 +76,7 @@ def assign_surplus(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def assign_in_order(count: int, ranks: int, microbatches: int, size: int | None = None) -> SampleAssignment:
-    """Return samples in their order: each microbatch is the next `size` samples, split evenly over the replicas.
-
-    `size` counts the samples of a microbatch over all replicas (`ranks`). Default: equal microbatches.
-    """
+    """Return samples in their order: each microbatch is the next `size` (default: an equal part) of all replicas."""
     size = size or max(-(-count // microbatches), 1)
     pieces = [np.array_split(np.arange(count)[m * size : (m + 1) * size], ranks) for m in range(microbatches)]
     return tuple(tuple(pieces[m][r].astype(np.int64) for m in range(microbatches)) for r in range(ranks))
@@ -92,15 +85,9 @@ def assign_in_order(count: int, ranks: int, microbatches: int, size: int | None 
 def balance(costs: SampleCosts, ranks: int, microbatches: int = 1, padded: bool = False) -> SampleAssignment:
     """Return an assignment that makes every phase even, over replicas first, then over microbatches.
 
-    Each microbatch has at least one sample if there are enough. The heaviest microbatches of all replicas come first,
-    so that they run at the same time.
-
-    Args:
-        costs: [D, N], the cost of each sample in each phase, in any unit.
-        ranks: Replicas.
-        microbatches: Of each replica.
-        padded: Whether rows of the language model are padded to the longest of their microbatch, so that each costs
-            as much as the most expensive one.
+    `costs` is [D, N], in any unit. Each microbatch of each of the `ranks` replicas has at least one sample if there are
+    enough. The heaviest microbatches of all replicas come first, so that they run at the same time. `padded`: rows of
+    the language model are padded to the longest of their microbatch, so each costs as much as the most expensive one.
     """
     if costs.ndim != 2 or ranks < 1 or microbatches < 1:
         raise ConfigError(
@@ -127,18 +114,17 @@ def compute_loads(costs: SampleCosts, assignment: SampleAssignment, padded: bool
 
 
 def compute_step_work(work: NDArray[np.float64], every_microbatch: bool = False) -> float:
-    """Return the time of a step in units of work: in each phase, that of the slowest replica.
+    """Return the time of a step in units of `work` [R, M, D]: in each phase, that of the slowest replica.
 
-    `work` is [R, M, D], from `compute_loads`. `every_microbatch`: replicas wait for one another in each microbatch
-    (sharded parameters), and not only at the end of a step.
+    `every_microbatch`: replicas wait for one another in each microbatch (sharded parameters), not only after a step.
     """
     return float(work.max(0).sum() if every_microbatch else work.sum(1).max(0).sum())
 
 
 def compute_efficiency(work: NDArray[np.float64], needed: float | None = None) -> float:
-    """Return the mean work over the work of the slowest replica, phase by phase: 1 if no replica waits.
+    """Return the mean of `work` [R, M, D] over the slowest replica's, by phase: 1 if no replica waits.
 
-    `work` is [R, M, D], from `compute_loads`; `needed` is the work without padding. Default: the sum of `work`.
+    `needed` is the work without padding. Default: the sum of `work`.
     """
     time = compute_step_work(work)
     return (float(work.sum()) if needed is None else needed) / len(work) / time if time else 1.0
@@ -189,8 +175,7 @@ def _step_time(work: Integers, assignment: SampleAssignment, padded: bool) -> in
 def _assign_bins(work: Integers, bins: int, least: int) -> Integers:
     """Return a bin for each sample: heaviest first, each to the bin that increases the sum of squared loads least.
 
-    Samples are then moved and swapped while that makes the slowest phases faster. work: [N, D]; least: the samples that
-    each bin should get.
+    Samples are then moved and swapped while the slowest phases get faster. Each bin should get `least` samples.
     """
     if bins == 1:
         return np.zeros(len(work), np.int64)
@@ -233,7 +218,7 @@ def _group_by_length(work: Integers, bins: int) -> Integers:
     """Return a bin for each sample of padded rows: samples of similar length share a bin.
 
     Samples are sorted by length and cut into runs, with the lowest limit on the work of a run that needs no more runs
-    than bins. The sum of all phases is balanced here, because lengths decide which samples share a run.
+    than bins.
     """
     order = np.argsort(-work[:, -1], kind="stable")
     low, high = 0, int(work[:, :-1].sum() + len(work) * work[:, -1].max(initial=0))

@@ -63,9 +63,7 @@ class Candidate:
 
     def copies(self, per_node: int) -> int:
         """Return the copies of the model with hsdp, on nodes of this many ranks; 1 with other kinds."""
-        if self.kind != "hsdp":
-            return 1
-        return self.replicate or copies_in_nodes(self.replica, self.dp, per_node)
+        return (self.replicate or copies_in_nodes(self.replica, self.dp, per_node)) if self.kind == "hsdp" else 1
 
     @cached_property
     def sharing(self) -> tuple[tuple[str, ...], ...]:
@@ -199,12 +197,10 @@ def _busiest_place(
 ) -> NDArray[np.float64]:
     """Return the seconds of all samples on the busiest place of one replica, for all combinations."""
     *before, last = names
-    own = [
-        [work[name, tp, cp] / stages for name, (tp, cp, stages) in zip(before, group, strict=True)]
-        for group in encoders
-    ]
+    combine = max if ranks == "own" else sum
+    own = [[work[name, *sizes[:2]] / sizes[2] for name, sizes in zip(before, one, strict=True)] for one in encoders]
     end = np.array([work[last, tp, cp] / stages for tp, cp, stages in lasts])
-    combined = np.array([(max if ranks == "own" else sum)(group) if group else 0.0 for group in own])
+    combined = np.array([combine(group) if group else 0.0 for group in own])
     if ranks == "first_stage":
         stages = np.array([sizes[2] for sizes in lasts])
         return end[None, :] + combined[:, None] / stages[None, :]
@@ -223,22 +219,12 @@ def list_rank_modes(cost: RunCost, space: SearchSpace) -> list[RankMode]:
 def _combine_sizes(
     cost: RunCost, cluster: Cluster, space: SearchSpace, ranks: RankMode
 ) -> tuple[list[tuple[Sizes, ...]], list[Sizes], NDArray[np.int64]]:
-    """Return the sizes of the encoders together, those of the last module, and the ranks that the encoders take.
-
-    With `first_stage` the encoders have the sizes of the last module's first stage: one combination for each.
-    """
+    """Return the sizes of the encoders together, those of the last module, and the ranks that the encoders take."""
     *encoders, last = cost.modules
-    lasts = [
-        (tp, cp, stages)
-        for tp, cp, stages in _list_module_sizes(last, cluster.devices)
-        if tp >= space.least_tp and space.least_stages <= stages <= space.most_stages
-    ]
-    if ranks == "first_stage":
-        lasts = [
-            (tp, cp, stages)
-            for tp, cp, stages in lasts
-            if all(tp in module.tp_sizes and cp in module.cp_sizes for module in encoders)
-        ]
+    lasts = _list_module_sizes(last, cluster.devices)
+    lasts = [s for s in lasts if s[0] >= space.least_tp and space.least_stages <= s[2] <= space.most_stages]
+    if ranks == "first_stage":  # encoders have the sizes of the last module's first stage: one combination for each
+        lasts = [s for s in lasts if all(s[0] in one.tp_sizes and s[1] in one.cp_sizes for one in encoders)]
         return [((tp, cp, 1),) * len(encoders) for tp, cp, _ in lasts], lasts, np.zeros(len(lasts), dtype=np.int64)
     options = [_list_module_sizes(module, cluster.devices) for module in encoders]
     groups = list(product(*options))
@@ -314,6 +300,5 @@ def complete_sizes(
             for name, own, many, one in zip(sizes.names, sizes.sizes, parts, checkpointing, strict=True)
         )
         for kind in kinds:
-            splits_backward = schedule in SPLIT_BACKWARD
-            if not splits_backward or (kind in REPLICATED and not any(checkpointing)):
+            if schedule not in SPLIT_BACKWARD or (kind in REPLICATED and not any(checkpointing)):
                 yield Candidate(modules, sizes.ranks, kind, schedule, sizes.dp, microbatches)

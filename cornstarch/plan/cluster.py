@@ -58,7 +58,7 @@ class Device:
     def flops_of(self, dtype: str) -> float:
         """Return the FLOP/s of matrices in a data type.
 
-        Data types without hardware support run in a wider one, at its speed: fp8 in half precision, others in fp32.
+        Types without hardware support run in a wider one, at its speed: fp8 in half precision, others in fp32.
         """
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}.")
@@ -162,10 +162,7 @@ def replace_rates(one: Device, rates: Mapping[str, float]) -> Device:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device by its driver's name; None if unknown.
-
-    It is None for float32, too, whose speed depends on whether TF32 is enabled.
-    """
+    """Return the peak FLOP/s of a device by its driver's name; None if unknown, or for fp32, which may run as TF32."""
     try:
         found = device(name)
     except ConfigError:
@@ -176,10 +173,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 
 
 def this_cpu(processes: int = 1) -> Device:
-    """Return this machine's CPU as a device, or the equal part of each of several processes.
-
-    The memory is this machine's; the speed of a core is that of a measured server.
-    """
+    """Return the equal part of this machine's CPU for each process; a core is as fast as that of a measured server."""
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

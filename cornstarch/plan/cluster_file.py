@@ -1,8 +1,4 @@
-"""Clusters as YAML: reading, with the line of every mistake, and writing; numbers with units; no torch.
-
-read(Path("cluster.yaml")), as_yaml(cluster)
-parse_quantity("450 GB/s", "B/s"), format_quantity(3.4e-6, "s")
-"""
+"""Clusters as YAML: reading, with the line of every mistake, and writing; numbers with units; no torch."""
 
 from __future__ import annotations
 
@@ -43,10 +39,7 @@ _QUANTITY = re.compile(r"\s*([-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?)
 
 
 def parse_quantity(value: Any, unit: Unit, least: float | None = None) -> float:
-    """Return a number in `unit`, from a number or a text with its unit; ValueError says what was expected.
-
-    `least` is the smallest allowed number. Default: it must be above 0.
-    """
+    """Return a number in `unit`, from a number or a text, of at least `least`, or above 0; ValueError if it is none."""
     expected = f"Expected {_EXAMPLES[unit]}"
     number = value if isinstance(value, float) or (type(value) is int and abs(value) < _MAX_INTEGER) else None
     if isinstance(value, str) and (found := _QUANTITY.fullmatch(value)):
@@ -156,22 +149,18 @@ class _Reader:
         per_node = self._read_count(given.get("per_node", _MISSING), ("per_node",))
         self._processes = per_node or 1
         one = self._read_device(given.get("device", _MISSING))
-        inside = (
-            self._read_link(given["inside"], ("inside",)) if "inside" in given else find_node_link(one) if one else None
-        )
-        between = self._read_link(given["between"], ("between",)) if "between" in given else LINKS[BETWEEN_NODES]
-        disks = [
-            self._read_quantity(given[key], "B/s", (key,)) if key in given else None for key in ("disk", "disk_read")
-        ]
+        inside, between = find_node_link(one) if one else None, LINKS[BETWEEN_NODES]
+        inside = self._read_link(given["inside"], ("inside",)) if "inside" in given else inside
+        between = self._read_link(given["between"], ("between",)) if "between" in given else between
+        disks = {key: self._read_quantity(given[key], "B/s", (key,)) for key in ("disk", "disk_read") if key in given}
         name, measured = given.get("name", ""), given.get("measured", False)
         if not isinstance(name, str):
             self._add_mistake(("name",), name, "Expected a text.")
         if not isinstance(measured, bool):
             self._add_mistake(("measured",), measured, "Expected true or false.")
-        if self.found or None in (nodes, per_node) or one is None or inside is None or between is None:
+        if nodes is None or per_node is None or one is None or inside is None or between is None:
             return None
-        assert nodes is not None and per_node is not None
-        return Cluster(nodes, per_node, one, inside, between, disks[0], name, disks[1], measured)
+        return Cluster(nodes, per_node, one, inside, between, name=name, measured=measured, **disks)
 
     def _read_device(self, data: Any) -> Device | None:
         path = ("device",)
@@ -188,10 +177,8 @@ class _Reader:
             self._add_mistake((*path, "name"), name, "Expected the name of the device.")
             return None
         needed = ("memory", "bandwidth", "flops")
-        if not all(key in given for key in needed):  # the catalogue has the rest
-            base = self._find_device(name, path, [key for key in needed if key not in given])
-        else:
-            base = catalogue.find_device_or_unknown(name)
+        missing = [key for key in needed if key not in given]  # the catalogue has them
+        base = self._find_device(name, path, missing) if missing else catalogue.find_device_or_unknown(name)
         if base is None:
             return None
         if "memory" in given:
@@ -222,11 +209,8 @@ class _Reader:
         given = self._read_mapping(data, list(DTYPES), path) or {}
         if isinstance(data, Mapping) and not data:
             self._add_mistake(path, None, f"Expected the operations a second of at least one of {', '.join(DTYPES)}.")
-        rates = {
-            dtype: self._read_quantity(given[dtype], "FLOP/s", (*path, dtype)) for dtype in DTYPES if dtype in given
-        }
-        known = {dtype: rate for dtype, rate in rates.items() if rate is not None}
-        return replace(catalogue.replace_rates(base, known), has_bf16="bf16" in rates)
+        rates = {key: self._read_quantity(given[key], "FLOP/s", (*path, key)) or 0.0 for key in DTYPES if key in given}
+        return replace(catalogue.replace_rates(base, rates), has_bf16="bf16" in rates)
 
     def _read_link(self, data: Any, path: mistakes.Path) -> Link | None:
         if isinstance(data, str):

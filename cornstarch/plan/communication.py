@@ -1,9 +1,5 @@
 """Links, and the time of collectives over them: the alpha-beta model of rings and messages; arithmetic only, no torch.
 
-    all_reduce(size, ranks=8, link)          # seconds
-    all_reduce_bytes(size, ranks=8)          # bytes that each rank sends, and receives
-    fit_link(timings)                        # the link that explains measured times best
-
 A message of n bytes takes `link.latency + n / link.bandwidth` (alpha + beta n). A ring of N ranks runs in rounds, in
 each of which every rank sends a part of 1/N to the next one: N - 1 rounds bring each part to all ranks (all-gather), or
 to one rank, summed (reduce-scatter); an all-reduce is both. The bandwidth is that of one rank, one way, over the
@@ -18,7 +14,7 @@ of the bytes per rank, which no algorithm can lower: Patarasuk and Yuan, "Bandwi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Literal, NamedTuple, get_args
@@ -124,8 +120,7 @@ class Timing(NamedTuple):
 def fit_link(timings: Sequence[Timing]) -> Link:
     """Return the link that fits measured times best, by least squares of the relative errors.
 
-    Relative errors give times from microseconds to seconds the same weight. Where noise makes the best latency or
-    bandwidth negative, the latency is 0 and the bandwidth is fitted alone.
+    Where noise makes the best latency or bandwidth negative, the latency is 0 and the bandwidth is fitted alone.
     """
     if not timings:
         raise ConfigError("A link cannot be fitted without any times: measure with at least 2 processes.")
@@ -135,15 +130,11 @@ def fit_link(timings: Sequence[Timing]) -> Link:
         )
     # Each row: rounds / seconds × alpha + bytes / seconds × beta = 1. A link without bandwidth costs gives the rounds,
     # one without latency and with a bandwidth of 1 the bytes.
-    rows = [
-        (
-            collective_seconds(one.kind, 0.0, one.ranks, Link(1.0, 1.0)) / one.seconds,
-            collective_seconds(one.kind, one.size, one.ranks, Link(1.0, 0.0)) / one.seconds,
-        )
-        for one in timings
-    ]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(row[i] for row in rows) for i in (0, 1))
+    rounds = [collective_seconds(one.kind, 0.0, one.ranks, Link(1.0, 1.0)) / one.seconds for one in timings]
+    sent = [collective_seconds(one.kind, one.size, one.ranks, Link(1.0, 0.0)) / one.seconds for one in timings]
+    pairs = ((rounds, rounds), (rounds, sent), (sent, sent))
+    aa, ab, bb = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in pairs)
+    a, b = sum(rounds), sum(sent)
     determinant = aa * bb - ab * ab
     if determinant > 1e-12 * aa * bb:
         alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
@@ -154,10 +145,8 @@ def fit_link(timings: Sequence[Timing]) -> Link:
 
 def fit_links(timings: Sequence[Timing]) -> Link:
     """Return the link that fits all times together, with one for each collective that was measured."""
-    kinds = [kind for kind in COLLECTIVES if any(one.kind == kind for one in timings)]
-    each = tuple((kind, fit_link([one for one in timings if one.kind == kind])) for kind in kinds)
-    overall = fit_link(timings)
-    return Link(overall.bandwidth, overall.latency, each)
+    by_kind = {kind: [one for one in timings if one.kind == kind] for kind in COLLECTIVES}
+    return replace(fit_link(timings), collectives=tuple((kind, fit_link(own)) for kind, own in by_kind.items() if own))
 
 
 def fit_error(timings: Sequence[Timing], link: Link) -> float:

@@ -1,9 +1,5 @@
 """The cost of layers: times, parameters and bytes of one microbatch, on one device and on one of several ranks.
 
-    cost = RunCost((vision, language_model), samples=1, batch=64, tokens=4096)
-    scale_layer(layer, tp=2, cp=1, samples=2, device)
-    compute_rank_cost(cost, ModuleSharding("vision", tp=2, cp=1, samples=1.0, links=links), device)
-
 Costs come from a trace or from measurements of one device without parallelism (tp = cp = 1). They are scaled to one
 rank here, and communication inside a layer is added:
 
@@ -179,13 +175,11 @@ def scale_layer(
     sequence: bool = False,
     vocabulary: bool = False,
 ) -> LayerCost:
-    """Return the cost of a layer on one rank.
+    """Return the cost of a layer on one rank: times over tp × cp, parameters over tp, tokens over cp.
 
-    Times are divided by tp × cp, parameters by tp, tokens by cp. No pass is faster than the device reads the layer's
-    weights from its memory, so very small microbatches gain nothing.
-
-    `samples` counts in multiples of the microbatch that the costs are of; without a device, reading costs nothing.
-    `sequence`: tp shards activations along tokens, too; `vocabulary`: embeddings and heads by words.
+    No pass is faster than the device reads the layer's weights, so very small microbatches gain nothing; without a
+    device, reading costs nothing. `samples` counts in multiples of the microbatch that the costs are of. `sequence`: tp
+    shards activations along tokens, too; `vocabulary`: embeddings and heads by words.
     """
     is_sharded = layer.tp_cuts == "always" or (layer.tp_cuts == "vocabulary" and vocabulary)
     over = tp if is_sharded else 1
@@ -220,9 +214,6 @@ def scale_layer(
         whole_bytes=0,
         sums=layer.sums if is_sharded else 0,
     )
-
-
-# ------------------------------------------------------------------------------------------------ one rank
 
 
 @dataclass(frozen=True)

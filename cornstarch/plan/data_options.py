@@ -1,9 +1,4 @@
-"""The words of a plan, the options of data parallelism over slow links, and which options make no sense together.
-
-    Compression(kind="topk", ratio=0.01).count_sent_bytes(numbers=25_000_000, itemsize=4, ranks=8)  # per rank and step
-
-`numbers` are those that are sent together: a bucket of gradients. For several buckets, add up the bytes of each.
-"""
+"""The words of a plan, the options of data parallelism over slow links, and which options make no sense together."""
 
 from __future__ import annotations
 
@@ -147,10 +142,7 @@ class Compression:
                 return numbers * itemsize
 
     def uses_all_gather(self, ranks: int) -> bool:
-        """Return whether every rank sends everything to all others at once, which between two is as few bytes.
-
-        Among more ranks, each first reduces one part of the numbers and then sends the mean of that part on.
-        """
+        """Return whether each rank sends everything to all others; else it reduces a part, and sends its mean on."""
         return ranks <= 2 and self.kind in ("bf16", "fp16", "topk", "quantize")
 
     def shard_size(self, numbers: int, ranks: int) -> int:
@@ -159,7 +151,7 @@ class Compression:
         return ceil(ceil(numbers / unit) / ranks) * unit
 
     def count_sent_bytes(self, numbers: int, itemsize: int, ranks: int, shapes: Sequence[tuple[int, ...]] = ()) -> int:
-        """Return the bytes that one rank sends to average the `numbers` numbers that each of `ranks` ranks has.
+        """Return the bytes that one rank sends to average the `numbers` numbers of a bucket that each of `ranks` has.
 
         With E(n) for `count_encoded_bytes(n)` and p for `shard_size(numbers, N)`: (N - 1) E(numbers) if it
         `uses_all_gather`, else 2 (N - 1) E(p). Uncompressed, and powersgd: the ring of an all-reduce, 2 (N - 1) times a
@@ -268,15 +260,9 @@ _ONLY_WITH: dict[str, tuple[tuple[str, ...], str]] = {
         f"{_WHOLE_PARAMETERS}, in the type that they are kept in.\n"
         f"What is computed in is the run's precision (autocast); or use {_USE_SHARDED.partition('use ')[2]}",
     ),
-    "reduce_dtype": (
-        SHARDED,
-        f"{_WHOLE_PARAMETERS} and sums gradients in their own type.\n{_USE_SHARDED}",
-    ),
+    "reduce_dtype": (SHARDED, f"{_WHOLE_PARAMETERS} and sums gradients in their own type.\n{_USE_SHARDED}"),
     "buffer_dtype": (("fsdp1",), "Only fsdp1 casts buffers; the kind is {kind}.\nLeave it out, or use fsdp1."),
-    "offload": (
-        SHARDED,
-        f"{_WHOLE_PARAMETERS}'s device; only shards can wait in the CPU's memory.\n{_USE_SHARDED}",
-    ),
+    "offload": (SHARDED, f"{_WHOLE_PARAMETERS}'s device; only shards can wait in the CPU's memory.\n{_USE_SHARDED}"),
     "reshard_after_forward": (
         SHARDED,
         f"{_WHOLE_PARAMETERS}: nothing is gathered, so nothing is freed after forward.\n{_USE_SHARDED}",
@@ -311,10 +297,7 @@ _IF_UNSYNCHRONIZED: dict[str, str] = {
 
 
 def data_conflicts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (option, message) for every option of a `DataPlan` that makes no sense beside the others.
-
-    values: All options but those that are wrong by themselves, about which nothing is said.
-    """
+    """Yield (option, message) for options of a `DataPlan` that conflict; `values` lacks those wrong by themselves."""
     kind = values.get("kind")
     if kind is None:
         return

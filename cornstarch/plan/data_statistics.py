@@ -1,10 +1,4 @@
-"""Statistics of a run's data that planning needs: sizes of samples; no torch.
-
-cornstarch inspect-data run.yaml --output facts.yaml
-
-statistics = read_data_statistics(Path("facts.yaml"))
-statistics.tokens, statistics.items["vision"], statistics.straggler_factor(64)
-"""
+"""Statistics of a run's data that planning needs: sizes of samples, from `cornstarch inspect-data`; no torch."""
 
 from __future__ import annotations
 
@@ -68,10 +62,7 @@ class DataStatistics:
 
 
 def interpolate(known: Sequence[tuple[int, float]], replicas: int) -> float:
-    """Return the value for a number of replicas, from pairs in ascending order; 1 without pairs.
-
-    Between two pairs the value grows with the logarithm; outside it is constant.
-    """
+    """Return the value for a number of replicas, from ascending pairs, logarithmic between them; 1 without pairs."""
     for (few, low), (many, high) in zip(known, known[1:], strict=False):
         if few <= replicas <= many:
             return low + (high - low) * math.log(replicas / few) / math.log(many / few)

@@ -69,7 +69,16 @@ class Layout:
             rank_order.build_spans(plan.modules, plan.sharing, plan.ranks), dp, ranks_per_node
         )
         layout = cls(plan, world, ranks_per_node, _infer_replicate(plan, dp, ranks_per_node), placement)
-        layout._check_resharding()
+        size = plan.data.reshard_after_forward
+        for module in plan.modules:
+            shards = layout.data_shape(module)[1]
+            if size is not None and not isinstance(size, bool) and (shards % size or size >= shards):
+                fitting = [str(n) for n in islice((n for n in range(2, shards) if shards % n == 0), 8)]
+                advice = f"Use {', '.join(fitting)}, true or false." if fitting else "Use true or false."
+                raise ConfigError(
+                    f"data.reshard_after_forward = {size}: {module} is sharded over {shards:,} ranks; the number must "
+                    f"divide that and be smaller. {advice}"
+                )
         return layout
 
     @property
@@ -91,10 +100,7 @@ class Layout:
         return spans[module]
 
     def data_shape(self, module: str) -> tuple[int, int]:
-        """Return (copies, shards) of a module under its data parallelism; their product is dp × cp.
-
-        Context-parallel ranks have the same parameters, as replicas do. zero1 shards only the optimizer state.
-        """
+        """Return (copies, shards) of a module: dp × cp in all; zero1 has shards of the optimizer state alone."""
         ranks = self.dp * self.span(module).cp
         if self.plan.kind(module) in ("ddp", *UNSYNCHRONIZED):
             return ranks, 1
@@ -138,9 +144,12 @@ class Layout:
     def mesh(self, module: str) -> Ranks:
         """Return the ranks of a module as an array with the axes (pp, dp, cp, tp)."""
         span = self.span(module)
-        stages = span.stages_of(module)
-        inside = np.arange(stages * span.stage_ranks, dtype=np.int64).reshape(stages, 1, span.cp, span.tp)
-        return inside + self.placement.starts(span)[None, :, None, None]
+        return self._mesh(span, *map(np.arange, (span.stages_of(module), self.dp, span.cp, span.tp)))
+
+    def _mesh(self, span: Span, *index: Ranks) -> Ranks:
+        """Return the ranks at all combinations of these stages, replicas, cp and tp coordinates."""
+        stage, dp, cp, tp = np.ix_(*index)
+        return self.placement.starts(span, dp) + (stage * span.cp + cp) * span.tp + tp
 
     def ranks(self, module: str) -> Ranks:
         """Return all ranks of a module, in ascending order."""
@@ -162,26 +171,17 @@ class Layout:
         if module not in place.modules:
             self.span(module)  # an unknown module is another mistake
             raise ConfigError(f"Rank {rank} holds {' and '.join(place.modules)}, no part of {module}.")
-        mesh = self._mesh_around(module, place, axis)
+        span = self.span(module)
+        free = {"pp": (0,), "dp": (1,), "cp": (2,), "tp": (3,)}.get(axis, (1, 2))
+        sizes = (span.stages_of(module), self.dp, span.cp, span.tp)
+        here = zip(sizes, (place.stage, place.dp, place.cp, place.tp), strict=True)
+        mesh = self._mesh(span, *(np.arange(n) if i in free else np.array([at]) for i, (n, at) in enumerate(here)))
         if axis not in ("shard", "replicate"):
             return _groups(mesh, axis, (1, 1))[0]
         data = _groups(mesh, "data", (1, 1))[0]
         shards = self.data_shape(module)[1]
-        index = place.dp * self.span(module).cp + place.cp
+        index = place.dp * span.cp + place.cp
         return data[index // shards * shards :][:shards] if axis == "shard" else data[index % shards :: shards]
-
-    def _mesh_around(self, module: str, place: Place, axis: Axis) -> Ranks:
-        """Return the part of a module's mesh with the group of a place, and nothing else."""
-        span = self.span(module)
-        free = {"pp": (0,), "dp": (1,), "cp": (2,), "tp": (3,)}.get(axis, (1, 2))
-        sizes = (span.stages_of(module), self.dp, span.cp, span.tp)
-        here = (place.stage, place.dp, place.cp, place.tp)
-        index = [
-            np.arange(n) if i in free else np.array([at]) for i, (n, at) in enumerate(zip(sizes, here, strict=True))
-        ]
-        stage, _, cp, tp = np.ix_(*index)
-        starts = self.placement.starts(span) if 1 in free else np.array([self.placement.start(span, place.dp)])
-        return starts.reshape(1, -1, 1, 1) + (stage * span.cp + cp) * span.tp + tp
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
@@ -232,24 +232,6 @@ class Layout:
             data = f"{kind}, {copies:,} × {shards:,}" if kind == "hsdp" else f"{kind} over {copies * shards:,}"
             rows.append((name, *(f"{size:,}" for size in sizes), data))
         return "\n".join([head, "", *columns(rows, right=range(1, 6))])
-
-    def _check_resharding(self) -> None:
-        """Refuse a number of ranks to reshard over after forward that does not divide the shards."""
-        size = self.plan.data.reshard_after_forward
-        if size is None or isinstance(size, bool):
-            return
-        for module in self.plan.modules:
-            shards = self.data_shape(module)[1]
-            if shards % size or size >= shards:
-                fitting = [str(n) for n in islice((n for n in range(2, shards) if shards % n == 0), 8)]
-                advice = f"Use {', '.join(fitting)}, true or false." if fitting else "Use true or false."
-                raise ConfigError(
-                    f"data.reshard_after_forward = {size}: {module} is sharded over {shards:,} ranks; the number must "
-                    f"divide that and be smaller. {advice}"
-                )
-
-
-# ------------------------------------------------------------------------------------------------ from plan to sizes
 
 
 def unexecutable(plan: Plan) -> list[str]:

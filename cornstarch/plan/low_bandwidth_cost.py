@@ -1,10 +1,5 @@
 """Step time over a slow network with each way to synchronize replicas; arithmetic only, no torch.
 
-    link = parse_network_link("1Gbit")
-    step = StepTime(forward=0.1, backward=0.2, optimizer=0.01)
-    options = compare_sync_options(SyncedParameters(shapes), step, ranks=4, link=link, bandwidth=2e12)
-    recommend(options).label
-
 The bytes that a rank sends are exact (`Compression.count_sent_bytes`); their time follows the alpha-beta model
 (`cornstarch.plan.communication`); compression costs memory traffic.
 """
@@ -14,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, isqrt, prod
-from typing import Any
 
 from cornstarch.errors import ConfigError
 from cornstarch.plan.cluster_file import parse_quantity
 from cornstarch.plan.communication import Link
-from cornstarch.plan.data_options import UNSYNCHRONIZED, Compression, CompressionKind, Gossip, Local
+from cornstarch.plan.data_options import UNSYNCHRONIZED, Compression, Gossip, Local
 from cornstarch.plan.plan import DataPlan
 
 TCP_LATENCY = 100e-6
@@ -50,9 +44,8 @@ def parse_network_link(text: str, latency: float = TCP_LATENCY) -> Link:
 def choose_bucket_bytes(link: Link, ranks: int, size: int) -> int:
     """Return the bytes of a DDP bucket for gradients of `size` bytes.
 
-    Small buckets leave earlier and leave less to send after the last gradient, but each costs the latency of a ring's
-    2 (N - 1) messages. The result spends a tenth of a bucket's time on latency: 9 N alpha / beta bytes. It is at most a
-    quarter of all gradients, so that communication can overlap.
+    Small buckets leave less to send after the last gradient, but each costs the latency of a ring's 2 (N - 1) messages:
+    a tenth of a bucket's time here. A bucket is at most a quarter of all gradients, so that communication can overlap.
     """
     fitting = (1 / _LATENCY_FRACTION - 1) * ranks * link.latency * link.bandwidth
     return max(SMALLEST_BUCKET, int(min(fitting, size / _MIN_BUCKETS)))
@@ -95,19 +88,15 @@ def count_neighbours(gossip: Gossip, ranks: int) -> float:
     """Return the mean number of ranks that a rank sends its weights to in a step."""
     match gossip.graph:
         case "ring":
-            return _count_ring_neighbours(ranks)
+            return min(2, ranks - 1)
         case "torus":
             rows = next(rows for rows in range(isqrt(ranks), 0, -1) if ranks % rows == 0)
-            return _count_ring_neighbours(rows) + _count_ring_neighbours(ranks // rows)
+            return min(2, rows - 1) + min(2, ranks // rows - 1)
         case "exponential":
             hops = [1 << power for power in range(max(1, (ranks - 1).bit_length()))]
             return sum(1 if 2 * hop % ranks == 0 else 2 for hop in hops) / len(hops)
         case "random_pairs":
             return (ranks - ranks % 2) / ranks
-
-
-def _count_ring_neighbours(ranks: int) -> int:
-    return min(2, ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -144,10 +133,7 @@ class SyncOption:
 def compare_sync_options(
     what: SyncedParameters, step: StepTime, ranks: int, link: Link, bandwidth: float
 ) -> list[SyncOption]:
-    """Return every way to synchronize replicas, those that change training least first.
-
-    Each of the `ranks` replicas has its own link; `bandwidth`: bytes per second of a rank's memory.
-    """
+    """Return every way to synchronize replicas, the mildest first; `bandwidth`: bytes a second of a rank's memory."""
     found, rounds = [], 2 * (ranks - 1)
     for label, plan, effect in SYNC_OPTIONS:
         sent = count_sent_per_step(plan, what, ranks)
@@ -180,20 +166,16 @@ def _overlap(plan: DataPlan, step: StepTime, exchange: float, compress: float) -
     return step.forward + max(step.backward + compress, exchange + compress) + step.optimizer
 
 
-def _build_ddp(kind: CompressionKind, **options: Any) -> DataPlan:
-    return DataPlan(compression=Compression(kind=kind, **options))
-
-
 _LATE = "what is left out is sent later"
 _DRIFT = "replicas drift apart in between"
 SYNC_OPTIONS: tuple[tuple[str, DataPlan, str], ...] = (
     ("ddp", DataPlan(), "none: exact"),
-    ("ddp, bf16", _build_ddp("bf16"), "gradients rounded to 8 bits of precision"),
-    ("ddp, quantize, 8 bits", _build_ddp("quantize"), "rounded; " + _LATE),
-    ("ddp, quantize, 4 bits", _build_ddp("quantize", bits=4), "rounded; " + _LATE),
-    ("ddp, powersgd, rank 4", _build_ddp("powersgd"), "few directions; " + _LATE),
-    ("ddp, topk, 1 %", _build_ddp("topk"), "the largest only; " + _LATE),
-    ("ddp, quantize, 1 bit", _build_ddp("quantize", bits=1), "signs; " + _LATE),
+    ("ddp, bf16", DataPlan(compression=Compression("bf16")), "gradients rounded to 8 bits of precision"),
+    ("ddp, quantize, 8 bits", DataPlan(compression=Compression("quantize")), "rounded; " + _LATE),
+    ("ddp, quantize, 4 bits", DataPlan(compression=Compression("quantize", bits=4)), "rounded; " + _LATE),
+    ("ddp, powersgd, rank 4", DataPlan(compression=Compression("powersgd")), "few directions; " + _LATE),
+    ("ddp, topk, 1 %", DataPlan(compression=Compression("topk")), "the largest only; " + _LATE),
+    ("ddp, quantize, 1 bit", DataPlan(compression=Compression("quantize", bits=1)), "signs; " + _LATE),
     ("local_sgd, every 16", DataPlan(kind="local_sgd"), _DRIFT),
     ("diloco, every 16", DataPlan(kind="diloco"), _DRIFT),
     (

@@ -34,13 +34,8 @@ PREDICTED = ("ddp", "zero1", *GATHERED)
 def textbook(parameters: int, ranks: int, weight: int = 2, gradient: int = 2, states: int = 12) -> dict[str, float]:
     """Return the bytes per rank of each ZeRO stage, if all parameters are trained and everything divides evenly.
 
-    Args:
-        parameters: Ψ.
-        ranks: N.
-        weight: Bytes of a parameter.
-        gradient: Bytes of its gradient.
-        states: K, bytes of the optimizer per parameter: 12 for Adam beside half-precision weights (a float32 copy and
-            two moments), 8 for Adam on float32 weights.
+    `states` (K): bytes of the optimizer per parameter: 12 for Adam beside half-precision weights (a float32 copy and 2
+    moments), 8 for Adam on float32 weights; `weight`, `gradient`: bytes of a parameter and of its gradient.
     """
     shard = parameters / ranks
     return {
@@ -49,9 +44,6 @@ def textbook(parameters: int, ranks: int, weight: int = 2, gradient: int = 2, st
         "zero2": weight * parameters + (gradient + states) * shard,
         "zero3": (weight + gradient + states) * shard,
     }
-
-
-# ------------------------------------------------------------------------------------------------ sizes
 
 
 @dataclass(frozen=True)
@@ -146,17 +138,14 @@ class Memory:
         """Return the peak bytes of a step on the device.
 
         In a backward pass gradients appear as activations are freed, so they do not add up, unless gradients exist
-        before: in persistent buckets, or those of an earlier microbatch (`accumulated`). `last`: activations that live
-        until all gradients exist, those of the layer whose backward pass is last.
+        before: in persistent buckets, or of an earlier microbatch (`accumulated`). `last`: activations of the layer
+        whose backward pass is last.
         """
         gradients = 0 if self.offloaded else self.gradients
         resting = self.buffers if self.offloaded else self.persistent - gradients + self.buckets + self.exchanged
         together = self.gradients_stay or accumulated
         passing = gradients + activations if together else max(gradients + last, activations)
         return resting + self.gathered + passing
-
-
-# ------------------------------------------------------------------------------------------------ by kind
 
 
 def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = None, copies: int = 1) -> Memory:
@@ -218,18 +207,12 @@ def _low_bandwidth_bytes(size: ModelSize, data: DataPlan) -> int:
 
 
 def _build_fsdp2(size: ModelSize, shards: int, index: int) -> Memory:
-    """FSDP 2: each parameter is split along its first dimension, and shards are padded to the largest.
-
-    Parameters and gradients include the padding; optimizer states do not.
-    """
-
-    def count_padded_bytes(parameter: ParameterSize) -> int:
-        return prod(_shard_shape(parameter.shape, shards, 0)) * parameter.itemsize
-
+    """FSDP 2: each parameter is split along its first dimension; shards, but not their states, are padded."""
+    padded = [(one, prod(_shard_shape(one.shape, shards, 0)) * one.itemsize) for one in size.parameters]
     own = [(parameter, _shard_shape(parameter.shape, shards, index)) for parameter in size.trained]
     return Memory(
-        parameters=sum(map(count_padded_bytes, size.parameters)),
-        gradients=sum(map(count_padded_bytes, size.trained)),
+        parameters=sum(bytes_ for _, bytes_ in padded),
+        gradients=sum(bytes_ for one, bytes_ in padded if one.trained),
         optimizer=sum(size.state(parameter, shape) for parameter, shape in own),
         averages=size.average(sum(prod(shape) for _, shape in own)),
         buffers=size.buffers,
@@ -284,40 +267,28 @@ def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
     reduced: as computed, and in the communication buffer.
     """
 
-    def compute_bytes(parameter: ParameterSize) -> int:
-        return parameter.numel * _BYTES.get(data.param_dtype or "", parameter.itemsize)
+    def count(unit: Iterable[ParameterSize], dtype: str | None) -> int:
+        return sum(one.numel * _BYTES.get(dtype or "", one.itemsize) for one in unit)
 
-    def reduce_bytes(parameter: ParameterSize) -> int:
-        return parameter.numel * _BYTES.get(data.reduce_dtype or data.param_dtype or "", parameter.itemsize)
-
+    computed, reduced = data.param_dtype, data.reduce_dtype or data.param_dtype
     units = _group_by_unit(size.parameters)
     around = units.pop(None, [])
-    whole = {number: sum(map(compute_bytes, unit)) for number, unit in units.items()}
-    largest = max(whole.values(), default=0)
+    whole = [count(unit, computed) for unit in units.values()]
+    largest = max(whole, default=0)
     keeps = data.kind == "zero2" if data.reshard_after_forward is None else data.reshard_after_forward is False
-    layers = sum(whole.values()) + largest if keeps else largest * (2 + data.prefetch)
-    trained = [[parameter for parameter in unit if parameter.trained] for unit in units.values()]
-    summing = max((sum(map(compute_bytes, unit)) + sum(map(reduce_bytes, unit)) for unit in trained), default=0)
-    root = [parameter for parameter in around if parameter.trained]
-    return (
-        sum(map(compute_bytes, around))
-        + sum(map(compute_bytes, root))
-        + max(sum(map(reduce_bytes, root)), layers + summing)
-    )
-
-
-# ------------------------------------------------------------------------------------------------ stages
+    layers = sum(whole) + largest if keeps else largest * (2 + data.prefetch)
+    root, *trained = [[one for one in unit if one.trained] for unit in (around, *units.values())]
+    summing = max((count(unit, computed) + count(unit, reduced) for unit in trained), default=0)
+    return count(around, computed) + count(root, computed) + max(count(root, reduced), layers + summing)
 
 
 def stage_memory(
     layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, whole: bool = False, copies: int = 1
 ) -> Memory:
-    """Return the memory of each of `ranks` ranks with the same layers.
+    """Return the memory of each of `ranks` ranks with the same layers, which are scaled to the rank, one unit each.
 
-    zero1 assigns whole parameters; a stage has many, so each rank is assumed to get an equal part.
-
-    Layers are scaled to the rank, and each is one unit. `states`: bytes of the optimizer per trained parameter.
-    `whole`: whether gradients are kept whole until the last microbatch, as in the stages of a pipeline.
+    `states`: bytes of the optimizer per trained parameter. `whole`: gradients are kept whole until the last microbatch,
+    as in the stages of a pipeline.
     """
     if kind not in PREDICTED:
         raise ConfigError(f"data.kind = {kind}: its steps cannot be predicted. Use one of {', '.join(PREDICTED)}.")
@@ -329,7 +300,7 @@ def stage_memory(
                 parameters.append(ParameterSize((numbers,), itemsize, trained, unit))
     sizes = {(parameter.itemsize, False): StateSize(per_element=states) for parameter in parameters}
     size = ModelSize(tuple(parameters), states=sizes)
-    if kind == "zero1":
+    if kind == "zero1":  # it assigns whole parameters: of the many of a stage, each rank gets about an equal part
         replicated = memory_of(size, _build_data_plan("ddp"), ranks)
         return replace(replicated, optimizer=-(-replicated.optimizer // ranks))
     sharded = memory_of(size, _build_data_plan(kind), ranks, copies=copies)

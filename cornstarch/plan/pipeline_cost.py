@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,8 +19,8 @@ from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter, send
 from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
 from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
-from cornstarch.plan.plan import DataKind, ModulePlan
-from cornstarch.plan.rank_order import GroupLinks, PipelineLinks, find_links
+from cornstarch.plan.plan import DataKind
+from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
 
 if TYPE_CHECKING:
@@ -70,23 +71,6 @@ class CostModel:
         self._memory: dict[tuple[object, ...], Memory] = {}
         self._ends: dict[tuple[object, ...], StepEnd] = {}
 
-    def build_sharding(self, candidate: Candidate, name: str, plan: ModulePlan, links: PipelineLinks) -> ModuleSharding:
-        """Return how the layers of a module are computed."""
-        samples = self.cost.batch / (candidate.dp * candidate.microbatches) / self.cost.samples
-        shards = _count_replicas(candidate, name, plan) // candidate.copies(self.cluster.per_node)
-        return ModuleSharding(
-            name,
-            plan.tp,
-            plan.cp,
-            samples,
-            links.groups[name],
-            checkpointing=plan.activation_checkpointing,
-            sequence=plan.tp_sequence,
-            vocabulary=plan.tp_vocabulary,
-            gathered_over=shards if candidate.kind in GATHERED else 1,
-            gathered_again=candidate.kind != "zero2",
-        )
-
     # The two below do not depend on microbatches, so their keys leave out everything that changes with them.
 
     def memory(
@@ -121,32 +105,22 @@ def compute_step_end(
     device: Device,
     copies: int = 1,
 ) -> StepEnd:
-    """Return the gradient reduction and the optimizer of a stage's layers.
-
-    Gradients are read twice, for their norm and by the optimizer, which also reads and writes parameters and states, at
-    a fraction of the device's memory bandwidth. hsdp reduces gradients within each copy first, and then each shard over
-    the copies. The cores of one machine reduce gradients after computing them, because they do both.
-    """
+    """Return the gradient reduction and the optimizer of a stage's layers."""
     link, shards = links.data, ranks // copies
     trained = [layer for layer in layers if layer.num_trainable]
     gradients = sum(layer.gradient_bytes for layer in trained)
     numbers = sum(layer.num_trainable for layer in trained)
     bandwidth = getattr(device, "bandwidth", None)
+    # Gradients are read twice, for their norm and by the optimizer, which reads and writes parameters and states.
     touched = (4 * gradients + 2 * states * numbers) / (1 if kind == "ddp" else shards)
     optimizer = touched / (_REACHED_BANDWIDTH * bandwidth) if bandwidth else 0.0
     if ranks == 1:
         return StepEnd(0.0, len(trained), optimizer)
     reduction = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, shards, link)
-    if copies > 1 and links.copies is not None:
+    if copies > 1 and links.copies is not None:  # hsdp reduces within each copy first, then each shard over the copies
         reduction += all_reduce(gradients / shards, copies, links.copies)
     gather = all_gather(gradients, ranks, link) if kind == "zero1" and trained else 0.0
     return StepEnd(reduction if trained else 0.0, len(trained), optimizer, gather, overlaps=links.overlaps)
-
-
-def _count_replicas(candidate: Candidate, name: str, plan: ModulePlan) -> int:
-    """Return the ranks with the same layers: dp × cp, and more where a module has a smaller tp than its ranks."""
-    span = next(span for span in candidate.spans if name in span.modules)
-    return candidate.dp * span.cp * (span.tp // plan.tp)
 
 
 def check_candidate(candidate: Candidate, cost: RunCost, cluster: Cluster) -> None:
@@ -187,11 +161,26 @@ class PipelineCost:
         self.model_copies = candidate.copies(costs.cluster.per_node)
         self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies)
         self.plans = dict(candidate.modules)
-        self.shardings = {
-            name: costs.build_sharding(candidate, name, plan, self.links) for name, plan in self.plans.items()
-        }
+        self.replicas: dict[str, int] = {}
+        """By module, the ranks with the same layers: dp × cp, and more where its tp is less than that of its ranks."""
+        self.shardings: dict[str, ModuleSharding] = {}
+        samples = costs.cost.batch / (candidate.dp * candidate.microbatches) / costs.cost.samples
+        for name, plan in self.plans.items():
+            span = next(span for span in candidate.spans if name in span.modules)
+            self.replicas[name] = candidate.dp * span.cp * (span.tp // plan.tp)
+            self.shardings[name] = ModuleSharding(
+                name,
+                plan.tp,
+                plan.cp,
+                samples,
+                self.links.groups[name],
+                checkpointing=plan.activation_checkpointing,
+                sequence=plan.tp_sequence,
+                vocabulary=plan.tp_vocabulary,
+                gathered_over=self.replicas[name] // self.model_copies if candidate.kind in GATHERED else 1,
+                gathered_again=candidate.kind != "zero2",
+            )
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
-        self.replicas = {name: _count_replicas(candidate, name, plan) for name, plan in self.plans.items()}
         *self.encoders, self.last = self.plans
         given, inside = dict(candidate.starts), self.encoders if candidate.has_encoders_inside else []
         before = sum(float(self.rank_costs[name].total.sum()) for name in inside)
@@ -208,11 +197,8 @@ class PipelineCost:
         upstream = self.costs.cost.has_trained_input(name)
         inside = self.candidate.has_encoders_inside
         of_last = 0 if name == self.last or inside else len(self.starts[self.last])
-        first_place = 0
-        for span in self.candidate.spans:
-            if name in span.modules:
-                break
-            first_place += span.stages
+        earlier = takewhile(lambda span: name not in span.modules, self.candidate.spans)
+        first_place = sum(span.stages for span in earlier)
         stages = []
         for index, (first, last) in enumerate(zip(starts, ends, strict=True)):
             trains = any(layer.trained for layer in rank_cost.layers[first:last])
@@ -252,11 +238,9 @@ class PipelineCost:
 
     @cached_property
     def ends(self) -> tuple[StepEnd, ...]:
-        """By place, gradient reduction, optimizer and gathering.
-
-        Without a pipeline, sharded kinds reduce the gradients of every microbatch.
-        """
+        """By place, gradient reduction, optimizer and gathering."""
         kind, many = self.candidate.kind, self.model_copies
+        # Without a pipeline, sharded kinds reduce the gradients of every microbatch.
         every = kind not in ("ddp", "zero1") and not self.candidate.is_pipeline
         found = []
         for stages in self.places:
@@ -299,10 +283,9 @@ class PipelineCost:
         return round(kept + working)
 
     def single_pass_peak(self, place: int) -> int:
-        """Return the peak of activations and gradients together while the only microbatch of a step passes.
+        """Return the peak of activations and gradients while the only microbatch of a step passes, layer by layer.
 
-        In backward, layer by layer, activations are freed and gradients appear. Where recomputation saves little per
-        layer, gradients grow faster than activations shrink, and the first layers have the least room.
+        Where recomputation saves little per layer, gradients grow faster than activations shrink.
         """
         stages = self.places[place]
 

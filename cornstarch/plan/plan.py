@@ -18,19 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
 from cornstarch.plan import data_options, validation
-from cornstarch.plan.data_options import (
-    LANGUAGE_MODEL,
-    WHOLE_MODEL,
-    Asynchronous,
-    Compression,
-    CpDistribution,
-    CpMode,
-    DataKind,
-    Gossip,
-    Local,
-    Precision,
-    RankPlacement,
-)
+from cornstarch.plan.data_options import LANGUAGE_MODEL, WHOLE_MODEL, DataKind, Precision, RankPlacement
 from cornstarch.plan.schema_words import schema_of
 from cornstarch.plan.validation import Mistake, NotNegative, Path, Positive, Switch, format_value, nearest, section
 from cornstarch.schedule.policies import SCHEDULES, Policy
@@ -48,10 +36,10 @@ class ModulePlan:
     """Ranks that each matrix is sharded over (tensor parallelism)."""
     cp: Positive = 1
     """Ranks that each sequence is sharded over (context parallelism)."""
-    cp_mode: Annotated[CpMode, validation.or_registered(data_options.REGISTERED["cp_mode"])] = "ring_attn"
+    cp_mode: Annotated[data_options.CpMode, validation.or_registered(data_options.REGISTERED["cp_mode"])] = "ring_attn"
     """How attention sees the tokens of the other ranks: keys and values sent round in a ring, heads exchanged for
     tokens, or all keys and values gathered."""
-    cp_distribution: CpDistribution = "auto"
+    cp_distribution: data_options.CpDistribution = "auto"
     """Which tokens each rank gets: uniform: equal runs; zigzag: runs from both ends; makespan_min: balanced by the work
     of the mask; auto: the best for the mask."""
     stages: Positive = 1
@@ -172,13 +160,13 @@ class DataPlan:
     classes."""
     wrap_min_parameters: Positive | None = None
     """Units with fewer parameters are gathered with the module around them."""
-    compression: Compression = Compression()
+    compression: data_options.Compression = data_options.Compression()
     """ddp, zero1: of gradients; hsdp: of gradients between copies; local_sgd, diloco: of changes of weights."""
-    local: Local = Local()
+    local: data_options.Local = data_options.Local()
     """local_sgd, diloco: how often weights are averaged, and how."""
-    asynchronous: Asynchronous = Asynchronous()
+    asynchronous: data_options.Asynchronous = data_options.Asynchronous()
     """async: how stale a change may be."""
-    gossip: Gossip = Gossip()
+    gossip: data_options.Gossip = data_options.Gossip()
     """gossip: who the neighbours are."""
 
     _check = model_validator(mode="after")(validation.check_conflicts)

@@ -1,8 +1,5 @@
 """Predict a step of a plan on a cluster, its time and its memory, from the costs of layers; no torch.
 
-    found = predict(Candidate.of(plan, dp=2, microbatches=8), cost, Cluster.parse("2x8xH100"))
-    found.step, found.tokens_per_second, found.mfu, found.fits
-
 The pipeline is simulated with the same lists of actions that the runtime executes. A transfer between two places takes
 as long as their link needs. After the last backward pass of a place follow: the rest of the gradient reduction over the
 replicas, which overlaps with that backward pass layer by layer (`StepEnd.get_exposed_seconds`); the optimizer; with
@@ -25,9 +22,8 @@ from cornstarch.plan.cost import RunCost
 from cornstarch.plan.memory import Memory
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.rank_order import find_links
-from cornstarch.plan.simulate import MemoryLevel, Timeline, simulate
+from cornstarch.plan.simulate import Timeline, simulate
 from cornstarch.plan.stage_graph import stage_graph
-from cornstarch.schedule.actions import Kind
 from cornstarch.schedule.policies import make_schedule
 
 if TYPE_CHECKING:
@@ -91,10 +87,6 @@ class Prediction:
     """By module, the number of its layers."""
     timeline: Timeline
     """A step of one replica."""
-    kept: tuple[float, ...]
-    """By stage of the timeline, the bytes of a microbatch saved for its backward pass."""
-    working: tuple[float, ...]
-    """By stage of the timeline, the bytes in use while it computes, beside the saved ones."""
 
     @property
     def peak(self) -> int:
@@ -103,22 +95,6 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return self.peak <= self.limit
-
-    @cached_property
-    def memory_over_time(self) -> tuple[tuple[MemoryLevel, ...], ...]:
-        """By place, the bytes of each of its ranks, from each moment at which they change.
-
-        Gradients exist from the end of the first backward pass, or all the time in DDP's buckets. The fullest moment is
-        at most `peak`, which ignores when the stages of a place are fullest.
-        """
-        found = []
-        for memory, levels in zip(self.memory, self.timeline.memory_levels(self.kept, self.working), strict=True):
-            own = self.timeline.events[memory.place]
-            first = next((event.end for event in own if event.kind is not Kind.F), self.step)
-            after = memory.states.peak()
-            before = after - (0 if memory.states.gradients_stay else memory.states.gradients)
-            found.append(tuple(MemoryLevel(time, (before if time < first else after) + size) for time, size in levels))
-        return tuple(found)
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
@@ -154,15 +130,14 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
     trains = {name: [stage.trains for stage in stages] for name, stages in pipeline.stages.items()}
     times = {name: [(s.forward, s.inputs, s.weights) for s in stages] for name, stages in pipeline.stages.items()}
     graph = stage_graph(candidate.plan, trains, times)
-    first_of = {edge: graph.nodes[edge[0]] for edge in graph.edges}
-    transfers = {edge: pipeline.transfers[node.module, node.index] for edge, node in first_of.items()}
+    senders = {edge: graph.nodes[edge[0]] for edge in graph.edges}
+    transfers = {edge: pipeline.transfers[node.module, node.index] for edge, node in senders.items()}
     schedule = make_schedule(graph, candidate.microbatches, candidate.schedule)
     timeline = simulate(schedule, transfers, pipeline.ends)
     breakdown = _break_down(pipeline, timeline.step)
     late = (costs.cost.straggler_factor(candidate.dp) - 1) * (timeline.step - breakdown.data - breakdown.optimizer)
     breakdown, step = replace(breakdown, uneven=late), timeline.step + late
     samples = costs.cost.batch / step if step else float("inf")
-    kept, working = _list_stage_bytes(pipeline, timeline)
     try:
         peak = costs.cluster.device.flops_of(costs.cost.precision)
     except ConfigError:  # unknown
@@ -179,20 +154,7 @@ def predict(candidate: Candidate, cost: RunCost | CostModel, cluster: Cluster) -
         starts=pipeline.starts,
         layers={name: len(one.layers) for name, one in pipeline.rank_costs.items()},
         timeline=timeline,
-        kept=kept,
-        working=working,
     )
-
-
-def _list_stage_bytes(pipeline: PipelineCost, timeline: Timeline) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the bytes that each stage of a timeline saves of a microbatch, and works with."""
-    inside = [pipeline.stages[name][0] for name in pipeline.encoders] if pipeline.candidate.has_encoders_inside else []
-    kept, working = [], []
-    for node in timeline.schedule.graph.nodes:
-        stages = [pipeline.stages[node.module][node.index], *(inside if node.index == 0 else [])]
-        kept.append(sum(stage.kept for stage in stages))
-        working.append(max(stage.working for stage in stages))
-    return tuple(kept), tuple(working)
 
 
 def _list_memory(pipeline: PipelineCost, timeline: Timeline) -> tuple[PlaceMemory, ...]:
@@ -213,43 +175,31 @@ def _break_down(pipeline: PipelineCost, step: float) -> TimeBreakdown:
     work = [many * sum(stage.total for stage in stages) for stages in pipeline.places]
     busy = [one + tail for one, tail in zip(work, pipeline.tails, strict=True)]
     place = max(range(len(busy)), key=busy.__getitem__)
-    sums = dict.fromkeys(("tensor", "context", "gather", "again", "total"), 0.0)
+    sums = dict.fromkeys(("total", "again", "tensor", "context", "gather"), 0.0)
     for stage in pipeline.places[place]:
         for name in sums:
             column = getattr(pipeline.rank_costs[stage.module], name)
             sums[name] += many * float(column[stage.first : stage.last].sum())
-    optimizer = pipeline.ends[place].optimizer
-    return TimeBreakdown(
-        compute=sums["total"] - sums["tensor"] - sums["context"] - sums["gather"] - sums["again"],
-        recompute=sums["again"],
-        tensor=sums["tensor"],
-        context=sums["context"],
-        gather=sums["gather"],
-        data=pipeline.tails[place] - optimizer,
-        optimizer=optimizer,
-        wait=max(0.0, step - busy[place]),
-    )
+    total, again, tensor, context, gather = sums.values()
+    compute, optimizer = total - tensor - context - gather - again, pipeline.ends[place].optimizer
+    data, wait = pipeline.tails[place] - optimizer, max(0.0, step - busy[place])
+    return TimeBreakdown(compute, again, tensor, context, gather, data, optimizer, wait)
 
 
 def explain_slower(one: Prediction, best: Prediction, cluster: Cluster) -> str:
     """Return why a plan is slower than the best: the part of the step that takes most more time than there."""
-    slower = one.step / best.step - 1
+    slower, candidate = one.step / best.step - 1, one.candidate
     if slower < 0.0005:
-        return f"as fast as the best ({one.candidate.describe()})"
-    grown = {name: getattr(one.breakdown, name) - getattr(best.breakdown, name) for name in vars(one.breakdown)}
-    name = max(grown, key=grown.__getitem__)
-    part, there = getattr(one.breakdown, name) / one.step, getattr(best.breakdown, name) / best.step
-    return f"+{slower:.1%}: {_explain_part(one, best, name, part, cluster)} (best: {there:.0%})"
-
-
-def _explain_part(one: Prediction, best: Prediction, name: str, part: float, cluster: Cluster) -> str:
-    candidate = one.candidate
+        return f"as fast as the best ({candidate.describe()})"
+    here, there = vars(one.breakdown), vars(best.breakdown)
+    name = max(here, key=lambda name: here[name] - there[name])
+    part = here[name] / one.step
     last_name, last = candidate.modules[-1]
     link = find_links(candidate.spans, candidate.dp, cluster).groups[last_name].tp
     where = " crosses nodes" if last.tp > 1 and cluster.nodes > 1 and link != cluster.inside else ""
     stages = " + ".join(str(span.stages) for span in candidate.spans)
-    used, there = candidate.world, best.candidate.world
-    load = f"it uses {used} ranks, where the best uses {there}" if used < there else "the work is less even"
+    used, most = candidate.world, best.candidate.world
+    load = f"it uses {used} ranks, where the best uses {most}" if used < most else "the work is less even"
     texts = {
         "tensor": f"tp = {last.tp} of {last_name}{where}: its all-reduce takes {part:.0%} of the step",
         "context": f"cp = {last.cp} of {last_name}: exchanging keys and values takes {part:.0%} of the step",
@@ -262,4 +212,4 @@ def _explain_part(one: Prediction, best: Prediction, name: str, part: float, clu
         f"{candidate.microbatches} microbatches",
         "compute": f"its busiest ranks compute for {part:.0%} of the step: {load}",
     }
-    return texts[name]
+    return f"+{slower:.1%}: {texts[name]} (best: {there[name] / best.step:.0%})"

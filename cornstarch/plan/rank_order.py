@@ -81,18 +81,15 @@ class Placement:
     def replica(self) -> int:
         return sum(span.ranks for span in self.spans)
 
-    def starts(self, span: Span) -> Ranks:
-        """Return the first rank of a span in every replica."""
-        replicas = np.arange(self.dp, dtype=np.int64)
+    def starts(self, span: Span, replicas: Ranks | None = None) -> Ranks:
+        """Return the first rank of a span in each of these replicas. Default: in every replica."""
+        replicas = np.arange(self.dp, dtype=np.int64) if replicas is None else replicas
         first = replicas // self.together * self.together  # of the replicas placed together
         many = np.minimum(self.together, self.dp - first)
         return first * self.replica + many * span.before + (replicas - first) * span.ranks
 
     def start(self, span: Span, dp: int) -> int:
-        """Return the first rank of a span in one replica."""
-        first = dp // self.together * self.together
-        many = min(self.together, self.dp - first)
-        return first * self.replica + many * span.before + (dp - first) * span.ranks
+        return int(self.starts(span, np.array(dp)))
 
     def locate(self, rank: int) -> tuple[Span, int, int]:
         """Return the span and replica of a rank, and its offset among the span's ranks there."""
@@ -105,11 +102,8 @@ class Placement:
 
 
 def place_spans(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Placement:
-    """Return the order of ranks in which the fewest groups cross nodes: tp first, then cp, then stages, then replicas.
-
-    Among equals the simplest wins: modules in the plan's order, one replica after the other.
-    """
-    found = []
+    """Return the order of ranks in which the fewest groups cross nodes: tp, then cp, then stages, then replicas."""
+    found = []  # the simplest first: modules in the plan's order, one replica after the other
     replica = sum(span.ranks for span in spans)
     fill_nodes = ranks_per_node // gcd(replica, ranks_per_node)  # this many replicas end where a node ends
     # With the largest stages first, sizes that divide one another are all aligned.
@@ -138,10 +132,7 @@ def crossings(placement: Placement, ranks_per_node: int) -> tuple[int, int, int,
 
 
 def copies_in_nodes(replica: int, dp: int, ranks_per_node: int) -> int:
-    """Return the copies of a model if each is sharded over the replicas of one node.
-
-    replica: the ranks of one of `dp` replicas. One that fills a node, or is larger, is a copy by itself.
-    """
+    """Return the copies of a model if each is sharded over the replicas, of `replica` ranks each, of one node."""
     return dp // gcd(dp, max(1, ranks_per_node // replica))
 
 
@@ -204,9 +195,8 @@ def find_links(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int =
     last = next(span for span in placement.spans if span.modules == spans[-1].modules)
     for span in placement.spans:
         starts = placement.starts(span)
-        every = (starts[:, None] + np.arange(span.stages) * span.stage_ranks).reshape(-1)
-        tensor = (every[:, None] + np.arange(span.cp) * span.tp).reshape(-1)
-        data = (starts[:, None] + np.arange(span.cp) * span.tp).reshape(copies, -1)
+        every = group_starts(starts, span.stages, span.stage_ranks)
+        tensor, data = group_starts(every, span.cp, span.tp), group_starts(starts, span.cp, span.tp).reshape(copies, -1)
         data_link = _slowest_of_groups(cluster, data)
         one = GroupLinks(
             tp=_slowest_of_runs(cluster, tensor, span.tp),

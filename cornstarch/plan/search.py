@@ -1,9 +1,5 @@
 """Search for the best plan of a run on a cluster, the best plans of other kinds, and why they lost; no torch.
 
-    found = search(cost, Cluster.parse("2x8xH100"))
-    found.best.candidate.plan, found.best.step
-    found.runners_up[0].reason
-
 The search is exact: best first, by lower bounds. Sizes come first, then microbatches and checkpointing, then the
 schedule and data parallelism; only candidates that can still win are cut into stages and, finally, simulated.
 Candidates that exceed a device's memory are never chosen.
@@ -39,6 +35,9 @@ MOST_DEVICES = 8192
 _MAX_SIZES = 200  # sizes of each rank mode that `can_fit` considers
 _MAX_NEAREST = 8  # and `find_nearest_misses`
 _VIRTUAL = (2, 3, 4)  # parts of the winner's last module on each place, with interleaving
+
+Refused = dict[tuple[str, bool], tuple[int, Candidate]]
+"""By what memory depends on most, the peak bytes and the candidate that comes nearest to fitting."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,6 @@ def _explain_refusal(candidate: Candidate, peak: int, usable: int) -> str:
     return f"{candidate.describe()}: needs {peak / 2**30:.1f} GiB on a rank, and {usable / 2**30:.1f} are usable"
 
 
-# ------------------------------------------------------------------------------------------------ bounds
-
-
 class Bounds:
     """Lower bounds for the candidates of one run on one cluster."""
 
@@ -223,11 +219,7 @@ class Bounds:
 
 
 def can_fit(costs: CostModel, space: SearchSpace) -> bool:
-    """Return whether any candidate fits.
-
-    For all sizes, the fewest and the most microbatches are tried: one needs no memory for earlier gradients, many are
-    small. Of very many sizes, those with the largest replicas, or the fewest bytes per rank, are tried.
-    """
+    """Return whether any candidate fits; of very many sizes, those that need least memory are tried."""
     bounds, usable = Bounds(costs, space), costs.cluster.device.usable
     return any(
         bounds.fits(sizes, candidate.kind) and PipelineCost(candidate, costs).least_peak <= usable
@@ -237,12 +229,17 @@ def can_fit(costs: CostModel, space: SearchSpace) -> bool:
 
 def find_nearest_misses(costs: CostModel, space: SearchSpace) -> list[tuple[int, Candidate]]:
     """Return the candidates that come nearest to fitting, with their peak bytes: the smallest of each kind."""
-    found: dict[tuple[str, bool], tuple[int, Candidate]] = {}
+    found: Refused = {}
     for _, candidate in _list_smallest(costs, space, Bounds(costs, space), _MAX_NEAREST):
-        key, peak = candidate.memory_key, PipelineCost(candidate, costs).least_peak
-        if key not in found or peak < found[key][0]:
-            found[key] = peak, candidate
+        _keep_smallest(found, PipelineCost(candidate, costs).least_peak, candidate)
     return sorted(found.values(), key=lambda one: one[0])
+
+
+def _keep_smallest(found: Refused, peak: int, candidate: Candidate) -> None:
+    """Remember the candidate of its kind that came nearest to fitting."""
+    key = candidate.memory_key
+    if key not in found or peak < found[key][0]:
+        found[key] = peak, candidate
 
 
 def _list_smallest(
@@ -257,6 +254,7 @@ def _list_smallest(
         one = replace(space, ranks=(ranks,))
         for work in (None, per_rank):  # the largest replicas, then the fewest bytes on a rank
             for sizes in islice(candidates.enumerate_sizes(cost, costs.cluster, one, work), most):
+                # The fewest and the most microbatches: one needs no memory for earlier gradients, many are small.
                 many = candidates.list_microbatches(sizes, cost, space)
                 few = dict.fromkeys((*many[-1:], *many[:1]))
                 for number, checkpointing in product(few, candidates.list_checkpointing(cost, space)[::order]):
@@ -265,10 +263,7 @@ def _list_smallest(
 
 
 def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -> Cluster | None:
-    """Return the smallest cluster of the same devices and links on which anything fits; None: none up to a limit.
-
-    Sizes are doubled until something fits, within a node first; then the number of nodes is found by bisection.
-    """
+    """Return the smallest cluster of the same devices and links on which anything fits; None: none up to a limit."""
 
     def try_size(nodes: int, per_node: int) -> Cluster | None:
         one = cluster.resize(nodes, per_node)
@@ -276,27 +271,23 @@ def find_smallest_cluster(cost: RunCost, cluster: Cluster, space: SearchSpace) -
 
     largest = [max(m.tp_sizes) * max(m.cp_sizes) * min(candidates.MOST_STAGES, len(m.layers)) for m in cost.modules]
     most = min(MOST_DEVICES, cost.batch * sum(largest))  # more would be idle
-    per_node = 1
+    per_node = nodes = 1  # sizes are doubled until something fits, within a node first
     while per_node < cluster.per_node:
         if found := try_size(1, per_node):
             return found
         per_node *= 2
-    nodes = 1
-    while (nodes - 1) * cluster.per_node < most:
-        if found := try_size(nodes, cluster.per_node):
-            low, high = nodes // 2, nodes  # low does not fit
-            while high - low > 1:
-                middle = (low + high) // 2
-                if better := try_size(middle, cluster.per_node):
-                    found, high = better, middle
-                else:
-                    low = middle
-            return found
+    while (found := try_size(nodes, cluster.per_node)) is None:
         nodes *= 2
-    return None
-
-
-# ------------------------------------------------------------------------------------------------ best first
+        if (nodes - 1) * cluster.per_node >= most:
+            return None
+    low, high = nodes // 2, nodes  # low does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if better := try_size(middle, cluster.per_node):
+            found, high = better, middle
+        else:
+            low = middle
+    return found
 
 
 class _BestFirstSearch:
@@ -307,7 +298,7 @@ class _BestFirstSearch:
         self.bounds = Bounds(costs, space)
         self.numbers = count()  # ties of bounds must not compare entries
         self.seen: list[Prediction] = []
-        self.refused: dict[tuple[str, bool], tuple[int, Candidate]] = {}
+        self.refused: Refused = {}
         self.tried = 0
 
     def run(self) -> Prediction | None:
@@ -338,7 +329,7 @@ class _BestFirstSearch:
                     best = one if best is None or one.step < best.step else best
                     limit = self._limit(best)
                 else:
-                    self._refuse(one.peak, entry.candidate)
+                    _keep_smallest(self.refused, one.peak, entry.candidate)
                 continue
             for below, inner in self._expand(entry, limit):
                 if max(bound, below) < limit:
@@ -367,16 +358,7 @@ class _BestFirstSearch:
                 if pipeline.least_peak <= self.costs.cluster.device.usable:
                     yield pipeline.least, pipeline
                 else:
-                    self._refuse(pipeline.least_peak, candidate)
-
-    def _refuse(self, peak: int, candidate: Candidate) -> None:
-        """Remember the candidate of its kind that came nearest to fitting."""
-        key = candidate.memory_key
-        if key not in self.refused or peak < self.refused[key][0]:
-            self.refused[key] = peak, candidate
-
-
-# ------------------------------------------------------------------------------------------------ runners-up
+                    _keep_smallest(self.refused, pipeline.least_peak, candidate)
 
 
 def _search_alternatives(costs: CostModel, space: SearchSpace, best: Prediction) -> Iterator[Prediction]:
@@ -402,15 +384,10 @@ def _kind_of(prediction: Prediction) -> tuple[Any, ...]:
     return candidate.ranks, last.tp, last.stages > 1, last.cp > 1, candidate.kind in ("zero2", "zero3", "hsdp")
 
 
-# ------------------------------------------------------------------------------------------------ refinement
-
-
 def _polish(best: Prediction, seen: list[Prediction], costs: CostModel, space: SearchSpace) -> Prediction:
-    """Return the best prediction after trying other schedules, and moving single layers while that helps.
-
-    Layers are also moved in the few that are nearly as good: the best before need not be the best after.
-    """
+    """Return the best prediction after trying other schedules, and moving single layers while that helps."""
     others = [one for candidate in _reschedule(best.candidate, space) if (one := _predict_fitting(candidate, costs))]
+    # Layers are also moved in the few that are nearly as good: the best before need not be the best after.
     near = {one.candidate: one for one in (best, *others, *seen) if one.step <= best.step * (1 + _NEAR)}
     few = sorted(near.values(), key=lambda one: one.step)[:_MAX_REFINED]
     return min((_move_layers(one, costs) for one in few), key=lambda one: one.step)

@@ -1,9 +1,4 @@
-"""Simulate a schedule: when each action starts and ends, how long places wait, and their memory over time; no torch.
-
-timeline = simulate(make_schedule(StageGraph.chain(4), microbatches=8))
-timeline.step, timeline.bubble              # 33.0, 0.2727...
-timeline.memory_levels(kept=[2**20] * 4)    # by place: when its activations change, and to how many bytes
-print(as_text(timeline))
+"""Simulate a schedule: when each action starts and ends, and how long places wait; no torch.
 
 The runtime executes the same schedule; only the costs are given. Gradient reduction over replicas and the optimizer,
 which follow the passes, are given by place (`StepEnd`).
@@ -42,13 +37,6 @@ class Interval(NamedTuple):
     end: float
 
 
-class MemoryLevel(NamedTuple):
-    """The memory of a place from a moment on."""
-
-    time: float
-    bytes: float
-
-
 @dataclass(frozen=True)
 class StepEnd:
     """Work of a place, or of one of its stages, after the passes of a step, in the unit of the costs."""
@@ -78,8 +66,7 @@ class StepEnd:
     def get_exposed_seconds(self, backward: float) -> float:
         """Return the time of the reduction after the last backward pass, which takes `backward`.
 
-        The gradients of a layer are reduced as soon as they exist, while those of the layer before are computed. The
-        first of n buckets can start after 1/n of the pass, the last one only when the pass is over.
+        The first of n buckets can start after 1/n of the pass, the last one only when the pass is over.
         """
         if not self.buckets:
             return 0.0
@@ -129,32 +116,6 @@ class Timeline:
             tuple(end.other_work(own[-1].end if own else 0.0, last_backward(self.schedule, place)))
             for place, (own, end) in enumerate(zip(self.events, ends, strict=True))
         )
-
-    def memory_levels(
-        self, kept: Sequence[float], working: Sequence[float] | None = None
-    ) -> tuple[tuple[MemoryLevel, ...], ...]:
-        """Return, by place, the bytes of activations from each moment at which they change.
-
-        Saved activations live from the start of a forward pass to the end of its backward pass. `kept`: by stage, the
-        bytes of a microbatch saved for its backward pass; `working`: those in use while it computes, beside the saved.
-        """
-        return tuple(self._list_levels(own, kept, working or [0.0] * len(kept)) for own in self.events)
-
-    def _list_levels(
-        self, own: Sequence[SimulatedAction], kept: Sequence[float], working: Sequence[float]
-    ) -> tuple[MemoryLevel, ...]:
-        graph, size = self.schedule.graph, 0.0
-        found = [MemoryLevel(0.0, 0.0)]
-        for event in own:
-            backward = graph.backward(event.stage)
-            if event.kind is Kind.F and backward != "none":
-                size += kept[event.stage]
-            found.append(MemoryLevel(event.start, size + working[event.stage]))
-            if event.kind in (Kind.B, Kind.W) or (event.kind is Kind.I and backward == "input"):
-                size -= kept[event.stage]
-            found.append(MemoryLevel(event.end, size))
-        pairs = zip(found, [*found[1:], None], strict=True)  # of several at one moment the last counts
-        return tuple(level for level, then in pairs if then is None or then.time > level.time)
 
     @cached_property
     def bubbles(self) -> tuple[float, ...]:

@@ -1,10 +1,5 @@
 """Pipeline stages: where layers are cut, the graph of stages, and the ranks of each; no torch.
 
-graph = stage_graph(plan, trains={"vision": [False]})
-schedule = make_schedule(graph, microbatches=8, policy=plan.schedule)
-places_of(layout, dp=0)[schedule_place]      # the ranks that execute its actions, as an array [cp, tp]
-best_cut([1, 1, 1, 3, 3], stages=2)          # (0, 3): the first layer of each stage
-
 A place is the set of ranks that executes one list of actions. Places are numbered: those of the encoders in the plan's
 order, stage by stage, then those of the language model. Encoders on the same ranks have the same places. Encoders
 inside the language model's first stage are not stages of their own: their costs and trainability belong to that stage.
@@ -46,15 +41,7 @@ def stage_graph(
         costs: By module, for each of these parts. Default: 1 for each pass.
     """
     plan = layout.plan if isinstance(layout, Layout) else layout
-    trained = {name: _list_parts(plan, name, trains, "trains", True) for name in plan.modules}
-    cost: dict[str, list[Cost]] = {
-        name: _list_parts(plan, name, costs, "costs", (1.0, 1.0, 1.0)) for name in plan.modules
-    }
-    for given, what in ((trains, "trains"), (costs, "costs")):
-        for name in given or {}:
-            if name not in plan.modules:
-                raise ConfigError(f"{what}: the plan has no module {name!r}; it has {', '.join(plan.modules)}.")
-
+    trained, cost = _list_parts(plan, trains, "trains", True), _list_parts(plan, costs, "costs", (1.0, 1.0, 1.0))
     *encoders, last = plan.modules
     if len(plan.sharing) == 1:  # encoders belong to the first stage; those without given costs are free
         for name in encoders:
@@ -106,14 +93,18 @@ def _first_places(plan: Plan) -> dict[str, int]:
     return found
 
 
-def _list_parts(plan: Plan, name: str, given: Mapping[str, Sequence[T]] | None, what: str, default: T) -> list[T]:
-    """Return the given value of each part of a module, or the default for each."""
-    module = plan.modules[name]
-    parts = module.stages * module.virtual_stages
-    values = [*(given or {}).get(name, [default] * parts)]
-    if len(values) != parts:
-        raise ConfigError(f"{what}[{name!r}] has {len(values)} entries; the module has {parts} stages.")
-    return values
+def _list_parts(plan: Plan, given: Mapping[str, Sequence[T]] | None, what: str, default: T) -> dict[str, list[T]]:
+    """Return, by module, the given value of each of its parts, or the default for each."""
+    found = {}
+    for name, module in plan.modules.items():
+        parts = module.stages * module.virtual_stages
+        found[name] = [*(given or {}).get(name, [default] * parts)]
+        if len(found[name]) != parts:
+            raise ConfigError(f"{what}[{name!r}] has {len(found[name])} entries; the module has {parts} stages.")
+    for name in given or {}:
+        if name not in plan.modules:
+            raise ConfigError(f"{what}: the plan has no module {name!r}; it has {', '.join(plan.modules)}.")
+    return found
 
 
 def best_cut(times: Times, stages: int, before: float = 0.0) -> tuple[int, ...]:
@@ -155,16 +146,13 @@ def best_parts(times: Times, stages: int, virtual: int, before: float = 0.0) -> 
         for place, count in enumerate(counts)
     ]
     in_turn = (0, *np.cumsum(sizes)[:-1].tolist())
-    better = _max_stage_time(times, in_turn, stages, before) < _max_stage_time(times, plain, stages, before) * (
-        1 - 1e-9
-    )
-    return in_turn if better else plain
 
+    def slowest_stage(starts: tuple[int, ...]) -> float:
+        parts = np.add.reduceat(np.asarray(times, dtype=np.float64), starts)
+        parts[0] += before
+        return float(parts.reshape(-1, stages).sum(axis=0).max())
 
-def _max_stage_time(times: Times, starts: tuple[int, ...], stages: int, before: float) -> float:
-    parts = np.add.reduceat(np.asarray(times, dtype=np.float64), starts)
-    parts[0] += before
-    return float(parts.reshape(-1, stages).sum(axis=0).max())
+    return in_turn if slowest_stage(in_turn) < slowest_stage(plain) * (1 - 1e-9) else plain
 
 
 def _minimize(

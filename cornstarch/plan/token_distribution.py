@@ -1,9 +1,5 @@
 """Token distribution: which context-parallel rank computes which tokens; NumPy only, recomputed for every batch.
 
-    work = compute_mask_work(documents, spans, block=choose_block_size(tokens, ranks), linear=24_000)
-    found = distribute(work, ranks, "auto")
-    found.tokens(rank), found.imbalance, found.reason
-
 Tokens are assigned in blocks of up to 128. The work of a block is the pairs that its queries see (counted without
 building the mask) plus the linear layers for its tokens. All rows of a batch are split alike.
 
@@ -12,7 +8,7 @@ Shapes: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,9 +74,6 @@ class TokenDistribution:
         """The most tokens of a rank over the mean: activation memory follows the number of tokens."""
         counts = [len(self.tokens(rank)) for rank in range(len(self.blocks))]
         return max(counts) * len(counts) / sum(counts)
-
-
-Distribute = Callable[[BlockWork, int], TokenDistribution]
 
 
 def choose_block_size(tokens: int, ranks: int) -> int:
@@ -166,9 +159,8 @@ def _count_earlier(keys: NDArray[np.integer], lengths: Integers) -> Integers:
 def distribute(work: BlockWork, ranks: int, how: str = "auto") -> TokenDistribution:
     """Distribute the blocks of a row over ranks.
 
-    Each rank of the context-parallel group gets at least one block. uniform: one piece each; zigzag: one piece from the
-    front and its mirror image from the back, even for causal text; makespan_min: the most even under this mask; auto:
-    the first of these that is even within 5 %.
+    Each gets at least one block. uniform: one piece each; zigzag: a piece from the front and its mirror image from the
+    back, even for causal text; makespan_min: the most even under this mask; auto: the first that is even within 5 %.
     """
     if how not in get_args(DistributionMethod):
         raise ConfigError(f"distribution = {how!r}: expected one of {', '.join(get_args(DistributionMethod))}.")
@@ -178,25 +170,24 @@ def distribute(work: BlockWork, ranks: int, how: str = "auto") -> TokenDistribut
             f"{ranks} ranks. Use fewer ranks, smaller blocks or longer rows."
         )
     if how != "auto":
-        return _METHODS[how](work, ranks)
+        return _distribute(work, ranks, how)
     tried = []
-    for method in _METHODS.values():
-        found = method(work, ranks)
+    for method in ("uniform", "zigzag", "makespan_min"):
+        found = _distribute(work, ranks, method)
         tried.append(f"{found.how} {found.imbalance:.2f}")
         if found.imbalance <= _BALANCED:
             break
     return TokenDistribution(found.blocks, work, found.how, f"largest over mean work: {', '.join(tried)}")
 
 
-def _distribute_uniform(work: BlockWork, ranks: int) -> TokenDistribution:
-    pieces = np.array_split(np.arange(len(work.blocks)), ranks)
-    return TokenDistribution(tuple(pieces), work, "uniform", "one piece of the row each")
-
-
-def _distribute_zigzag(work: BlockWork, ranks: int) -> TokenDistribution:
-    pieces = np.array_split(np.arange(len(work.blocks)), 2 * ranks)
+def _distribute(work: BlockWork, ranks: int, how: str) -> TokenDistribution:
+    if how == "makespan_min":
+        return _distribute_makespan_min(work, ranks)
+    pieces = np.array_split(np.arange(len(work.blocks)), ranks if how == "uniform" else 2 * ranks)
+    if how == "uniform":
+        return TokenDistribution(tuple(pieces), work, how, "one piece of the row each")
     pairs = tuple(np.concatenate([pieces[rank], pieces[-1 - rank]]) for rank in range(ranks))
-    return TokenDistribution(pairs, work, "zigzag", "a piece from the front and its mirror image from the back")
+    return TokenDistribution(pairs, work, how, "a piece from the front and its mirror image from the back")
 
 
 def _distribute_makespan_min(work: BlockWork, ranks: int) -> TokenDistribution:
@@ -250,10 +241,3 @@ def _swap_blocks(work: BlockWork, ranks: int, owners: Integers) -> Integers:
         loads[heaviest] -= difference
         loads[lightest] += difference
     return owners
-
-
-_METHODS: dict[str, Distribute] = {
-    "uniform": _distribute_uniform,
-    "zigzag": _distribute_zigzag,
-    "makespan_min": _distribute_makespan_min,
-}

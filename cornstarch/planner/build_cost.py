@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,7 @@ class MicrobatchShape:
 def build_microbatch_shape(config: RunConfig, model: nn.Module, facts: DataStatistics | None = None) -> MicrobatchShape:
     """Return the shape of a run's microbatch on one rank.
 
-    Without facts about the data, samples have `data.max_length` tokens, all of them with a label, and one item for each
-    encoder.
+    Without facts, samples have `data.max_length` tokens, all of them with a label, and one item for each encoder.
     """
     rows = max(1, config.loop.batch_size // config.loop.gradient_accumulation_steps)
     encoders = list(model.encoders) if isinstance(model, MultimodalModel) else []
@@ -127,24 +126,17 @@ def model_cost(
 ) -> RunCost:
     """Return the cost of the layers of a model on a device.
 
-    Args:
-        model: On the meta device, its parameters in the precisions of the run.
-        microbatch: The shape of a microbatch.
-        device: The device of each rank.
-        precision: The precision of autocast.
-        compiled: Whether layers are compiled. Default: on GPUs.
-        batch: Samples of a step. Default: those of the microbatch.
-        optimizer: Has states for trained parameters. Default: AdamW.
-        is_measured: Whether the device's figures are measured ones.
+    The model is on the meta device, its parameters in the precisions of the run; `precision` is that of autocast.
+    `compiled`: whether layers are compiled; default: on GPUs. `batch`: samples of a step; default: those of the
+    microbatch. `optimizer`: has states for trained parameters; default: AdamW. `is_measured`: as in `run_cost`.
     """
-    on_gpu = device.name != "cpu"
-    speed = DeviceSpeed.of(device, is_measured)
+    on_gpu, speed, dtype = device.name != "cpu", DeviceSpeed.of(device, is_measured), DTYPES[precision]
     fused = on_gpu if compiled is None else compiled
 
     def build_model(is_causal: bool) -> AnalyticCost:
-        return AnalyticCost(speed, ComputeSetting(DTYPES[precision], on_gpu, fused, is_causal, microbatch.labels))
+        return AnalyticCost(speed, ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels))
 
-    return build_cost(model, microbatch, build_model, DTYPES[precision], on_gpu, batch, optimizer)
+    return build_cost(model, microbatch, build_model, dtype, on_gpu, batch, optimizer)
 
 
 def build_cost(
@@ -156,18 +148,23 @@ def build_cost(
     batch: int | None = None,
     optimizer: OptimizerConfig | None = None,
 ) -> RunCost:
-    """Return the cost of the layers of a model, as `model_cost` does, with the times and bytes of any cost model.
-
-    Args:
-        build_cost_model: Returns the cost model, given whether attention is causal.
-    """
+    """Return the cost of the layers as `model_cost` does; `build_cost_model` is given whether attention is causal."""
     modules, flops = [], 0.0
     for name, part, call in _list_parts(model, microbatch):
         is_language_model = isinstance(model, MultimodalModel) and part is model.language_model
         cost_model = build_cost_model(is_language_model)
-        with _explain_errors(name, part):
+        try:
             segments = find_segments(part, call, dtype, on_gpu)
             costs = [[cost_model(one) for one in segment.calls] for segment in segments]
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"A layer of {name} does not fit on this device. Measure a smaller microbatch: a larger "
+                "loop.gradient_accumulation_steps, or a smaller data.max_length."
+            ) from error
+        except Exception as error:  # model code that needs values, which meta tensors do not have
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:160].rstrip(".")
+            kind = type(unwrap(part)).__name__
+            raise ConfigError(f"The cost of the layers of {name} ({kind}) cannot be computed: {reason}.") from error
         flops += sum(one.flops for segment in costs for one in segment)
         seen: set[int] = set()
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
@@ -183,23 +180,6 @@ def build_cost(
         precision={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32"),
         state_bytes=_count_state_bytes(model, optimizer or OptimizerConfig()),
     )
-
-
-@contextmanager
-def _explain_errors(name: str, part: nn.Module) -> Iterator[None]:
-    """Raise ConfigError for errors inside a model."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"A layer of {name} does not fit on this device. Measure a smaller microbatch: a larger "
-            "loop.gradient_accumulation_steps, or a smaller data.max_length."
-        ) from error
-    except Exception as error:  # model code that needs values, which meta tensors do not have
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:160].rstrip(".")
-        raise ConfigError(
-            f"The cost of the layers of {name} ({type(unwrap(part)).__name__}) cannot be computed: {reason}."
-        ) from error
 
 
 def _list_parts(model: nn.Module, microbatch: MicrobatchShape) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
@@ -251,7 +231,7 @@ def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int
 
 
 def _find_tp_sizes(part: nn.Module) -> tuple[int, ...]:
-    """Return the numbers of ranks over which all matrices that tensor parallelism splits can be split."""
+    """Return the sizes that divide all matrices that tensor parallelism splits."""
     try:
         regions = plan_regions(part).regions
     except (UnsupportedModelError, ConfigError):
@@ -285,12 +265,7 @@ def profile_run(
     """Return the cost of the layers of a run, measured on the device of its config.
 
     One layer of each kind is built there with random weights and run forward and backward. The model itself is not
-    built, and no weights are read.
-
-    Args:
-        config: The run.
-        facts: What the data is like, as in `run_cost`.
-        on_measure: Called with a description of each call that is measured.
+    built, and no weights are read. `on_measure` is called with a description of each call that is measured.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -319,17 +294,9 @@ def profile_model(
     known: dict[str, CallCost] | None = None,
     on_measure: Callable[[str], None] = lambda words: None,
 ) -> RunCost:
-    """Return the cost of the layers of a model, measured on a device.
+    """Return the cost of the layers of a model, measured on a device; the arguments are those of `model_cost`.
 
-    Args:
-        model: On the meta device, its parameters in the precisions of the run.
-        microbatch: The shape of a microbatch.
-        placement: The device and the precision.
-        compiled: Whether layers are compiled. Default: on GPUs.
-        batch: Samples of a step. Default: those of the microbatch.
-        optimizer: Has states for trained parameters. Default: AdamW.
-        known: Earlier measurements, which are not repeated; new ones are added.
-        on_measure: Called with a description of each call that is measured.
+    `known`: earlier measurements, which are not repeated; new ones are added.
     """
     on_gpu = placement.device.type != "cpu"
     fused = compiles("auto", placement.device) if compiled is None else compiled
@@ -341,9 +308,7 @@ def profile_model(
         cost_models.append(ProfiledCost(placement, setting, known, on_measure))
         return cost_models[-1]
 
-    def build() -> RunCost:
-        return build_cost(model, microbatch, build_cost_model, placement.dtype, on_gpu, batch, optimizer)
-
+    build = partial(build_cost, model, microbatch, build_cost_model, placement.dtype, on_gpu, batch, optimizer)
     cost = build()
     if on_gpu:
         return cost

@@ -96,14 +96,10 @@ class Estimate:
 
 
 def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int = 8, items: int = 1) -> Estimate:
-    """Return the memory of a run on each rank under every kind of data parallelism.
+    """Return the memory of a run on each of `world` ranks under every kind of data parallelism.
 
-    Args:
-        config: The run, without tensor or context parallelism and without stages (`needs_prediction`).
-        device: The device of each rank.
-        world: The number of ranks.
-        ranks_per_node: Ranks on each node.
-        items: Images, and sounds, in each sample.
+    The run has no tensor or context parallelism and no stages (`needs_prediction`); each sample has `items` images and
+    sounds.
     """
     plan, loop = config.parallel, config.loop
     Layout.of(plan, world, ranks_per_node)
@@ -122,8 +118,16 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
         found, _ = get_activations(data.param_dtype != precision)
         peak = None if found is None else found.peak(config.recomputes, loop.activation_bytes)
         last = 0 if found is None else found.layer
-        memory, refused = _estimate_memory(model, config, data, world, copies)
-        label = "one process" if world == 1 else _label(data.kind, copies)
+        memory, refused = None, ""
+        try:
+            if world > 1:
+                check_data_plan(model, data)
+            size = model_size(model, data, config.optimizer, loop.ema_decay is not None)
+            memory = memory_of(size, data, world, copies=copies)
+        except ConfigError as error:
+            refused = str(error).splitlines()[-1].strip()
+        names = {"hsdp": f"hsdp, {copies} copies", "zero3": "zero3 = fsdp2", "fsdp2": "zero3 = fsdp2"}
+        label = "one process" if world == 1 else names.get(data.kind, data.kind)
         kinds.append(KindEstimate(data, label, memory, refused, peak, last, loop.gradient_accumulation_steps > 1))
     chosen = next(kind for kind in kinds if kind.data is plan.data)
     known, unknown = get_activations(chosen.data.param_dtype != precision)
@@ -193,23 +197,6 @@ def _count_copies(plan: Plan, data: DataPlan, world: int, ranks_per_node: int) -
     if copies == 1:  # all in one node
         return 2 if world >= 4 and world % 2 == 0 and data.replicate is None else None
     return copies
-
-
-def _label(kind: DataKind, copies: int) -> str:
-    return f"hsdp, {copies} copies" if kind == "hsdp" else "zero3 = fsdp2" if kind in ("zero3", "fsdp2") else kind
-
-
-def _estimate_memory(
-    model: nn.Module, config: RunConfig, data: DataPlan, world: int, copies: int
-) -> tuple[Memory | None, str]:
-    """Return the memory of a rank without activations, or why the kind is refused."""
-    try:
-        if world > 1:
-            check_data_plan(model, data)
-        size = model_size(model, data, config.optimizer, config.loop.ema_decay is not None)
-        return memory_of(size, data, world, copies=copies), ""
-    except ConfigError as error:
-        return None, str(error).splitlines()[-1].strip()
 
 
 def _list_notes(config: RunConfig, world: int, rows: int, kinds: Sequence[KindEstimate]) -> Iterator[str]:
@@ -316,10 +303,7 @@ def needs_prediction(plan: Plan) -> bool:
 def estimate_plan(
     config: RunConfig, device: Device, world: int, ranks_per_node: int = 8, items: int = 1
 ) -> PlanEstimate:
-    """Return the memory of each rank and the step time of the config's own plan, as `cornstarch plan` predicts them.
-
-    The arguments are those of `estimate`; the links between devices are those of the catalogue.
-    """
+    """Return the memory and step time that `cornstarch plan` predicts for the config's plan, with catalogue links."""
     plan, per_node = config.parallel, min(ranks_per_node, world)
     Layout.of(plan, world, ranks_per_node)
     check_executable(plan)

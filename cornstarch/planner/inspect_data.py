@@ -1,8 +1,5 @@
 """Inspect the data of a run before it starts: sizes of samples from headers, and load imbalance between replicas.
 
-    found = inspect_data(config)
-    found.facts, found.waits, found.too_long
-
 No image or sound is decoded, and a composed model is built without weights.
 """
 
@@ -122,13 +119,7 @@ class Inspection:
 
 
 def inspect_data(config: RunConfig, most: int | None = None, progress: Progress = iter) -> Inspection:
-    """Return the sizes of a run's training data.
-
-    Args:
-        config: The run.
-        most: Inspect at most this many samples of each source, at even distances. Default: all.
-        progress: Wraps the iteration over samples.
-    """
+    """Return the sizes of a run's training data: of `most` samples of each source, at even distances, or of all."""
     source = open_sources(config.data.train)
     sizer = build_sizer(config, source)
     found = Inspection(config, sizer.phases, [], [], [], [])

@@ -39,11 +39,7 @@ WITHOUT_PIPELINE = SearchSpace(ranks=("shared",), most_stages=1)
 def cost_of(
     config: RunConfig, cluster: Cluster, costs: str | Path | None = None, facts: DataStatistics | None = None
 ) -> RunCost:
-    """Return the costs of a run's layers on a device of a cluster.
-
-    costs: A file of `cornstarch profile`. Default: they are counted.
-    facts: Statistics of the data. Default: samples of the maximal length, with one item for each encoder.
-    """
+    """Return the costs of a run's layers on a device, from a file of `cornstarch profile`, or else from `run_cost`."""
     if costs is None:
         from cornstarch.planner import run_cost
 
@@ -74,12 +70,8 @@ def plan_run(
 ) -> SearchResult:
     """Return the fastest plan of a run on a cluster, the best of other kinds, and why they lost.
 
-    The search chooses `parallel`, `loop.gradient_accumulation_steps` and `loop.activation_checkpointing`; the rest of
-    the config is kept.
-
-    cost: Costs of the run. Default: counted.
-    runners_up: How many, at most.
-    space: The choices. Default: everything that the rest of the config allows.
+    The search chooses `parallel`, `loop.gradient_accumulation_steps` and `loop.activation_checkpointing`, from `space`,
+    or from everything that the rest of the config allows.
     """
     cost = cost or cost_of(config, cluster)
     # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
@@ -176,13 +168,7 @@ class AutoPlan:
 def choose_plan(config: RunConfig, ranks: int, per_node: int, own: torch.device | None = None) -> AutoPlan:
     """Return the fastest plan that uses every process. All processes must call it; all get the plan of rank 0.
 
-    Raises the same ConfigError in all of them if nothing fits.
-
-    Args:
-        config: The run, with `parallel: auto`.
-        ranks: The number of processes.
-        per_node: How many of them are on one machine.
-        own: The device of this process. Default: the config's.
+    Raises the same ConfigError in all of them if nothing fits. `own`: the device of this process, if not the config's.
     """
     from cornstarch.parallel import distributed
 

@@ -17,6 +17,7 @@ from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
 from cornstarch.plan.predict import predict
 from cornstarch.plan.rank_order import find_links
 from cornstarch.plan.simulate import StepEnd
+from tests.plan.memory_curve import memory_over_time
 from tests.plan.runs import cluster, enumerate_candidates, layer, module, random_run
 
 CHAIN = RunCost((module("model", 4),), batch=8, tokens=10, flops=1e12)
@@ -138,8 +139,10 @@ def test_stages_send_over_their_own_links() -> None:
 
 def test_memory_over_time_peaks_at_the_peak() -> None:
     """With several microbatches the fullest moment is the peak; before the first backward there are no gradients."""
-    found = predict(chain(2, dp=2, kind="zero3", microbatches=4), CHAIN, cluster(1, 4))
-    for place, levels in zip(found.memory, found.memory_over_time, strict=True):
+    candidate, machines = chain(2, dp=2, kind="zero3", microbatches=4), cluster(1, 4)
+    found = predict(candidate, CHAIN, machines)
+    curves = memory_over_time(found, PipelineCost(candidate, CostModel(CHAIN, machines)))
+    for place, levels in zip(found.memory, curves, strict=True):
         assert max(level.bytes for level in levels) == place.peak
         assert levels[0].bytes < place.states.persistent + place.states.gathered + place.activations
         assert levels[-1].time <= found.step
@@ -148,7 +151,8 @@ def test_memory_over_time_peaks_at_the_peak() -> None:
         cost, machines = random_run(draw)
         for candidate in draw.sample(list(enumerate_candidates(cost, machines)), 5):
             one = predict(candidate, cost, machines)
-            for place, levels in zip(one.memory, one.memory_over_time, strict=True):
+            curves = memory_over_time(one, PipelineCost(candidate, CostModel(cost, machines)))
+            for place, levels in zip(one.memory, curves, strict=True):
                 assert max(level.bytes for level in levels) <= place.peak + 1, candidate.describe()
 
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornstarch.plan.simulate import Interval, MemoryLevel, StepEnd, as_text, simulate
+from cornstarch.plan.simulate import Interval, StepEnd, as_text, simulate
 from cornstarch.schedule import Kind, StageGraph, make_schedule
 from tests.effort import counted
+from tests.plan.memory_curve import MemoryLevel, memory_levels
 from tests.schedule.graphs import POLICIES_OF_ANY_GRAPH, graphs, whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,12 +101,12 @@ def test_gradient_reduction_overlaps_with_the_last_backward() -> None:
 def test_memory_levels_of_1f1b() -> None:
     """1f1b on two stages: the first saves two microbatches, the second one; each pass uses 1 byte more."""
     timeline = simulate(make_schedule(StageGraph.chain(2), 2))
-    first, second = timeline.memory_levels(kept=[10, 20], working=[1, 1])
+    first, second = memory_levels(timeline, kept=[10, 20], working=[1, 1])
     assert first[:3] == (MemoryLevel(0, 11), MemoryLevel(1, 21), MemoryLevel(2, 20))
     assert first[-1] == MemoryLevel(timeline.step, 0) and second[-1].bytes == 0
     assert max(level.bytes for level in second) == 21
     frozen = simulate(make_schedule(StageGraph.chain(2).freeze(), 2, "gpipe"))
-    assert {level.bytes for own in frozen.memory_levels([10, 20]) for level in own} == {0}  # nothing waits
+    assert {level.bytes for own in memory_levels(frozen, [10, 20]) for level in own} == {0}  # nothing waits
 
 
 @given(graphs().map(whole), st.integers(1, 5), st.sampled_from(POLICIES_OF_ANY_GRAPH))
@@ -113,7 +114,7 @@ def test_the_fullest_moment_of_a_stage_is_its_microbatches_in_flight(graph: Stag
     timeline = simulate(make_schedule(graph, many, policy))
     for stage, node in enumerate(graph.nodes):
         kept = [float(other == stage) for other in range(len(graph.nodes))]
-        found = timeline.memory_levels(kept)[node.place]
+        found = memory_levels(timeline, kept)[node.place]
         assert [level.time for level in found] == sorted({level.time for level in found})
         assert found[-1].bytes == 0
         lasting = [event for event in timeline.events[node.place] if event.end > event.start]
@@ -130,7 +131,7 @@ def test_a_thousand_places_and_64_microbatches_are_quick(policy: str, passes: in
     timeline, turns = counted(lambda: simulate(make_schedule(graph, 64, policy), transfers, ends))
     assert timeline.step > (1024 + 63) * passes
     assert turns < 800 * 1024 * 64 * 3  # one for each other place, too, would be 1,024 times as many
-    levels = timeline.memory_levels([1.0] * 1024)
+    levels = memory_levels(timeline, [1.0] * 1024)
     assert max(level.bytes for level in levels[0]) == 64
 
 
