@@ -42,7 +42,7 @@ def as_text(layout: Layout) -> str:
     cells: list[tuple[str, ...]] = [("node", "ranks", "module", "stage", "dp", "cp", "tp")]
     last = None
     for row in rows(layout, shown):
-        nodes = _format_range(_node_range(layout, row))
+        nodes = _format_range((layout.node(row.ranks[0]), layout.node(row.ranks[1])))
         numbers = [_format_range(axis) for axis in (row.stage, row.dp, row.cp, row.tp)]
         cells.append((nodes if nodes != last else "", _format_range(row.ranks), format_modules(row.modules), *numbers))
         last = nodes
@@ -78,12 +78,6 @@ def _describe_hidden(layout: Layout, shown: int) -> Iterator[str]:
     else:
         many = f"{together:,} replicas stand" if together < layout.dp else "All replicas stand"
         yield f"{many} together ({together * replica:,} ranks): each module of all of them, then the next module."
-
-
-def _node_range(layout: Layout, row: RankRow, behind: int = 0) -> Range:
-    """Return the first and the last node of a row; `behind`: added to the last."""
-    first, last = row.ranks
-    return first // layout.ranks_per_node, last // layout.ranks_per_node + behind
 
 
 def _format_range(span: Range) -> str:
@@ -154,7 +148,7 @@ stroke-width: 1.6; } .warn { fill: #8a5300; }
 def as_svg(layout: Layout) -> str:
     """Return an SVG: a panel for each node, a cell for each rank, coloured by module, with frames around tp groups."""
     shown = count_shown_replicas(layout)
-    touched = [range(*_node_range(layout, row, 1)) for row in rows(layout, shown)]
+    touched = [range(layout.node(row.ranks[0]), layout.node(row.ranks[1]) + 1) for row in rows(layout, shown)]
     nodes = sorted({*chain(*touched)}) if shown < layout.dp else list(range(layout.nodes))
     drawn = nodes[:MOST_NODES]
     wide = min(layout.ranks_per_node, CELLS_IN_A_LINE, layout.world)
@@ -165,20 +159,19 @@ def as_svg(layout: Layout) -> str:
     parts, top = _draw_heading(layout, len(nodes) - len(drawn), shown)
     for index, node in enumerate(drawn):
         line, column = divmod(index, in_a_line)
-        corner = (_MARGIN + column * (panel[0] + _GAP), top + line * (panel[1] + _GAP))
-        parts += _draw_node(layout, node, corner, panel, wide)
+        x, y = _MARGIN + column * (panel[0] + _GAP), top + line * (panel[1] + _GAP)
+        parts.append(f'<rect class="node" x="{x}" y="{y}" width="{panel[0]}" height="{panel[1]}" rx="8"/>')
+        parts.append(f'<text class="soft" x="{x + _GAP}" y="{y + 19}">node {node:,}</text>')
+        first = node * layout.ranks_per_node
+        for rank in range(first, min(first + layout.ranks_per_node, layout.world)):
+            line, column = divmod(rank - first, wide)
+            parts += _draw_cell(layout, rank, x + _GAP + column * _CELL, y + _GAP + _TITLE - 4 + line * _CELL)
     width = max(2 * _MARGIN + min(in_a_line, len(drawn)) * (panel[0] + _GAP) - _GAP, 720)
     height = top + -(-len(drawn) // in_a_line) * (panel[1] + _GAP) + _MARGIN - _GAP
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" role="img">',
-            f"<title>{_escape(layout.describe().splitlines()[0])}</title>",
-            f"<style>{_STYLE}</style>",
-            *parts,
-            "</svg>\n",
-        ]
-    )
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    title = f"<title>{_escape(layout.describe().splitlines()[0])}</title>"
+    head = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">', title, f"<style>{_STYLE}</style>"]
+    return "\n".join([*head, *parts, "</svg>\n"])
 
 
 def _draw_heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str], int]:
@@ -202,17 +195,6 @@ def _draw_heading(layout: Layout, left_out: int, shown: int) -> tuple[list[str],
             y += 18
             parts.append(f'<text class="{kind}" x="{_MARGIN}" y="{y}">{_escape(line)}</text>')
     return parts, y + 16
-
-
-def _draw_node(layout: Layout, node: int, corner: Range, panel: Range, wide: int) -> Iterator[str]:
-    x, y = corner
-    first = node * layout.ranks_per_node
-    last = min(first + layout.ranks_per_node, layout.world) - 1
-    yield f'<rect class="node" x="{x}" y="{y}" width="{panel[0]}" height="{panel[1]}" rx="8"/>'
-    yield f'<text class="soft" x="{x + _GAP}" y="{y + 19}">node {node:,}</text>'
-    for rank in range(first, last + 1):
-        line, column = divmod(rank - first, wide)
-        yield from _draw_cell(layout, rank, x + _GAP + column * _CELL, y + _GAP + _TITLE - 4 + line * _CELL)
 
 
 def _draw_cell(layout: Layout, rank: int, x: int, y: int) -> Iterator[str]:

@@ -361,28 +361,24 @@ def _rank_conflicts(ranks: Any, modules: Mapping[str, Mapping[str, Any]]) -> str
     encoders = {name: module for name, module in modules.items() if name != LANGUAGE_MODEL}
     if len(modules) == 1 or ranks not in ("shared", "colocated", "first_stage"):
         return None
+    placed = modules if ranks == "shared" else encoders
+    around = placed  # the modules whose largest cp and tp must be multiples of the others'
+    stages = {module["stages"] for module in placed.values()}
     if ranks == "shared":
         rule = "Modules on the same ranks have one stage each, and a cp and a tp that divide the largest."
-        fits = _sizes_divide(modules, modules) and all(module["stages"] == 1 for module in modules.values())
     elif ranks == "colocated":
         rule = "Encoders on the same ranks have the same number of stages, and a cp and a tp that divide the largest."
-        fits = _sizes_divide(encoders, encoders) and len({module["stages"] for module in encoders.values()}) == 1
     else:
         rule = (
             "Encoders in the language model's first stage have one stage each, and a cp and a tp that divide its own."
         )
-        whole = {LANGUAGE_MODEL: modules[LANGUAGE_MODEL]} if LANGUAGE_MODEL in modules else modules
-        fits = _sizes_divide(encoders, whole) and all(module["stages"] == 1 for module in encoders.values())
-    if fits:
+        around = {LANGUAGE_MODEL: modules[LANGUAGE_MODEL]} if LANGUAGE_MODEL in modules else modules
+    largest = {axis: max(module[axis] for module in around.values()) for axis in ("cp", "tp")}
+    divide = all(size % module[axis] == 0 for axis, size in largest.items() for module in placed.values())
+    if divide and (len(stages) == 1 if ranks == "colocated" else stages == {1}):
         return None
     sizes = "; ".join(f"{name}: {m['stages']} × cp {m['cp']} × tp {m['tp']}" for name, m in modules.items())
     return f"{rule}\nFound {sizes}.\nUse ranks: own."
-
-
-def _sizes_divide(modules: Mapping[str, Mapping[str, Any]], around: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return whether the cp and tp of modules divide the largest of the modules around them."""
-    largest = {axis: max(module[axis] for module in around.values()) for axis in ("cp", "tp")}
-    return all(size % module[axis] == 0 for axis, size in largest.items() for module in modules.values())
 
 
 _PLAN: TypeAdapter[Plan] = TypeAdapter(Plan)

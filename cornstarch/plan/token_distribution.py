@@ -8,7 +8,7 @@ Shapes: B rows, S tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -74,6 +74,9 @@ class TokenDistribution:
         """The most tokens of a rank over the mean: activation memory follows the number of tokens."""
         counts = [len(self.tokens(rank)) for rank in range(len(self.blocks))]
         return max(counts) * len(counts) / sum(counts)
+
+
+Distribute = Callable[[BlockWork, int], TokenDistribution]
 
 
 def choose_block_size(tokens: int, ranks: int) -> int:

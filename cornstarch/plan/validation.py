@@ -130,12 +130,9 @@ def raise_mistakes(mistakes: list[Mistake]) -> None:
         return
     ordered = sorted(mistakes, key=lambda one: (one.where == COMMAND_LINE, one.where and one.where.line or 0))
     texts = list(dict.fromkeys(map(str, ordered)))
-    shown_texts = texts[:MOST_SHOWN]
-    if len(texts) > 1:
-        shown_texts.insert(0, f"{len(texts)} mistakes:")
-    if len(texts) > MOST_SHOWN:
-        shown_texts.append(f"… and {len(texts) - MOST_SHOWN} more")
-    raise ConfigError("\n".join(shown_texts))
+    head = [f"{len(texts)} mistakes:"] if len(texts) > 1 else []
+    rest = [f"… and {len(texts) - MOST_SHOWN} more"] if len(texts) > MOST_SHOWN else []
+    raise ConfigError("\n".join([*head, *texts[:MOST_SHOWN], *rest]))
 
 
 def join_path(path: Path) -> str:
@@ -259,13 +256,10 @@ def validate_data(
     broken: Set[Path] = frozenset(),
     advise: Callable[[Path], str | None] = lambda path: None,
 ) -> Validated:
-    """Validate plain data and collect every mistake.
+    """Validate plain data, with a function that returns the section or raises ValidationError; collect every mistake.
 
-    validate: Returns the section, or raises pydantic's ValidationError.
-    schema: Of the whole, by `resolve_references`.
-    whole: What a message calls the whole.
-    broken: Paths of values that are known to be wrong: nothing more is said about them.
-    advise: Returns what to say about an unknown key at a path, where a similar name would mislead.
+    `whole`: what a message calls the whole. `broken`: paths of values that are known to be wrong, about which nothing
+    more is said. `advise` returns what to say about an unknown key at a path, where a similar name would mislead.
     """
     data, found, renames = copy.deepcopy(data), list[Mistake](), list[tuple[Path, str | None]]()
     wrong = set(broken)
@@ -288,7 +282,10 @@ def validate_data(
         renames += unknown
     # A section with a wrong value was not checked as a whole; without that value it is.
     for path in wrong:
-        _remove(data, path)
+        while path and not isinstance(parent := descend(data, path[:-1]), dict):
+            path = path[:-1]  # an item of a list goes with the list
+        if path:
+            parent.pop(path[-1], None)
     try:
         validate(data)
     except ValidationError as error:
@@ -298,16 +295,6 @@ def validate_data(
                 explained = _explain_conflicts(_real_path(detail["loc"], data), conflicts, wrong)
                 found += [one for one in explained if one.path not in reported]
     return Validated(None, found, renames)
-
-
-def _remove(data: Any, path: Path) -> None:
-    while path:
-        *parents, last = path
-        parent = descend(data, tuple(parents))
-        if isinstance(parent, dict):
-            parent.pop(last, None)
-            return
-        path = tuple(parents)  # an item of a list goes with the list
 
 
 def descend(data: Any, path: Path) -> Any:
@@ -385,10 +372,7 @@ def _explain_conflicts(path: Path, conflicts: Conflicts, broken: Set[Path]) -> l
 
 
 def _real_path(location: tuple[int | str, ...], data: Any) -> Path:
-    """Return the steps of pydantic's location that exist in the data.
-
-    The others are types in a union, or the list that a single source was put into.
-    """
+    """Return the steps of pydantic's location that exist in the data; the others are types in a union, say."""
     path: Path = ()
     for step in location:
         if descend(data, (*path, step)) is not _MISSING:

@@ -134,12 +134,11 @@ def inspect_data(config: RunConfig, most: int | None = None, progress: Progress 
         first = "".join(f"\n  {sample}" for sample in [*found.broken, *found.too_long][:5])
         inspected = sum(one.looked_at for one in found.sources)
         raise ConfigError(f"Not one of {inspected} samples can be used. The first of them:{first}")
-    loop = found.config.loop
-    microbatch = loop.batch_size // loop.gradient_accumulation_steps
-    costs, lengths = found.costs, found.lengths
+    costs, lengths, microbatches = found.costs, found.lengths, config.loop.gradient_accumulation_steps
     steps = [(costs[:, one], lengths[one]) for one in _draw_steps(found)]
-    replicas = [n for n in (2**k for k in range(_MOST_REPLICAS.bit_length())) if microbatch % n == 0]
-    found.waits.extend(_compute_imbalance(n, loop.gradient_accumulation_steps, steps, found) for n in replicas)
+    powers = (2**k for k in range(_MOST_REPLICAS.bit_length()))
+    replicas = [n for n in powers if config.loop.batch_size // microbatches % n == 0]
+    found.waits.extend(_compute_imbalance(n, microbatches, steps, found) for n in replicas)
     return found
 
 
@@ -207,10 +206,9 @@ def _compute_imbalance(
         times += [balancing.compute_step_work(way) for way in ways]
         least += float(costs.sum()) / replicas
         heavy |= np.array(balancing.find_dominated_phases(costs, replicas)) & (replicas > 1)
-    ratios = times / max(least, 1e-30)
+    padded, padded_balanced, packed, packed_balanced = (times / max(least, 1e-30)).tolist()
     names = tuple(name for name, is_heavy in zip(found.phases, heavy, strict=True) if is_heavy)
     samples = steps[0][0].shape[1] / replicas / microbatches
-    padded, padded_balanced, packed, packed_balanced = (float(one) for one in ratios)
     return LoadImbalance(replicas, samples, padded, padded_balanced, packed, packed_balanced, names)
 
 

@@ -1,10 +1,4 @@
-"""The search for a run's plan on a cluster.
-
-    found = plan_run(config, Cluster.parse("2x8xH100"))
-    planned = with_plan(config, found.best)
-
-Nothing is loaded and nothing is started: costs are counted on the meta device, or read from a file.
-"""
+"""The search for a run's plan on a cluster. Nothing is loaded: costs are counted on the meta device, or read."""
 
 from __future__ import annotations
 
@@ -74,16 +68,13 @@ def plan_run(
     or from everything that the rest of the config allows.
     """
     cost = cost or cost_of(config, cluster)
-    # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
-    polish = config.fp8 == "off"
     needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
-    no_tp = needs_whole_modules or config.fp8 != "off"
-    modules = [
-        replace(one, tp_sizes=(1,) if no_tp else one.tp_sizes, cp_sizes=(1,) if needs_whole_modules else one.cp_sizes)
-        for one in cost.modules
-    ]
-    allowed = replace(cost, modules=tuple(modules), batch=config.loop.batch_size)
+    fixed = {"tp_sizes": (1,)} if needs_whole_modules or config.fp8 != "off" else {}
+    fixed |= {"cp_sizes": (1,)} if needs_whole_modules else {}
+    modules = tuple(replace(one, **fixed) for one in cost.modules)
     space = space or (WITHOUT_PIPELINE if needs_whole_modules else SearchSpace())
+    # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
+    allowed, polish = replace(cost, modules=modules, batch=config.loop.batch_size), config.fp8 == "off"
     return search(allowed, cluster, space, runners_up, polish=polish)
 
 
@@ -92,20 +83,23 @@ def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | No
     parallel, loop = config.parallel, config.loop
     if parallel.auto or parallel == ParallelConfig(verify=parallel.verify):
         return None
-    plan = _with_every_module(parallel, [module.name for module in cost.modules], loop.activation_checkpointing)
+    names, every = [module.name for module in cost.modules], parallel.modules
+    modules = {name: every.get(name) or next(iter(every.values())) for name in names}  # `model` stands for all of them
+    if loop.activation_checkpointing:
+        modules = {name: replace(module, activation_checkpointing=True) for name, module in modules.items()}
+    ranks = "shared" if parallel.shared and len(names) > 1 else parallel.ranks
+    plan = Plan(modules, parallel.data, ranks, parallel.schedule)
     try:
         if reasons := unexecutable(plan):
             raise ConfigError(reasons[0])
+        starts = {}  # the first layer of each part, if the plan says how many layers they have
         for module in cost.modules:
-            layers = plan.modules[module.name].layers
-            if layers is not None and sum(layers) != len(module.layers):
-                raise ConfigError(
-                    f"modules.{module.name}.layers add up to {sum(layers)}; the module has {len(module.layers)}."
-                )
+            layers, many = plan.modules[module.name].layers, len(module.layers)
+            if layers is not None and sum(layers) != many:
+                raise ConfigError(f"modules.{module.name}.layers add up to {sum(layers)}; the module has {many}.")
+            starts |= {module.name: tuple(accumulate((0, *layers[:-1])))} if layers is not None else {}
         dp = Layout.of(plan, cluster.devices, cluster.per_node).dp
-        return OwnPlan(
-            plan, predict(Candidate.of(plan, dp, loop.gradient_accumulation_steps, _starts(plan)), cost, cluster)
-        )
+        return OwnPlan(plan, predict(Candidate.of(plan, dp, loop.gradient_accumulation_steps, starts), cost, cluster))
     except ConfigError as error:
         return OwnPlan(plan, None, " ".join(str(error).split()))
 
@@ -124,22 +118,6 @@ def what_if(config: RunConfig, cluster: Cluster, cost: RunCost, sizes: Sequence[
 def module_names(config: RunConfig) -> list[str]:
     """Return the modules of a run's plan: encoders and the language model, or the whole model."""
     return [*config.model.encoders, LANGUAGE_MODEL] if config.model.encoders else [WHOLE_MODEL]
-
-
-def _with_every_module(plan: Plan, names: Sequence[str], again: bool) -> Plan:
-    """Return a plan with an entry for each module, where `model` stands for all of them."""
-    every = [*plan.modules.values()]
-    modules = {name: plan.modules[name] if name in plan.modules else every[0] for name in names}
-    if again:
-        modules = {name: replace(module, activation_checkpointing=True) for name, module in modules.items()}
-    ranks = "shared" if plan.shared and len(names) > 1 else plan.ranks
-    return Plan(modules, plan.data, ranks, plan.schedule)
-
-
-def _starts(plan: Plan) -> dict[str, tuple[int, ...]] | None:
-    """Return the first layer of each part, if a plan says how many layers they have."""
-    given = {name: module.layers for name, module in plan.modules.items() if module.layers is not None}
-    return {name: tuple(accumulate((0, *layers[:-1]))) for name, layers in given.items()} or None
 
 
 def format_plan_file(best: Prediction, config: RunConfig, cluster: Cluster) -> str:
