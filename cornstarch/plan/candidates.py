@@ -164,10 +164,9 @@ class ParallelSizes:
 def enumerate_sizes(
     cost: RunCost, cluster: Cluster, space: SearchSpace, work: Work | None = None, limit: float = float("inf")
 ) -> Iterator[ParallelSizes]:
-    """Yield every combination of sizes whose replica fits into the cluster; the largest replicas first.
+    """Yield every combination of sizes whose replica fits into the cluster, the largest replicas first.
 
-    `work` has, by module, tp and cp, the seconds of all samples of a step on one stage. With it, the fastest
-    combinations come first, and those whose ranks, always busy, would need `limit` seconds or more are left out.
+    With `work` (`Bounds.work`) the fastest come first, without those whose ranks, always busy, would need `limit` s.
     """
     names = tuple(module.name for module in cost.modules)
     for ranks in list_rank_modes(cost, space):

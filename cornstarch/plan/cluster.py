@@ -276,10 +276,9 @@ class Cluster:
 
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.per_node} × {self.device.name}"
         words = [nodes, f"{self.device.memory / 2**30:.1f} GiB each"]
-        links = [("inside a node", self.inside)] if self.per_node > 1 else []
-        links += [("between nodes", self.between)] if self.nodes > 1 else []
-        rates = (format_quantity(float(f"{link.bandwidth:.3g}"), "B/s") for _, link in links)
-        return ", ".join([*words, *(f"{rate} {where}" for rate, (where, _) in zip(rates, links, strict=True))])
+        links = [(self.per_node, self.inside, "inside a node"), (self.nodes, self.between, "between nodes")]
+        rates = [(format_quantity(float(f"{link.bandwidth:.3g}"), "B/s"), where) for n, link, where in links if n > 1]
+        return ", ".join([*words, *(f"{rate} {where}" for rate, where in rates)])
 
 
 def resize_cluster(cluster: Cluster, devices: int) -> Cluster:

@@ -84,11 +84,7 @@ def send_bytes(size: float) -> float:
 
 
 def collective_seconds(kind: Collective, size: float, ranks: int, link: Link) -> float:
-    """Return the seconds of a collective over a link.
-
-    All-gather and reduce-scatter are N - 1 rounds of a ring, an all-reduce is 2 (N - 1), an all-to-all is N - 1
-    messages of each rank, and `send` is one message.
-    """
+    """Return the seconds of a collective over a link; an all-to-all is N - 1 messages of each rank, `send` is one."""
     own = link.of(kind)
     if kind == "send":
         return own.latency + send_bytes(size) / own.bandwidth

@@ -13,8 +13,9 @@ rank here, and communication inside a layer is added:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
@@ -166,28 +167,36 @@ class RunCost:
         return name == self.modules[-1].name and any(module.trained for module in self.encoders)
 
 
-def scale_layer(
-    layer: LayerCost,
-    tp: int = 1,
-    cp: int = 1,
-    samples: float = 1.0,
-    device: Device | None = None,
-    sequence: bool = False,
-    vocabulary: bool = False,
-) -> LayerCost:
-    """Return the cost of a layer on one rank: times over tp × cp, parameters over tp, tokens over cp.
+@dataclass(frozen=True)
+class ModuleSharding:
+    """How the layers of a module are computed: everything that their costs depend on."""
 
-    No pass is faster than the device reads the layer's weights, so very small microbatches gain nothing; without a
-    device, reading costs nothing. `samples` counts in multiples of the microbatch that the costs are of. `sequence`: tp
-    shards activations along tokens, too; `vocabulary`: embeddings and heads by words.
-    """
-    is_sharded = layer.tp_cuts == "always" or (layer.tp_cuts == "vocabulary" and vocabulary)
-    over = tp if is_sharded else 1
+    module: str
+    tp: int
+    cp: int
+    samples: float
+    """Of a microbatch, in multiples of the microbatch that the costs are of."""
+    links: GroupLinks
+    checkpointing: bool = False
+    sequence: bool = False
+    vocabulary: bool = False
+    gathered_over: int = 1
+    """zero2, zero3: ranks that parameters are gathered from."""
+    gathered_again: bool = True
+    """zero3: gather for the backward pass, too."""
+
+
+def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | None = None) -> LayerCost:
+    """Return the cost of a layer on one rank: times over tp × cp, parameters over tp, tokens over cp."""
+    cp, samples = sharding.cp, sharding.samples
+    is_sharded = layer.tp_cuts == "always" or (layer.tp_cuts == "vocabulary" and sharding.vocabulary)
+    over = sharding.tp if is_sharded else 1
+    # No pass is faster than the device reads the layer's weights, so very small microbatches gain nothing.
     bandwidth = getattr(device, "bandwidth", None)
     least = layer.parameter_bytes / over / bandwidth if bandwidth else 0.0
     # Whole items cannot be divided: the rank with the most of them counts.
     tokens = ceil(layer.items * samples / cp) / layer.items if layer.items and cp > 1 else samples / cp
-    whole = layer.activation_bytes if not is_sharded else 0 if sequence else layer.whole_bytes
+    whole = layer.activation_bytes if not is_sharded else 0 if sharding.sequence else layer.whole_bytes
 
     def scale_time(seconds: float) -> float:
         return max(seconds * tokens / over, least) if seconds else 0.0
@@ -214,25 +223,6 @@ def scale_layer(
         whole_bytes=0,
         sums=layer.sums if is_sharded else 0,
     )
-
-
-@dataclass(frozen=True)
-class ModuleSharding:
-    """How the layers of a module are computed: everything that their costs depend on."""
-
-    module: str
-    tp: int
-    cp: int
-    samples: float
-    """Of a microbatch, in multiples of the microbatch that the costs are of."""
-    links: GroupLinks
-    checkpointing: bool = False
-    sequence: bool = False
-    vocabulary: bool = False
-    gathered_over: int = 1
-    """zero2, zero3: ranks that parameters are gathered from."""
-    gathered_again: bool = True
-    """zero3: gather for the backward pass, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,14 +262,9 @@ class RankCost:
         return float(self.forward.sum()), float(self.inputs.sum()), float(self.weights.sum())
 
     @cached_property
-    def _cuts(self) -> dict[tuple[int, int, float], tuple[int, ...]]:
-        return {}
-
-    def cut(self, stages: int, virtual: int = 1, before: float = 0.0) -> tuple[int, ...]:
-        key = (stages, virtual, before)
-        if key not in self._cuts:
-            self._cuts[key] = best_parts(self.total, *key)
-        return self._cuts[key]
+    def cut(self) -> Callable[[int, int, float], tuple[int, ...]]:
+        """`best_parts` of these layers, by stages, virtual stages and time before; cached."""
+        return lru_cache(maxsize=None)(partial(best_parts, self.total))
 
 
 def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -> RankCost:
@@ -290,8 +275,7 @@ def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -
     for layer in cost.module(sharding.module).layers:  # layers of a stack mostly differ only in their names
         key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
         if key not in known:
-            flags = (sharding.sequence, sharding.vocabulary)
-            one = scale_layer(layer, sharding.tp, sharding.cp, sharding.samples, device, *flags)
+            one = scale_layer(layer, sharding, device)
             known[key] = one, _compute_row(one, sharding, upstream)
         one, row = known[key]
         layers.append(one)

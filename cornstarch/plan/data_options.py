@@ -230,8 +230,6 @@ def describe_options(part: Any) -> str:
     return " ".join([*words[:1], *([f"({', '.join(words[1:])})"] if words[1:] else [])])
 
 
-# ------------------------------------------------------------------------------------------------ conflicts
-
 _USE_DDP = "Leave it out, or use the kind ddp or zero1."
 _WHOLE_PARAMETERS = "{kind} keeps whole parameters on every rank"
 _USE_SHARDED = f"Leave it out, or use {', '.join(SHARDED[:-1])} or {SHARDED[-1]}."

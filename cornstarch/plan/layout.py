@@ -109,10 +109,7 @@ class Layout:
 
     @property
     def exchanges_in_passes(self) -> bool:
-        """Whether FSDP communicates parameters and gradients of some module during forward and backward passes.
-
-        All ranks of a data group, dp × cp of them, must then run the same modules in every microbatch.
-        """
+        """Whether FSDP communicates during passes: all ranks of a data group then run the same modules every time."""
         modules = self.plan.modules
         return any(self.plan.kind(name) in SHARDED and prod(self.data_shape(name)) > 1 for name in modules)
 

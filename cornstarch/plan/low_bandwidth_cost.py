@@ -168,6 +168,7 @@ def _overlap(plan: DataPlan, step: StepTime, exchange: float, compress: float) -
 
 _LATE = "what is left out is sent later"
 _DRIFT = "replicas drift apart in between"
+_OVERLAPPED = DataPlan(kind="diloco", local=Local(overlap=True), compression=Compression("quantize"))
 SYNC_OPTIONS: tuple[tuple[str, DataPlan, str], ...] = (
     ("ddp", DataPlan(), "none: exact"),
     ("ddp, bf16", DataPlan(compression=Compression("bf16")), "gradients rounded to 8 bits of precision"),
@@ -178,11 +179,7 @@ SYNC_OPTIONS: tuple[tuple[str, DataPlan, str], ...] = (
     ("ddp, quantize, 1 bit", DataPlan(compression=Compression("quantize", bits=1)), "signs; " + _LATE),
     ("local_sgd, every 16", DataPlan(kind="local_sgd"), _DRIFT),
     ("diloco, every 16", DataPlan(kind="diloco"), _DRIFT),
-    (
-        "diloco, overlapped, 8 bits",
-        DataPlan(kind="diloco", local=Local(overlap=True), compression=Compression("quantize")),
-        _DRIFT,
-    ),
+    ("diloco, overlapped, 8 bits", _OVERLAPPED, _DRIFT),
     ("gossip, ring", DataPlan(kind="gossip"), "weights differ between ranks"),
     ("async", DataPlan(kind="async"), "changes arrive late; for ranks of unequal speed"),
 )

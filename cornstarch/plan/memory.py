@@ -1,8 +1,5 @@
 """Memory per rank: parameters, gradients, optimizer states; arithmetic only, no torch.
 
-    memory = memory_of(size, DataPlan("zero3"), ranks=8)
-    memory.persistent, memory.peak(activations)
-
 The figures are those of the data parallelism as this package runs it (`cornstarch.parallel`), padding of shards
 included. `textbook` has the well-known formulas, which are the same where everything divides evenly.
 """
@@ -227,10 +224,7 @@ def _shard_shape(shape: tuple[int, ...], shards: int, index: int) -> tuple[int, 
 
 
 def _build_fsdp1(size: ModelSize, shards: int, index: int) -> Memory:
-    """FSDP 1: a unit's parameters, each padded to 16 bytes, form one flat parameter that is split evenly.
-
-    A unit with any trained parameter has gradients for all of it.
-    """
+    """FSDP 1: a unit's parameters, each padded to 16 bytes, form one flat parameter that is split evenly."""
     parameters = gradients = optimizer = numbers = 0
     for unit in _group_by_unit(size.parameters).values():
         spans, end = [], 0  # each parameter with its start in the flat parameter
@@ -241,7 +235,7 @@ def _build_fsdp1(size: ModelSize, shards: int, index: int) -> Memory:
         shard = -(-end // shards)
         parameters += shard * unit[0].itemsize
         if not any(parameter.trained for parameter in unit):
-            continue
+            continue  # a unit with any trained parameter has gradients for all of it
         gradients += shard * unit[0].itemsize
         for parameter, start in spans:
             own = min(start + parameter.numel, (index + 1) * shard) - max(start, index * shard)

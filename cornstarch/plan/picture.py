@@ -1,7 +1,4 @@
-"""Draw a layout: a text table for a terminal, and a self-contained SVG; no torch.
-
-Layouts that are too large to read are shown by their first replica.
-"""
+"""Draw a layout, or the first replica of a large one: a table for a terminal, and a self-contained SVG; no torch."""
 
 from __future__ import annotations
 

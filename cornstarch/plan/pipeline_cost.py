@@ -129,18 +129,15 @@ def check_candidate(candidate: Candidate, cost: RunCost, cluster: Cluster) -> No
     expected = [module.name for module in cost.modules]
     if names != expected:
         raise ConfigError(f"The plan has the modules {', '.join(names)}; the costs are of {', '.join(expected)}.")
-    parts = candidate.dp * candidate.microbatches
-    if candidate.dp < 1 or candidate.microbatches < 1 or cost.batch % parts:
+    if candidate.dp < 1 or candidate.microbatches < 1 or cost.batch % (candidate.dp * candidate.microbatches):
         raise ConfigError(
             f"A batch of {cost.batch:,} samples is not {candidate.dp:,} replicas × {candidate.microbatches:,} "
             "microbatches of the same size. Use numbers whose product divides it."
         )
     for name, plan in candidate.modules:
-        if plan.stages * plan.virtual_stages > len(cost.module(name).layers):
-            raise ConfigError(
-                f"{name} has {len(cost.module(name).layers)} layers, which cannot be split into "
-                f"{plan.stages * plan.virtual_stages} parts."
-            )
+        layers, parts = len(cost.module(name).layers), plan.stages * plan.virtual_stages
+        if parts > layers:
+            raise ConfigError(f"{name} has {layers} layers, which cannot be split into {parts} parts.")
     if candidate.world > cluster.devices:
         raise ConfigError(f"The plan takes {candidate.world:,} ranks; the cluster has {cluster.devices:,}.")
     many = candidate.copies(cluster.per_node)
@@ -168,18 +165,13 @@ class PipelineCost:
         for name, plan in self.plans.items():
             span = next(span for span in candidate.spans if name in span.modules)
             self.replicas[name] = candidate.dp * span.cp * (span.tp // plan.tp)
-            self.shardings[name] = ModuleSharding(
-                name,
-                plan.tp,
-                plan.cp,
-                samples,
-                self.links.groups[name],
-                checkpointing=plan.activation_checkpointing,
-                sequence=plan.tp_sequence,
-                vocabulary=plan.tp_vocabulary,
-                gathered_over=self.replicas[name] // self.model_copies if candidate.kind in GATHERED else 1,
-                gathered_again=candidate.kind != "zero2",
+            flags = (plan.activation_checkpointing, plan.tp_sequence, plan.tp_vocabulary)
+            gathered = (
+                self.replicas[name] // self.model_copies if candidate.kind in GATHERED else 1,
+                candidate.kind != "zero2",
             )
+            links = self.links.groups[name]
+            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *flags, *gathered)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         *self.encoders, self.last = self.plans
         given, inside = dict(candidate.starts), self.encoders if candidate.has_encoders_inside else []

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cornstarch.errors import ConfigError
-
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster, Link
     from cornstarch.plan.plan import ModulePlan
@@ -183,12 +181,6 @@ _place_spans_once = lru_cache(maxsize=8192)(place_spans)
 def find_links(spans: tuple[Span, ...], dp: int, cluster: Cluster, copies: int = 1) -> PipelineLinks:
     """Return the slowest link that any group of each kind crosses; copies: those of hsdp."""
     placement = _place_spans_once(spans, dp, cluster.per_node)
-    replica = sum(span.ranks for span in spans)
-    if replica * dp > cluster.devices:
-        raise ConfigError(
-            f"The plan takes {replica * dp:,} ranks ({dp:,} replicas of {replica:,}); the cluster has "
-            f"{cluster.devices:,}."
-        )
     groups: dict[str, GroupLinks] = {}
     stages: dict[str, tuple[Link, ...]] = {}
     to_language_model: dict[str, Link] = {}

@@ -94,10 +94,8 @@ def constants(schema: Schema) -> list[Any]:
 
 def _describe_one(schema: Schema) -> str:
     match schema.get("type"):
-        case "integer":
-            return f"a whole number{_bounds(schema)}"
-        case "number":
-            return f"a number{_bounds(schema)}"
+        case "integer" | "number" as kind:
+            return f"a {'whole ' if kind == 'integer' else ''}number{_bounds(schema)}"
         case "boolean":
             return "true or false"
         case "string":

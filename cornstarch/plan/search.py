@@ -102,14 +102,10 @@ class SearchResult:
 def search(
     cost: RunCost, cluster: Cluster, space: SearchSpace | None = None, runners_up: int = RUNNERS_UP, polish: bool = True
 ) -> SearchResult:
-    """Return the fastest plan that fits into memory, and the best ones of other kinds.
+    """Return the fastest plan of a space that fits into memory, and the best ones, up to `runners_up`, of other kinds.
 
-    Args:
-        cost: The costs of the run.
-        cluster: The machines; devices that no replica fits on are left idle.
-        space: What may be chosen. Default: everything that can be run.
-        runners_up: The most runners-up to return.
-        polish: Whether to try the winner with other schedules, and with single layers moved to the next stage.
+    Devices that no replica fits on are left idle. `polish`: whether to try the winner with other schedules, and with
+    single layers moved to the next stage.
     """
     space, costs = space or SearchSpace(), CostModel(cost, cluster)
     best_first = _BestFirstSearch(costs, space)
@@ -372,8 +368,7 @@ def _search_alternatives(costs: CostModel, space: SearchSpace, best: Prediction)
     kinds: tuple[DataKind, ...] = ("ddp", "zero3")
     spaces += [replace(space, kinds=(kind,)) for kind in kinds if kind in space.kinds and kind != candidate.kind]
     for one in spaces:
-        found = _BestFirstSearch(costs, one, _ROUGH_TOLERANCE).run()
-        if found is not None:
+        if (found := _BestFirstSearch(costs, one, _ROUGH_TOLERANCE).run()) is not None:
             yield found
 
 

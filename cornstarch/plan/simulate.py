@@ -124,10 +124,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the time of all places in which they wait.
-
-        With K equal stages and M microbatches it is (K - 1) / (M + K - 1) under gpipe and 1f1b.
-        """
+        """The fraction of all places' time in which they wait: (K - 1) / (M + K - 1) with K equal stages and 1f1b."""
         whole = self.step * len(self.events)
         return (whole - sum(self.busy)) / whole if whole else 0.0
 

@@ -93,16 +93,11 @@ def compute_mask_work(
     windows: Sequence[int | None] = (None,),
     partial: float = 0.0,
 ) -> BlockWork:
-    """Return the work of each block under a mask of documents and bidirectional spans.
+    """Return the work of each block of tokens under a mask of documents and bidirectional spans, both [B, S].
 
-    Args:
-        documents: [B, S]: 0 is padding, equal positive numbers are one document.
-        spans: [B, S]: -1 is text, equal numbers in a document see each other in both directions.
-        block: Tokens of a block.
-        linear: The cost of the linear layers for a token, in pairs of attention: parameters of a layer over twice its
-            width.
-        windows: The window of each kind of layer (a chunk counts as one); the work is the mean over them.
-        partial: The extra cost, in pairs, of a tile of 128 keys that a block's queries see only in part.
+    In `documents` 0 is padding; in `spans` -1 is text, and equal numbers in a document see each other both ways.
+    `linear`: the cost of a token's linear layers, in pairs: parameters of a layer over twice its width. `windows`: that
+    of each kind of layer (a chunk counts as one); the work is the mean over them. `partial`: as `PARTIAL`, or 0.
     """
     documents = np.atleast_2d(documents)
     rows, tokens = documents.shape

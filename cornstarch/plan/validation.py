@@ -164,8 +164,7 @@ def nearest(name: str, names: list[str]) -> str | None:
     plain = name[:80].lower().replace("-", "_").replace(" ", "_")
     if OTHER_NAMES.get(plain) in names:
         return OTHER_NAMES[plain]
-    close = get_close_matches(plain, names, n=1, cutoff=0.62)
-    return close[0] if close else None
+    return next(iter(get_close_matches(plain, names, n=1, cutoff=0.62)), None)
 
 
 def suggestion(name: str, names: list[str], path: Path, whole: str = "") -> tuple[str | None, str]:

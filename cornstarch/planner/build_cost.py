@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,11 @@ from torch import nn
 from cornstarch.config import OptimizerConfig, Precision, RunConfig
 from cornstarch.cost.analytic import AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
 from cornstarch.cost.profiled import PASSES, ProfiledCost
-from cornstarch.cost.segments import ModelSegment, ModuleCall, find_segments
+from cornstarch.cost.segments import ModelSegment, find_segments
 from cornstarch.engine.acceleration import compiles
 from cornstarch.engine.memory_tracker import state_size
 from cornstarch.engine.model_parts import cast_parts, split_into_parts
-from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.batch import check_tokens
@@ -35,9 +36,6 @@ from cornstarch.tasks.build import build_calls, build_meta_model
 _MEASURED_ON = "measured_on"
 _TUPLES = ("feeds", "tp_sizes", "cp_sizes")
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-
-CostModel = Callable[[ModuleCall], CallCost]
-"""Returns the cost of a call: `AnalyticCost` or `ProfiledCost`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def model_cost(
 def build_cost(
     model: nn.Module,
     microbatch: MicrobatchShape,
-    build_cost_model: Callable[[bool], CostModel],
+    build_cost_model: Callable[[bool], AnalyticCost | ProfiledCost],
     dtype: torch.dtype,
     on_gpu: bool,
     batch: int | None = None,
@@ -169,8 +167,12 @@ def build_cost(
         seen: set[int] = set()
         items = microbatch.count(name) if isinstance(part, ModalEncoderModule) else 0
         layers = tuple(_build_layer(segment, own, seen, items) for segment, own in zip(segments, costs, strict=True))
-        tp, cp = _find_tp_sizes(part), _find_cp_sizes(part, is_language_model)
+        tp, cp = _find_sizes(part, is_language_model)
         modules.append(ModuleCost(name, layers, tp_sizes=tp, cp_sizes=cp))
+    counts: Counter[torch.dtype] = Counter()  # trained numbers: optimizer states are those of the most frequent type
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    common, many = counts.most_common(1)[0] if counts else (dtype, 0)
     return RunCost(
         tuple(modules),
         samples=microbatch.rows,
@@ -178,7 +180,7 @@ def build_cost(
         tokens=float(microbatch.tokens),
         flops=flops / microbatch.rows,
         precision={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32"),
-        state_bytes=_count_state_bytes(model, optimizer or OptimizerConfig()),
+        state_bytes=state_size(optimizer or OptimizerConfig(), common, is_matrix=True).per_element if many else 0,
     )
 
 
@@ -230,33 +232,18 @@ def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int
     )
 
 
-def _find_tp_sizes(part: nn.Module) -> tuple[int, ...]:
-    """Return the sizes that divide all matrices that tensor parallelism splits."""
-    try:
+def _find_sizes(part: nn.Module, is_language_model: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tp sizes that divide all matrices, and the cp sizes for a model's tokens or an encoder's items."""
+    tp, cp = (1,), _SIZES[:4] if is_language_model or isinstance(part, ModalEncoderModule) else (1,)
+    with suppress(ConfigError):
         regions = plan_regions(part).regions
-    except (UnsupportedModelError, ConfigError):
-        return (1,)
-    return tuple(size for size in _SIZES if not any(region.misfits(size) for region in regions))
-
-
-def _find_cp_sizes(part: nn.Module, is_language_model: bool) -> tuple[int, ...]:
-    """Return the numbers of ranks over which a language model's tokens, or an encoder's items, can be split."""
-    if not is_language_model:
-        return _SIZES[:4] if isinstance(part, ModalEncoderModule) else (1,)
-    try:
-        check_tokens(part, 2)
-    except (UnsupportedModelError, ConfigError):
-        return (1,)
-    return _SIZES[:4]
-
-
-def _count_state_bytes(model: nn.Module, optimizer: OptimizerConfig) -> int:
-    """Return the bytes of optimizer states per number, for the most frequent precision of trained weights."""
-    counts: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            counts[parameter.dtype] += parameter.numel()
-    return state_size(optimizer, counts.most_common(1)[0][0], is_matrix=True).per_element if counts else 0
+        tp = tuple(size for size in _SIZES if not any(region.misfits(size) for region in regions))
+    if is_language_model:
+        try:
+            check_tokens(part, 2)
+        except ConfigError:
+            cp = (1,)
+    return tp, cp
 
 
 def profile_run(
@@ -361,19 +348,18 @@ def read_costs(path: str | Path, on: Device | None = None) -> RunCost:
                 f"the costs were measured on {measured_on}; they do not apply to {on.name}. Measure them there "
                 "(cornstarch profile), or leave them out: costs are then computed from shapes."
             )
-        modules = tuple(_read_module(name, one) for name, one in data["modules"].items())
-        given = {name: value for name, value in data.items() if name not in ("modules", _MEASURED_ON)}
-        return _read(RunCost, "the run", {**given, "modules": modules})
+        modules = []
+        for name, module in data["modules"].items():
+            where = f"modules.{name}"
+            if not isinstance(module, Mapping) or not isinstance(module.get("layers"), list):
+                raise ConfigError(f"{where}: expected `layers`, a list.")
+            layers = tuple(_read(LayerCost, f"{where}.layers[{n}]", one) for n, one in enumerate(module["layers"]))
+            values = {key: tuple(value) if key in _TUPLES else value for key, value in module.items()}
+            modules.append(_read(ModuleCost, where, {**values, "name": name, "layers": layers}))
+        given = {name: value for name, value in data.items() if name != _MEASURED_ON}
+        return _read(RunCost, "the run", {**given, "modules": tuple(modules)})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def _read_module(name: str, data: Any) -> ModuleCost:
-    if not isinstance(data, Mapping) or not isinstance(data.get("layers"), list):
-        raise ConfigError(f"modules.{name}: expected `layers`, a list.")
-    layers = tuple(_read(LayerCost, f"modules.{name}.layers[{n}]", one) for n, one in enumerate(data["layers"]))
-    given = {key: tuple(value) if key in _TUPLES else value for key, value in data.items() if key != "layers"}
-    return _read(ModuleCost, f"modules.{name}", {**given, "name": name, "layers": layers})
 
 
 def _read(kind: type, where: str, data: Any) -> Any:

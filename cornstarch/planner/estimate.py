@@ -1,9 +1,4 @@
-"""Estimate the memory and the step time of a run before anything is loaded.
-
-`estimate` compares every kind of data parallelism. `estimate_plan` predicts the config's own plan if it has tensor or
-context parallelism or pipeline stages, as `cornstarch plan` does. `estimate_network` compares the ways to synchronize
-replicas over a slow network.
-"""
+"""Estimate the memory and the step time of a run before anything is loaded."""
 
 from __future__ import annotations
 
@@ -42,9 +37,6 @@ from cornstarch.tasks.build import build_calls, is_frozen_encoder, takes_tokens
 
 # In the order of communication, least first. zero3 and fsdp2 are one kind; fsdp1 is shown only if the config has it.
 _KINDS: tuple[DataKind, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp1", "hsdp")
-
-
-# ---------------------------------------------------------------------------------------------------- data parallelism
 
 
 @dataclass(frozen=True)
@@ -225,7 +217,10 @@ def _advise(
     if all(kind.memory is None for kind in kinds):
         return f"Nothing can be estimated: {chosen.refused}"
     if not fitting:
-        return _list_remedies(config, device, world, kinds, known)
+        smallest = min((kind for kind in kinds if kind.memory is not None), key=lambda kind: kind.peak)
+        remedies = ", ".join([*_list_remedies(config, device, world, smallest, known), "a smaller data.max_length"])
+        takes = f"{smallest.label} takes least, {show_size(smallest.peak)} of {show_size(device.usable)}"
+        return f"Nothing fits on {device.name}: {takes}. Try {remedies}."
 
     def rest(kind: KindEstimate) -> str:
         free = show_size(device.usable - kind.peak)
@@ -249,28 +244,18 @@ def _advise(
 
 
 def _list_remedies(
-    config: RunConfig, device: Device, world: int, kinds: Sequence[KindEstimate], known: Activations | None
-) -> str:
-    smallest = min((kind for kind in kinds if kind.memory is not None), key=lambda kind: kind.peak)
+    config: RunConfig, device: Device, world: int, smallest: KindEstimate, known: Activations | None
+) -> Iterator[str]:
     assert smallest.memory is not None
-    loop, remedies = config.loop, []
     if known is not None and not config.recomputes:
         peak = smallest.memory.peak(known.peak(recomputed=True), smallest.accumulated, known.layer)
-        remedies.append(f"loop.activation_checkpointing=true (then {show_size(peak)})")
-    if loop.batch_size > loop.gradient_accumulation_steps * world:
-        remedies.append("a larger loop.gradient_accumulation_steps")
+        yield f"loop.activation_checkpointing=true (then {show_size(peak)})"
+    if config.loop.batch_size > config.loop.gradient_accumulation_steps * world:
+        yield "a larger loop.gradient_accumulation_steps"
     if smallest.memory.peak() > device.usable / 2:
-        remedies += ["more ranks", "fewer trained weights (`train: lora`)"]
+        yield "more ranks, fewer trained weights (`train: lora`)"
     if world > 1 and not smallest.data.offload:
-        remedies.append("parallel.data.offload=true with a sharded kind")
-    remedies.append("a smaller data.max_length")
-    return (
-        f"Nothing fits on {device.name}: {smallest.label} takes least, {show_size(smallest.peak)} of "
-        f"{show_size(device.usable)}. Try {', '.join(remedies)}."
-    )
-
-
-# ---------------------------------------------------------------------------------------------------- any other plan
+        yield "parallel.data.offload=true with a sharded kind"
 
 
 @dataclass(frozen=True)
@@ -323,9 +308,6 @@ def estimate_plan(
     return PlanEstimate(
         device, world, tuple(split_into_parts(model, config.model, config.optimizer)), cost, own.prediction
     )
-
-
-# ---------------------------------------------------------------------------------------------------- networks
 
 
 @dataclass(frozen=True)

@@ -122,12 +122,23 @@ def inspect_data(config: RunConfig, most: int | None = None, progress: Progress 
     """Return the sizes of a run's training data: of `most` samples of each source, at even distances, or of all."""
     source = open_sources(config.data.train)
     sizer = build_sizer(config, source)
+    data = sizer.data
     found = Inspection(config, sizer.phases, [], [], [], [])
     for place, (one, said) in enumerate(zip(source.sources, config.data.train, strict=True)):
         before = len(found.sizes)
         numbers = select_evenly(len(one), most)
         for number in progress(numbers):
-            _add_sample(sizer, one, number, found)
+            try:
+                size = sizer(one[number])
+            except SampleError as error:
+                kept = found.too_long if isinstance(error, SampleTooLongError) else found.broken
+                kept.append(BrokenSample.of(one.name(number), error))
+                continue
+            if size.tokens > data.max_length:
+                reason = f"has {size.tokens} tokens, max_length is {data.max_length}"
+                found.too_long.append(BrokenSample(one.name(number), reason, too_long=True))
+            if size.tokens <= data.max_length or data.too_long == "cut":
+                found.sizes.append(size)
         good = len(found.sizes) - before
         found.sources.append(SourceSizes(f"train.{place}", len(one), len(numbers), good, said.weight))
     if not found.sizes:
@@ -140,22 +151,6 @@ def inspect_data(config: RunConfig, most: int | None = None, progress: Progress 
     replicas = [n for n in powers if config.loop.batch_size // microbatches % n == 0]
     found.waits.extend(_compute_imbalance(n, microbatches, steps, found) for n in replicas)
     return found
-
-
-def _add_sample(sizer: SampleSizer, source: DataSource, number: int, found: Inspection) -> None:
-    data = sizer.data
-    try:
-        size = sizer(source[number])
-    except SampleError as error:
-        kept = found.too_long if isinstance(error, SampleTooLongError) else found.broken
-        kept.append(BrokenSample.of(source.name(number), error))
-        return
-    if size.tokens > data.max_length:
-        reason = f"has {size.tokens} tokens, max_length is {data.max_length}"
-        found.too_long.append(BrokenSample(source.name(number), reason, too_long=True))
-        if data.too_long != "cut":
-            return
-    found.sizes.append(size)
 
 
 def build_sizer(config: RunConfig, train: DataSource) -> SampleSizer:

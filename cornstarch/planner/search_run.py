@@ -69,9 +69,11 @@ def plan_run(
     """
     cost = cost or cost_of(config, cluster)
     needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
-    fixed = {"tp_sizes": (1,)} if needs_whole_modules or config.fp8 != "off" else {}
-    fixed |= {"cp_sizes": (1,)} if needs_whole_modules else {}
-    modules = tuple(replace(one, **fixed) for one in cost.modules)
+    modules = cost.modules
+    if needs_whole_modules or config.fp8 != "off":
+        modules = tuple(replace(one, tp_sizes=(1,)) for one in modules)
+    if needs_whole_modules:
+        modules = tuple(replace(one, cp_sizes=(1,)) for one in modules)
     space = space or (WITHOUT_PIPELINE if needs_whole_modules else SearchSpace())
     # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
     allowed, polish = replace(cost, modules=modules, batch=config.loop.batch_size), config.fp8 == "off"
@@ -92,7 +94,9 @@ def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | No
     try:
         if reasons := unexecutable(plan):
             raise ConfigError(reasons[0])
-        starts = {}  # the first layer of each part, if the plan says how many layers they have
+        starts: dict[
+            str, tuple[int, ...]
+        ] = {}  # the first layer of each part, if the plan says how many layers they have
         for module in cost.modules:
             layers, many = plan.modules[module.name].layers, len(module.layers)
             if layers is not None and sum(layers) != many:

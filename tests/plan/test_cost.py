@@ -19,22 +19,29 @@ DEVICE = Device("toy", 2**30)
 FREE = GroupLinks(*[Link(1e30, 0.0)] * 3)
 
 
+def scale(
+    one: LayerCost, tp: int = 1, cp: int = 1, samples: float = 1.0, device: Device | None = None, **flags: bool
+) -> LayerCost:
+    """Return the cost of a layer on one of tp × cp ranks."""
+    return scale_layer(one, ModuleSharding("model", tp, cp, samples, FREE, **flags), device)
+
+
 def test_tp_shards_matrices_and_cp_tokens() -> None:
     one = layer(kv_bytes=80, whole_bytes=8)
-    cut = scale_layer(one, tp=2, cp=2, samples=4)
+    cut = scale(one, tp=2, cp=2, samples=4)
     assert (cut.forward, cut.input_gradient) == (1.0, 1.0)
     assert (cut.parameters, cut.parameter_bytes) == (50, 100)
     assert cut.activation_bytes == (8 + 32 / 2) * 2
-    assert scale_layer(one, tp=2, sequence=True).activation_bytes == 20
+    assert scale(one, tp=2, sequence=True).activation_bytes == 20
     assert (cut.output_bytes, cut.kv_bytes) == (20, 160)
 
 
 def test_cp_distributes_whole_items() -> None:
     """3 tiles on 2 ranks: one has two of them; a single one is on one rank, and the other waits."""
-    times = [scale_layer(layer(items=items), cp=2).forward for items in (1, 2, 3, 4)]
+    times = [scale(layer(items=items), cp=2).forward for items in (1, 2, 3, 4)]
     assert times == pytest.approx([1, 1 / 2, 2 / 3, 1 / 2])
-    assert scale_layer(layer(items=1), cp=2, samples=2).forward == 1.0  # a microbatch of two samples has two
-    assert scale_layer(layer(items=3)).forward == 1.0
+    assert scale(layer(items=1), cp=2, samples=2).forward == 1.0  # a microbatch of two samples has two
+    assert scale(layer(items=3)).forward == 1.0
 
 
 def test_checkpointing_does_not_recompute_a_head() -> None:
@@ -47,15 +54,15 @@ def test_checkpointing_does_not_recompute_a_head() -> None:
 
 def test_embeddings_are_sharded_only_with_tp_vocabulary() -> None:
     table = layer(tp_cuts="vocabulary")
-    assert scale_layer(table, tp=4).parameters == 100
-    assert scale_layer(table, tp=4).forward == 1.0
-    assert scale_layer(table, tp=4, vocabulary=True).parameters == 25
+    assert scale(table, tp=4).parameters == 100
+    assert scale(table, tp=4).forward == 1.0
+    assert scale(table, tp=4, vocabulary=True).parameters == 25
 
 
 def test_no_pass_is_faster_than_reading_its_weights() -> None:
     slow = replace(DEVICE, bandwidth=100.0)  # 200 bytes take 2 s
-    assert scale_layer(layer(), device=slow).forward == 2.0
-    assert scale_layer(layer(), device=slow, samples=8).forward == 8.0
+    assert scale(layer(), device=slow).forward == 2.0
+    assert scale(layer(), device=slow, samples=8).forward == 8.0
 
 
 def test_frozen_layers_have_only_required_passes() -> None:
@@ -152,7 +159,7 @@ def test_impossible_costs_are_refused(make: object) -> None:
 def test_adapters_train_part_of_the_parameters() -> None:
     one = layer(trained_parameters=10)
     assert (one.num_trainable, layer(trained=False).num_trainable, layer().num_trainable) == (10, 0, 100)
-    assert scale_layer(one, tp=2).num_trainable == 5
+    assert scale(one, tp=2).num_trainable == 5
     assert isinstance(one, LayerCost)
 
 
