@@ -163,10 +163,7 @@ def replace_rates(one: Device, rates: Mapping[str, float]) -> Device:
 
 def peak_flops(name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of a device by its driver's name; None if unknown, or for fp32, which may run as TF32."""
-    try:
-        found = device(name)
-    except ConfigError:
-        return None
+    found = find_device_or_unknown(name)
     if precision not in ("bf16", "fp16") or (precision == "bf16" and not found.has_bf16):
         return None
     return found.flops

@@ -149,7 +149,8 @@ class _Reader:
         per_node = self._read_count(given.get("per_node", _MISSING), ("per_node",))
         self._processes = per_node or 1
         one = self._read_device(given.get("device", _MISSING))
-        inside = self._read_link(given["inside"], ("inside",)) if "inside" in given else one and find_node_link(one)
+        inside = find_node_link(one) if one is not None else None
+        inside = self._read_link(given["inside"], ("inside",)) if "inside" in given else inside
         between = self._read_link(given["between"], ("between",)) if "between" in given else LINKS[BETWEEN_NODES]
         disks = {key: self._read_quantity(given[key], "B/s", (key,)) for key in ("disk", "disk_read") if key in given}
         name, measured = given.get("name", ""), given.get("measured", False)

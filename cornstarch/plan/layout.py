@@ -360,21 +360,19 @@ def _groups(mesh: Ranks, axis: Axis, data_shape: tuple[int, int]) -> Ranks:
     if axis not in AXES:
         raise ConfigError(f"There is no axis {axis!r}; expected one of {', '.join(AXES)}.")
     stages, dp, cp, tp = mesh.shape
-    if axis == "tp":
-        return mesh.reshape(-1, tp)
-    if axis == "cp":
-        return mesh.swapaxes(2, 3).reshape(-1, cp)
-    if axis == "pp":
-        return np.moveaxis(mesh, 0, -1).reshape(-1, stages)
-    if axis == "dp":
-        return np.moveaxis(mesh, 1, -1).reshape(-1, dp)
-    data = mesh.transpose(0, 3, 1, 2).reshape(-1, dp * cp)
-    if axis == "data":
-        return data
+    # The axis of a group comes last, and its ranks are one row.
+    orders = {
+        "tp": ((0, 1, 2, 3), tp),
+        "cp": ((0, 1, 3, 2), cp),
+        "pp": ((1, 2, 3, 0), stages),
+        "dp": ((0, 2, 3, 1), dp),
+    }
+    order, size = orders.get(axis, ((0, 3, 1, 2), dp * cp))
+    groups = mesh.transpose(order).reshape(-1, size)
     copies, shards = data_shape
-    if axis == "shard":
-        return data.reshape(-1, shards)
-    return data.reshape(-1, copies, shards).swapaxes(1, 2).reshape(-1, copies)
+    if axis == "replicate":
+        return groups.reshape(-1, copies, shards).swapaxes(1, 2).reshape(-1, copies)
+    return groups.reshape(-1, shards) if axis == "shard" else groups
 
 
 def columns(rows: Sequence[tuple[str, ...]], right: Collection[int] = ()) -> list[str]:

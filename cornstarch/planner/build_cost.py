@@ -234,15 +234,15 @@ def _build_layer(segment: ModelSegment, costs: Sequence[CallCost], seen: set[int
 
 def _find_sizes(part: nn.Module, is_language_model: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the tp sizes that divide all matrices, and the cp sizes for a model's tokens or an encoder's items."""
-    tp, cp = (1,), _SIZES[:4] if is_language_model or isinstance(part, ModalEncoderModule) else (1,)
+    tp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
     with suppress(ConfigError):
         regions = plan_regions(part).regions
         tp = tuple(size for size in _SIZES if not any(region.misfits(size) for region in regions))
-    if is_language_model:
-        try:
+    with suppress(ConfigError):
+        if is_language_model:
             check_tokens(part, 2)
-        except ConfigError:
-            cp = (1,)
+        cp = _SIZES[:4] if is_language_model or isinstance(part, ModalEncoderModule) else cp
     return tp, cp
 
 

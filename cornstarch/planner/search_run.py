@@ -33,7 +33,11 @@ WITHOUT_PIPELINE = SearchSpace(ranks=("shared",), most_stages=1)
 def cost_of(
     config: RunConfig, cluster: Cluster, costs: str | Path | None = None, facts: DataStatistics | None = None
 ) -> RunCost:
-    """Return the costs of a run's layers on a device, from a file of `cornstarch profile`, or else from `run_cost`."""
+    """Return the costs of a run's layers on a device of a cluster.
+
+    costs: A file of `cornstarch profile`. Default: they are counted.
+    facts: Statistics of the data. Default: samples of the maximal length, with one item for each encoder.
+    """
     if costs is None:
         from cornstarch.planner import run_cost
 
@@ -64,8 +68,12 @@ def plan_run(
 ) -> SearchResult:
     """Return the fastest plan of a run on a cluster, the best of other kinds, and why they lost.
 
-    The search chooses `parallel`, `loop.gradient_accumulation_steps` and `loop.activation_checkpointing`, from `space`,
-    or from everything that the rest of the config allows.
+    The search chooses `parallel`, `loop.gradient_accumulation_steps` and `loop.activation_checkpointing`; the rest of
+    the config is kept.
+
+    cost: Costs of the run. Default: counted.
+    runners_up: How many, at most.
+    space: The choices. Default: everything that the rest of the config allows.
     """
     cost = cost or cost_of(config, cluster)
     needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
