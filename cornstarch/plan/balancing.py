@@ -49,9 +49,8 @@ def assign_largest_first(sizes: Sequence[float], owners: int) -> list[int]:
 def assign_surplus(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return, for each owner's items, the rank that computes each of them: the owner, or a less loaded rank.
 
-    Only surplus moves: an owner keeps its largest items up to an even part of the total, and at least one item. The
-    rest goes, largest first, to the rank with the smallest load, which may be the owner. If that does not reduce the
-    largest load by 5 %, nothing moves. An owner without items only receives.
+    An owner keeps its largest items up to an even part of the total, and at least one item. The rest goes, largest
+    first, to the rank with the smallest load. If that does not reduce the largest load by 5 %, nothing moves.
     """
     unmoved = [[owner] * len(own) for owner, own in enumerate(sizes)]
     before = [sum(own) for own in sizes]

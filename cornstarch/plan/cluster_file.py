@@ -188,11 +188,11 @@ class _Reader:
         if "flops" in given:
             base = self._read_rates(base, given["flops"], (*path, "flops"))
         has_bf16 = given.get("bf16", base.has_bf16)
-        if not isinstance(has_bf16, bool):
-            text = "Expected true or false: whether the hardware computes in bfloat16."
-            self._add_mistake((*path, "bf16"), has_bf16, text)
-            return None
-        return replace(base, has_bf16=has_bf16)
+        if isinstance(has_bf16, bool):
+            return replace(base, has_bf16=has_bf16)
+        text = "Expected true or false: whether the hardware computes in bfloat16."
+        self._add_mistake((*path, "bf16"), has_bf16, text)
+        return None
 
     def _find_device(self, name: str, path: mistakes.Path, missing: list[str] | None = None) -> Device | None:
         try:

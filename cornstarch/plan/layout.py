@@ -200,14 +200,12 @@ class Layout:
             if not crossing or (axis == "pp" and ranks > node):  # pipelines are made for crossing nodes
                 continue
             what = {"tp": "tensor-parallel groups", "cp": "context-parallel groups", "pp": "pipelines"}[axis]
+            advice = "Use sizes that divide one another and the ranks of a node."
+            why = f"nodes of {node} ranks are not filled evenly. {advice}"
             if ranks > node:
-                why = f"a node has {node} ranks"
-                advice = f"Use tp of at most {node}." if axis == "tp" else f"Use cp × tp of at most {node}."
-            else:
-                why = f"nodes of {node} ranks are not filled evenly"
-                advice = "Use sizes that divide one another and the ranks of a node."
+                why = f"a node has {node} ranks. Use {'tp' if axis == 'tp' else 'cp × tp'} of at most {node}."
             many = "all" if crossing == len(groups) else f"{crossing:,} of {len(groups):,}"
-            return f"{name}: {many} {what} ({sizes}) lie on up to {int(nodes.max())} nodes: {why}. {advice}"
+            return f"{name}: {many} {what} ({sizes}) lie on up to {int(nodes.max())} nodes: {why}"
         return None
 
     def unexecutable(self) -> list[str]:
@@ -237,25 +235,19 @@ def unexecutable(plan: Plan) -> list[str]:
     reasons += _sync_conflicts(plan)
     largest = max(module.tp for module in plan.modules.values())
     for name, module in plan.modules.items():
+        kind, others, tp = plan.kind(name), plan.data.kind, f"modules.{name}.tp = {module.tp}"
         if module.precision:
-            reasons.append(
-                f"modules.{name}.precision: it cannot be set for one module yet. Set it for the whole run: precision."
-            )
-        if (kind := plan.kind(name)) != plan.data.kind:
-            reasons.append(
-                f"modules.{name}.zero = {plan.modules[name].zero}: {kind} for one module, where the others have "
-                f"{plan.data.kind}, cannot be run yet. Use data.kind alone."
-            )
-        if module.tp > 1 and plan.data.kind in ("fsdp1", "zero1"):
-            reasons.append(
-                f"modules.{name}.tp = {module.tp}: data.kind = {plan.data.kind} knows whole matrices only. "
-                "Use the kind ddp, fsdp2, zero2, zero3 or hsdp."
-            )
+            advice = "Set it for the whole run: precision."
+            reasons.append(f"modules.{name}.precision: it cannot be set for one module yet. {advice}")
+        if kind != others:
+            beside = f"{kind} for one module, where the others have {others}, cannot be run yet. Use data.kind alone."
+            reasons.append(f"modules.{name}.zero = {module.zero}: {beside}")
+        if module.tp > 1 and others in ("fsdp1", "zero1"):
+            advice = "Use the kind ddp, fsdp2, zero2, zero3 or hsdp."
+            reasons.append(f"{tp}: data.kind = {others} knows whole matrices only. {advice}")
         if plan.shared and module.tp not in (1, largest):
-            reasons.append(
-                f"modules.{name}.tp = {module.tp}: beside a module with tp {largest} on the same ranks it cannot be "
-                f"run yet. Use 1 or {largest}."
-            )
+            beside = f"beside a module with tp {largest} on the same ranks it cannot be run yet."
+            reasons.append(f"{tp}: {beside} Use 1 or {largest}.")
     return reasons
 
 

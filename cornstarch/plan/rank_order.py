@@ -117,15 +117,13 @@ def place_spans(spans: Sequence[Span], dp: int, ranks_per_node: int) -> Placemen
 def crossings(placement: Placement, ranks_per_node: int) -> tuple[int, int, int, int]:
     """Return the avoidable node crossings: of tp groups, stages (cp groups), modules (pp), whole replicas."""
     tp = cp = pp = 0
-    lowest = np.full(placement.dp, np.iinfo(np.int64).max)
-    highest = np.zeros(placement.dp, dtype=np.int64)
-    for span in placement.spans:
-        starts = placement.starts(span)
+    every = [placement.starts(span) for span in placement.spans]
+    for span, starts in zip(placement.spans, every, strict=True):
         tp += count_extra_nodes(group_starts(starts, span.stages * span.cp, span.tp), span.tp, ranks_per_node)
         cp += count_extra_nodes(group_starts(starts, span.stages, span.stage_ranks), span.stage_ranks, ranks_per_node)
         pp += count_extra_nodes(starts, span.ranks, ranks_per_node)
-        np.minimum(lowest, starts, out=lowest)
-        np.maximum(highest, starts + span.ranks - 1, out=highest)
+    lowest = np.min(every, axis=0)
+    highest = np.max([starts + span.ranks - 1 for span, starts in zip(placement.spans, every, strict=True)], axis=0)
     return tp, cp, pp, int((highest // ranks_per_node - lowest // ranks_per_node).sum())
 
 

@@ -202,12 +202,11 @@ def use_all_devices(found: SearchResult, config: RunConfig, cluster: Cluster, co
 def explain_failure(found: SearchResult, cluster: Cluster) -> str:
     lines = [f"No plan of this run fits {cluster.name or 'the cluster'} ({cluster.describe()})."]
     lines += [f"  nearest: {one}" for one in found.refused[:3]]
+    smallest = "No cluster of these devices would do, however large."
     if found.smallest is not None:
-        lines.append(f"  The smallest cluster of these devices that would do: {found.smallest.name}.")
-    else:
-        lines.append("  No cluster of these devices would do, however large.")
+        smallest = f"The smallest cluster of these devices that would do: {found.smallest.name}."
     advice = "a smaller data.max_length, fewer trained weights (`train: lora`), or devices with more memory"
-    return "\n".join([*lines, f"  Or try {advice}."])
+    return "\n".join([*lines, f"  {smallest}", f"  Or try {advice}."])
 
 
 def build_cluster(config: RunConfig, ranks: int, per_node: int, own: torch.device | None = None) -> Cluster:
