@@ -30,18 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def is_flattened(parameter: Any) -> bool:
-    """Return whether FSDP1 keeps a parameter in a flat one, cut into intervals. Goes when FSDP1 goes.
-
-    A model inside the outermost `FullyShardedDataParallel` shows intervals in place of parameters.
-    """
+    """Return whether FSDP1 keeps a parameter in a flat one, cut into intervals. Goes when FSDP1 goes."""
+    # A model inside the outermost `FullyShardedDataParallel` shows intervals in place of parameters.
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def reshard_flat_units(model: torch.nn.Module) -> None:
-    """Free the parameters that FSDP1 has gathered, so that the model has its intervals only. Goes when FSDP1 goes.
-
-    torch leaves the outermost unit gathered after a forward pass without a backward, and uses those values in the next.
-    """
+    """Free the parameters that FSDP1 has gathered, so that the model has its intervals only. Goes when FSDP1 goes."""
+    # torch leaves the outermost unit gathered after a forward pass without a backward, and uses those values next.
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._runtime_utils import _reshard
 
@@ -54,10 +50,7 @@ def reshard_flat_units(model: torch.nn.Module) -> None:
 
 
 def content_before_sharding(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without the state and the hooks of `fully_shard`.
-
-    torch refuses to copy a sharded module; goes when it copies it.
-    """
+    """Return the attributes of a module without the state and hooks of `fully_shard`, which torch cannot copy."""
     content = {name: value for name, value in module.__dict__.items() if not name.startswith("__composable_api")}
     for name, hooks in content.items():
         if name.endswith("_hooks") and isinstance(hooks, dict):
@@ -89,10 +82,8 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
 
 
 def buffer_options(sent: bool) -> dict[str, Any]:
-    """Return the argument of `DistributedDataParallel` that says whether buffers are sent round in every step.
-
-    torch 2.13 warns of the older name. Goes with torch 2.12.
-    """
+    """Return the argument of `DistributedDataParallel` that says whether buffers are sent round in every step."""
+    # torch 2.13 warns of the older name. Goes with torch 2.12.
     known = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": sent}
 
@@ -225,10 +216,8 @@ _in_order: ContextVar[bool] = ContextVar("cornstarch_positions_in_order", defaul
 
 @contextmanager
 def positions_in_order() -> Iterator[None]:
-    """Run a block in which transformers does not look for documents in the positions of tokens: there are none.
-
-    It looks whenever it is given neither a mask nor a cache, and waits for a GPU to do so.
-    """
+    """Run a block in which transformers does not look for documents in the positions of tokens: there are none."""
+    # It looks whenever it is given neither a mask nor a cache, and waits for a GPU to do so.
     _ask_before_looking()
     token = _in_order.set(True)
     try:
@@ -347,14 +336,12 @@ def compile_error() -> type[Exception]:
 
 
 def set_activation_budget(fraction: float) -> None:
-    """Let what is compiled from now on keep this fraction of its activations, and recompute the cheapest of the rest.
-
-    torch would also keep whatever a matrix product of the backward pass reads: an activation function's output beside
-    its inputs. To write that once more costs almost nothing, and it takes a fifth of the memory of a step.
-    """
+    """Let what is compiled from now on keep this fraction of its activations, and recompute the cheapest others."""
     from torch._functorch import config
 
     config.activation_memory_budget = fraction
+    # torch would also keep whatever a matrix product of the backward pass reads: an activation function's output beside
+    # its inputs. To write that once more costs almost nothing, and it takes a fifth of the memory of a step.
     config.ban_recompute_materialized_backward = False
 
 
@@ -370,10 +357,7 @@ def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
-    """Do a step with gradients divided by a number on their device, in the same pass over memory.
-
-    `GradScaler` hands its scale to fused optimizers in this way.
-    """
+    """Do a step with gradients divided by a number on their device; `GradScaler` does it in the same way."""
     chosen: Any = optimizer
     chosen.grad_scale = divisor.float().reshape(())
     chosen.found_inf = torch.zeros((), device=divisor.device)

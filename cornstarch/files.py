@@ -66,10 +66,8 @@ def own_digest(content: Mapping[str, Any]) -> str:
 
 
 def find_damaged_weights(folder: Path) -> str:
-    """Return what is wrong with the first safetensors file of a folder that cannot be read; "" if nothing.
-
-    Only headers are read: how long a file must be is written there.
-    """
+    """Return what is wrong with the first safetensors file of a folder that cannot be read; "" if nothing."""
+    # Only headers are read: how long a file must be is written there.
     for path in sorted(folder.glob("*.safetensors")):
         if problem := _damage(path):
             return f"{path.name} {problem}"

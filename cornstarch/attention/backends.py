@@ -184,11 +184,9 @@ def use_attention(choice: AttentionChoice) -> Iterator[None]:
 
 
 def build_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpointed forward pass and of its recomputation, for torch's `checkpoint`.
-
-    The backward pass runs outside of `use_attention`: without a context, the recomputation would select other kernels,
-    which save other tensors.
-    """
+    """Return the contexts of a checkpointed forward pass and of its recomputation, for torch's `checkpoint`."""
+    # The backward pass runs outside of `use_attention`: without a context, the recomputation would select other
+    # kernels, which save other tensors.
     choice = _choice.get()
     return nullcontext(), nullcontext() if choice is None else use_attention(choice)
 
@@ -199,13 +197,10 @@ def is_dense_requested() -> bool:
 
 
 def select_backend(device: torch.device, head_dim: int | None = None, sharded: bool = False) -> AttentionBackend | None:
-    """Return the backend for causal masks with documents and spans; None: FlexAttention, or dense masks on a CPU.
-
-    `sharded`: rows are sharded over ranks.
-    """
+    """Return the backend for causal masks with documents and spans, of whole rows or rows `sharded` over ranks."""
     choice = _choice.get() or "auto"
     if device.type != "cuda":
-        return None
+        return None  # dense masks
     for backend in sorted(ATTENTION_BACKENDS.values(), key=lambda one: -one.priority):
         if choice not in backend.choices or backend.for_sharded_rows != sharded:
             continue
@@ -216,7 +211,7 @@ def select_backend(device: torch.device, head_dim: int | None = None, sharded: b
             continue
         if backend.is_available(device, head_dim):
             return backend
-    return None
+    return None  # FlexAttention
 
 
 def has_range_backend(device: torch.device) -> bool:
@@ -392,10 +387,7 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, sc
 
 
 def attend_plainly_backward(states: Sequence[Tensor], hidden: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float32 gradients of query, key and value, given `BACKWARD_STATES`.
-
-    Output and logsumexp may be of more keys than these.
-    """
+    """Return float32 gradients, given `BACKWARD_STATES`, whose output and logsumexp may be of more keys than these."""
     gradient, query, key, value, output, logsumexp = states
     gradient = gradient.float()
     scores = _compute_scores(query, key, hidden, scale)

@@ -72,20 +72,10 @@ def set_attention_function(function: Callable[..., Any]) -> Callable[[], None]:
 
 
 def build_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    *,
-    mask_function: MaskFunction,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    use_flex: bool = True,
-    **options: Any,
-) -> Any:
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0, *,
+    mask_function: MaskFunction, attention_mask: Tensor | None = None, use_vmap: bool = False,
+    device: torch.device | str = "cpu", config: Any = None, use_flex: bool = True, **options: Any,
+) -> Any:  # fmt: skip
     """Build the mask of one kind of layers; transformers calls it once per kind and forward pass."""
     layer = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap, "config": config}
     builder = _mask_builder.get()

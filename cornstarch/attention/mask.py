@@ -211,10 +211,7 @@ class MaskSpec:
         return visible
 
     def visible_range(self, pattern: MaskPattern = CAUSAL) -> tuple[Tensor, Tensor]:
-        """Return the first and the last position that each token sees, int32 [B, S].
-
-        A token sees all positions between them if `counts.are_contiguous`.
-        """
+        """Return the first and last position that a token sees, int32 [B, S]: all between, if `are_contiguous`."""
         index = torch.arange(self.documents.shape[1], device=self.documents.device, dtype=torch.int32)
         index = index.expand(self.documents.shape)
         new_document = find_starts(self.documents)
@@ -368,11 +365,9 @@ def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find_blocks_in_range(first: Tensor, last: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `_find_blocks` does, for visible ranges of positions.
-
-    The keys of a block may have gaps between their positions, so that a block without visible pairs can be among those
-    that have some.
-    """
+    """Return what `_find_blocks` does, for visible ranges of positions."""
+    # The keys of a block may have gaps between their positions, so that a block without visible pairs can be among
+    # those that have some.
     missing = -len(positions) % BLOCK_SIZE
     blocks = nn.functional.pad(positions, (0, missing), value=-1).unflatten(0, (-1, BLOCK_SIZE))
     highest = blocks.amax(dim=1)

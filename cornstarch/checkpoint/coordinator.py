@@ -55,10 +55,8 @@ class Coordinator:
         return cls(distributed.rank(), distributed.world_size(), dist.new_group(backend="gloo", timeout=_TIMEOUT))
 
     def reduce(self, work: Callable[[], T], join: Callable[[list[T]], Any]) -> Any:
-        """Run `work` on every rank and `join` on rank 0; return its result everywhere. All values are JSON.
-
-        A failure anywhere is raised on all ranks, with the number of the rank that failed.
-        """
+        """Run `work` on every rank and `join` on rank 0; return its result everywhere. All values are JSON."""
+        # A failure anywhere is raised on all ranks, with the number of the rank that failed.
         if self.size == 1:
             return join([work()])
         failure: BaseException | None = None

@@ -7,7 +7,8 @@ DTensor knows which), or an interval of its values (FSDP1, which flattens and co
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,9 +81,6 @@ def is_trained(parameter: Tensorlike) -> bool:
     return parameter.local.requires_grad if isinstance(parameter, Sharded) else parameter.requires_grad
 
 
-# ---------------------------------------------------------------------------------------------------- local shards
-
-
 def local_parameters(model: nn.Module) -> dict[str, Tensorlike]:
     """Return each parameter as a whole tensor, a DTensor or a `Sharded`. Under FSDP1 the call is collective."""
     coordinator = Coordinator.default()
@@ -103,12 +101,18 @@ def local_parameters(model: nn.Module) -> dict[str, Tensorlike]:
         )
     if not units or coordinator.size == 1:
         return found
-    shapes = _whole_shapes(model, units)
-    counts = _count_values(found, units, coordinator)
+
+    def count_values() -> dict[str, list[int]]:
+        counts: dict[str, list[int]] = coordinator.reduce(
+            lambda: {name: found[name].numel() for name in units},  # type: ignore[union-attr]
+            lambda counts: {name: [one[name] for one in counts] for name in counts[0]},
+        )
+        return counts
+
+    shapes, counts = _whole_shapes(model, units), count_values()
     if any(_is_unsharded(counts[name], units[name], shapes[name]) for name in units):
         # An evaluation leaves the outermost unit unsharded. Gathering it once more ends with resharding it.
-        shapes = _whole_shapes(model, units, again=True)
-        counts = _count_values(found, units, coordinator)
+        shapes, counts = _whole_shapes(model, units, again=True), count_values()
     for name, unit in units.items():
         if not _is_unsharded(counts[name], unit, shapes[name]):
             members = dist.get_process_group_ranks(unit.process_group)
@@ -153,27 +157,8 @@ def _whole_shapes(model: nn.Module, units: Mapping[str, Any], again: bool = Fals
     return shapes
 
 
-def _count_values(
-    parameters: Mapping[str, Tensorlike], names: Iterable[str], coordinator: Coordinator
-) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = coordinator.reduce(
-        lambda: {name: parameters[name].numel() for name in names},  # type: ignore[union-attr]
-        lambda counts: {name: [one[name] for one in counts] for name in counts[0]},
-    )
-    return found
-
-
 def _is_unsharded(counts: list[int], unit: Any, shape: torch.Size) -> bool:
     return all(counts[rank] == shape.numel() for rank in dist.get_process_group_ranks(unit.process_group))
-
-
-# ---------------------------------------------------------------------------------------------------- optimizers
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that has the states: inside of torch's ZeroRedundancyOptimizer there is an ordinary one."""
-    inner = getattr(optimizer, "optim", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def group_members(optimizer: Optimizer, parameters: Parameters) -> list[list[str]]:
@@ -187,16 +172,6 @@ def group_members(optimizer: Optimizer, parameters: Parameters) -> list[list[str
                     f"{len(names)}. Make the optimizer from the model that is trained."
                 )
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def flatten_groups(optimizer: Optimizer, parameters: Parameters, tensors: dict[str, Tensorlike]) -> list[Group]:
-    """Return the groups of this rank; options that are tensors are put into `tensors`."""
-    members = group_members(optimizer, parameters)
-    groups = [
-        {"parameters": names, "options": {key: value for key, value in group.items() if key != "params"}}
-        for names, group in zip(members, optimizer.state_dict()["param_groups"], strict=True)
-    ]
-    return list(flatten_values(groups, "optimizer/groups", tensors))
 
 
 def merge_groups(of_ranks: Sequence[list[Group]]) -> list[Group]:
@@ -216,29 +191,102 @@ def merge_groups(of_ranks: Sequence[list[Group]]) -> list[Group]:
     return list(merged.values())
 
 
-def flatten_optimizer(
-    optimizer: Optimizer, parameters: Parameters, local: Mapping[str, Tensorlike], tensors: dict[str, Tensorlike],
-    groups: list[Group],
-) -> dict[str, Any]:  # fmt: skip
-    """Return an optimizer with the groups of all ranks and the states of this one; tensors are put into `tensors`."""
-    state_dict = optimizer.state_dict()
-    names = {
-        number: name
-        for group, members in zip(state_dict["param_groups"], group_members(optimizer, parameters), strict=True)
-        for number, name in zip(group["params"], members, strict=True)
-    }
-    states, whole = {}, {}
-    for key, value in state_dict["state"].items():
-        if key in names:
-            states[names[key]] = _shard_alike(value, local[names[key]])
-        else:
-            whole[key] = value
-    return {
-        "class": type(optimizer).__qualname__,
-        "groups": groups,
-        "parameters": flatten_values(states, "optimizer/parameters", tensors),
-        "whole": flatten_values(whole, "optimizer/whole", tensors),
-    }
+class NamedOptimizer:
+    """An optimizer by the names of a model's parameters; of a ZeroRedundancyOptimizer, the inner one."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        inner = getattr(optimizer, "optim", None)
+        self.outer, self.optimizer = optimizer, inner if isinstance(inner, Optimizer) else optimizer
+        self.parameters, self.local = named_parameters(model), local_parameters(model)
+
+    @cached_property
+    def members(self) -> list[list[str]]:
+        return group_members(self.optimizer, self.parameters)
+
+    def flatten_groups(self, tensors: dict[str, Tensorlike]) -> list[Group]:
+        """Return the groups of this rank; options that are tensors are put into `tensors`."""
+        groups = [
+            {"parameters": names, "options": {key: value for key, value in group.items() if key != "params"}}
+            for names, group in zip(self.members, self.optimizer.state_dict()["param_groups"], strict=True)
+        ]
+        return list(flatten_values(groups, "optimizer/groups", tensors))
+
+    def flatten(self, groups: list[Group], tensors: dict[str, Tensorlike]) -> dict[str, Any]:
+        """Return the state with the groups of all ranks and the states of this one; tensors are put into `tensors`."""
+        state_dict = self.optimizer.state_dict()
+        names = {
+            number: name
+            for group, members in zip(state_dict["param_groups"], self.members, strict=True)
+            for number, name in zip(group["params"], members, strict=True)
+        }
+        states, whole = {}, {}
+        for key, value in state_dict["state"].items():
+            if key in names:
+                states[names[key]] = _shard_alike(value, self.local[names[key]])
+            else:
+                whole[key] = value
+        return {
+            "class": type(self.optimizer).__qualname__,
+            "groups": groups,
+            "parameters": flatten_values(states, "optimizer/parameters", tensors),
+            "whole": flatten_values(whole, "optimizer/whole", tensors),
+        }
+
+    def find_differences(self, saved: Mapping[str, Any], optimized: Collection[str]) -> list[str]:
+        """Return how a saved optimizer differs from those of all ranks, which have the parameters `optimized`."""
+        kind = type(self.optimizer).__qualname__
+        if saved["class"] != kind:
+            return [f"it is {saved['class']} in the checkpoint, {kind} here"]
+        # Groups with equal options count as one: tensor parallelism has separate groups for sharded parameters.
+        group_of = {
+            name: json.dumps(group["options"], sort_keys=True)
+            for group in saved["groups"]
+            for name in group["parameters"]
+        }
+        found = [f"{name} (in the optimizer) is in the checkpoint only" for name in group_of if name not in optimized]
+        found += [f"{name} (in the optimizer) is not in the checkpoint" for name in optimized if name not in group_of]
+        for members in self.members:
+            origins = {group_of[name]: name for name in reversed(members) if name in group_of}
+            if len(origins) > 1:
+                first, second, *_ = origins.values()
+                found.append(f"{first} and {second} are in one group here, but were in two in the checkpoint")
+        return found
+
+    def _own_states(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved states of this rank's parameters; under FSDP1 it may have no value of some of them."""
+        empty = {name for name, one in self.local.items() if isinstance(one, Sharded) and not one.local.numel()}
+        own = {name for members in self.members for name in members} - empty
+        return {name: state for name, state in saved["parameters"].items() if name in own}
+
+    def list_needed_tensors(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the tensors that this rank will read."""
+        mine = {name for members in self.members for name in members}
+        options = [group["options"] for group in saved["groups"] if mine & set(group["parameters"])]
+        return list_tensors([list(self._own_states(saved).values()), options, saved["whole"]])
+
+    def restore(self, saved: Mapping[str, Any], tensors: TensorReader) -> None:
+        """Load the saved state of this rank's parameters."""
+        options_of = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
+        groups = self.optimizer.state_dict()["param_groups"]
+        numbers: dict[str, Any] = {}
+        for group, members in zip(groups, self.members, strict=True):
+            numbers.update(zip(members, group["params"], strict=True))
+            options = unflatten_values(options_of[members[0]], tensors) if members else {}
+            group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
+        state = {name: _load_state(one, tensors, self.local[name]) for name, one in self._own_states(saved).items()}
+        by_number = {numbers[name]: one for name, one in state.items()}
+        whole = unflatten_values(saved["whole"], tensors)
+        self.optimizer.load_state_dict({"state": {**whole, **by_number}, "param_groups": groups})
+        # torch converts states to the parameter's dtype; float32 moments of bfloat16 weights must stay exact.
+        for name, values in state.items():
+            loaded = self.optimizer.state[self.parameters[name]]
+            for key, value in values.items():
+                there = loaded.get(key)
+                if isinstance(value, Tensor) and isinstance(there, Tensor) and there.dtype != value.dtype:
+                    loaded[key] = value.to(there.device)
+        if self.optimizer is not self.outer:  # it overwrites the options of the inner one in each step
+            for group, restored in zip(self.outer.param_groups, self.optimizer.param_groups, strict=True):
+                group.update({key: value for key, value in restored.items() if key != "params"})
 
 
 def _shard_alike(state: Any, parameter: Tensorlike) -> Any:
@@ -250,78 +298,6 @@ def _shard_alike(state: Any, parameter: Tensorlike) -> Any:
     if isinstance(state, Tensor) and state.dim() and state.shape == parameter.local.shape:
         return parameter.with_local(state)
     return state
-
-
-def optimizer_differences(
-    saved: Mapping[str, Any], optimizer: Optimizer, parameters: Parameters, optimized: Collection[str]
-) -> list[str]:
-    """Return how the saved optimizer differs from those of all ranks, which have the parameters `optimized`."""
-    if saved["class"] != type(optimizer).__qualname__:
-        return [f"it is {saved['class']} in the checkpoint, {type(optimizer).__qualname__} here"]
-    # Groups with equal options count as one: tensor parallelism has separate groups for sharded parameters.
-    group_of = {
-        name: json.dumps(group["options"], sort_keys=True) for group in saved["groups"] for name in group["parameters"]
-    }
-    found = [f"{name} (in the optimizer) is in the checkpoint only" for name in group_of if name not in optimized]
-    found += [f"{name} (in the optimizer) is not in the checkpoint" for name in optimized if name not in group_of]
-    for members in group_members(optimizer, parameters):
-        origins = {group_of[name]: name for name in reversed(members) if name in group_of}
-        if len(origins) > 1:
-            first, second, *_ = origins.values()
-            found.append(f"{first} and {second} are in one group here, but were in two in the checkpoint")
-    return found
-
-
-def list_needed_tensors(
-    saved: Mapping[str, Any], optimizer: Optimizer, parameters: Parameters, local: Mapping[str, Tensorlike]
-) -> list[str]:
-    """Return the tensors that this rank will read."""
-    mine = {name for members in group_members(optimizer, parameters) for name in members}
-    states = [state for name, state in saved["parameters"].items() if name in mine and _has_state(local[name])]
-    options = [group["options"] for group in saved["groups"] if mine & set(group["parameters"])]
-    return list_tensors([states, options, saved["whole"]])
-
-
-def restore_optimizer(
-    saved: Mapping[str, Any],
-    tensors: TensorReader,
-    optimizer: Optimizer,
-    parameters: Parameters,
-    local: Mapping[str, Tensorlike],
-) -> None:
-    """Load the saved state of an optimizer's own parameters."""
-    options_of = {name: group["options"] for group in saved["groups"] for name in group["parameters"]}
-    groups = optimizer.state_dict()["param_groups"]
-    numbers: dict[str, Any] = {}
-    for group, members in zip(groups, group_members(optimizer, parameters), strict=True):
-        numbers.update(zip(members, group["params"], strict=True))
-        options = unflatten_values(options_of[members[0]], tensors) if members else {}
-        group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
-    state = {
-        numbers[name]: _load_state(value, tensors, local[name])
-        for name, value in saved["parameters"].items()
-        if name in numbers and _has_state(local[name])
-    }
-    whole = unflatten_values(saved["whole"], tensors)
-    optimizer.load_state_dict({"state": {**whole, **state}, "param_groups": groups})
-    # torch converts states to the parameter's dtype; float32 moments of bfloat16 weights must stay exact.
-    for name, number in numbers.items():
-        loaded = optimizer.state[parameters[name]] if number in state else {}
-        for key, value in state.get(number, {}).items():
-            if isinstance(value, Tensor) and isinstance(loaded.get(key), Tensor) and loaded[key].dtype != value.dtype:
-                loaded[key] = value.to(loaded[key].device)
-
-
-def _has_state(parameter: Tensorlike) -> bool:
-    """Return whether a parameter has an optimizer state here: under FSDP1 a rank may have no value of it."""
-    return not isinstance(parameter, Sharded) or parameter.local.numel() > 0
-
-
-def copy_options(inner: Optimizer, outer: Optimizer) -> None:
-    """Copy options to a ZeroRedundancyOptimizer, which overwrites those of its inner optimizer in each step."""
-    if inner is not outer:
-        for group, restored in zip(outer.param_groups, inner.param_groups, strict=True):
-            group.update({key: value for key, value in restored.items() if key != "params"})
 
 
 def _load_state(value: Any, tensors: TensorReader, parameter: Tensorlike) -> Any:

@@ -138,7 +138,7 @@ class Checkpoint:
 
     def data(self) -> Any:
         """Return the JSON data that was saved beside the tensors."""
-        return _parse_json(self.folder / files.DATA, _read_bytes(self.storage, self.folder / files.DATA))
+        return _read_json(self.storage, self.folder / files.DATA)[1]
 
     def tensors(self) -> AbstractContextManager[TensorReader]:
         """Open the tensors; nothing is read before it is accessed. The call is not collective."""
@@ -216,8 +216,7 @@ def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = No
         storage, folder = resolve_storage(folder)
     folder = Path(folder)
     path = folder / files.MANIFEST
-    written = _read_bytes(storage, path)
-    content = _parse_json(path, written)
+    written, content = _read_json(storage, path)
     if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise ConfigError(f"{path} is damaged: it has no format number.")
     if content["format"] > files.FORMAT:
@@ -238,16 +237,13 @@ def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = No
     return Checkpoint(folder, **{name: content[name] for name in _FIELDS}, storage=storage)
 
 
-def _read_bytes(storage: Storage, path: Path) -> bytes:
+def _read_json(storage: Storage, path: Path) -> tuple[bytes, Any]:
+    """Return a small file as it is written, and its content."""
     try:
-        return storage.read(path)
+        written = storage.read(path)
+        return written, json.loads(written)
     except OSError as error:
         raise ConfigError(f"{path} is missing or cannot be read ({error.strerror}).") from error
-
-
-def _parse_json(path: Path, text: bytes) -> Any:
-    try:
-        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
 
@@ -277,9 +273,8 @@ def convert_checkpoint(
             for rank in range(count):
                 shards = _split_first_dim(tensors, rank, count)
                 written |= files.write_shards(storage, fresh / name, files.file_prefix(rank, count), shards)
-            written[files.DATA] = storage.write(
-                fresh / name / files.DATA, [source.storage.read(source.folder / files.DATA)]
-            )
+            data = source.storage.read(source.folder / files.DATA)
+            written[files.DATA] = storage.write(fresh / name / files.DATA, [data])
             files.check_written(storage, fresh / name, written)
             description = json.loads(source.storage.read(source.folder / files.MANIFEST))
             description["layout"] = {"processes": count, "form": form, "meshes": [], "converted": source.layout}
@@ -302,13 +297,12 @@ def convert_checkpoint(
 
 
 def _count_processes(source: Checkpoint, form: str, processes: int | None) -> int:
-    if form == "full":
-        if processes not in (None, 1):
-            raise ConfigError(f"A full checkpoint is not cut, but {processes} processes were given.")
-        return 1
-    if form != "sharded":
+    if form not in ("full", "sharded"):
         raise ConfigError(f"form = {form!r}; expected full or sharded. A local one can only be saved by a run.")
-    count: int = source.layout["processes"] if processes is None else processes
+    if form == "full" and processes not in (None, 1):
+        raise ConfigError(f"A full checkpoint is not cut, but {processes} processes were given.")
+    default = 1 if form == "full" else source.layout["processes"]
+    count: int = default if processes is None else processes
     if count < 1:
         raise ConfigError(f"{count} processes; expected 1 or more.")
     return count

@@ -41,9 +41,6 @@ SavePlan = dict[str, dict[str, Any]]
 
 FOLDER_TIMEOUT = 30.0  # seconds: network file systems may show new folders late
 
-# ---------------------------------------------------------------------------------------------------- the plan
-
-
 def describe_save(
     step: object, tensors: Mapping[str, Tensorlike], data: Mapping[str, Any], metric: float | None, form: object
 ) -> RankState:
@@ -109,11 +106,9 @@ def _check_json(value: object, at: str) -> None:
 
 
 def assign_writers(states: Sequence[RankState]) -> SavePlan:
-    """Return which rank writes which shard.
-
-    The lowest rank writes a shard that several ranks have. Plain tensors of one name are taken to be equal; if they are
-    not (running means of a batch norm), those of the lowest rank are saved.
-    """
+    """Return which rank writes which shard: the lowest of those that have it."""
+    # Plain tensors of one name are taken to be equal. If they are not (running means of a batch norm), those of the
+    # lowest rank are saved.
     plan: SavePlan = {}
     assigned: dict[str, dict[tuple[Any, ...], list[Any]]] = {}
     for rank, state in enumerate(states):
@@ -139,11 +134,6 @@ def assign_writers(states: Sequence[RankState]) -> SavePlan:
 
 def _part_box(part: Sequence[Any]) -> Box:
     return Box(tuple(part[1]), tuple(part[2]))
-
-
-def require_equal(states: Sequence[RankState], key: str) -> Any:
-    """Return a value that all ranks must have alike."""
-    return _merge([(rank, state[key]) for rank, state in enumerate(states)], key)
 
 
 def merge_data(states: Sequence[RankState]) -> dict[str, Any]:
@@ -174,9 +164,6 @@ def _merge(values: list[tuple[int, Any]], at: str) -> Any:
     return first
 
 
-# ---------------------------------------------------------------------------------------------------- the save
-
-
 @dataclass(eq=False)
 class CheckpointWriter:
     """Writes one checkpoint: `plan`, then `stage` if training goes on meanwhile, then `finish`."""
@@ -201,11 +188,12 @@ class CheckpointWriter:
         """Agree on what is saved; on rank 0, `prepare` locks and makes the folder, and returns it and its sequence."""
 
         def decide(states: list[RankState]) -> dict[str, Any]:
-            step, chosen = require_equal(states, "step"), require_equal(states, "form")
-            size = self.coordinator.size
+            keys = ("step", "form", "metric")
+            agreed = {key: _merge([(rank, one[key]) for rank, one in enumerate(states)], key) for key in keys}
+            step, chosen, size = agreed["step"], agreed["form"], self.coordinator.size
             self._description = {
                 "step": step,
-                "metric": require_equal(states, "metric"),
+                "metric": agreed["metric"],
                 "time": time.time(),
                 "layout": {"processes": size, "form": chosen if size > 1 else "full", "meshes": states[0]["meshes"]},
             }
@@ -239,12 +227,8 @@ class CheckpointWriter:
 
     def stage(self, copy: Callable[[Sequence[TensorShard]], list[TensorShard]]) -> None:
         """Replace the tensors by copies, so that training may go on."""
-
-        def work() -> None:
-            self._shards = copy(self._shards)
-
         with self._clean_up():
-            self.coordinator.run_on_all(work)
+            self._shards = self.coordinator.run_on_all(lambda: copy(self._shards))
 
     def finish(self, on_commit: Callable[[Path], object]) -> Path:
         """Write the files and commit the checkpoint; rank 0 then calls `on_commit`."""
@@ -298,8 +282,6 @@ class CheckpointWriter:
     @property
     def target(self) -> Path:
         return self.temporary.with_name(self.temporary.name.partition(".tmp.")[0])
-
-    # ------------------------------------------------------------------ failures
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:

@@ -347,10 +347,8 @@ def check_written(storage: Storage, folder: Path, files: Manifest) -> None:
 
 
 def run_in_threads(work: Callable[[str], T], names: Sequence[str], threads: int) -> dict[str, T]:
-    """Return the results of `work` by name, computed in several threads; the first failure is raised.
-
-    A ThreadPoolExecutor would not do: the interpreter shuts pools down before it waits for a background save.
-    """
+    """Return the results of `work` by name, computed in several threads; the first failure is raised."""
+    # A ThreadPoolExecutor would not do: the interpreter shuts pools down before it waits for a background save.
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in names:
         waiting.put(name)

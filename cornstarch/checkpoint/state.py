@@ -67,10 +67,10 @@ def capture(
     rng = state_values.random_state() if rng is None else rng
     reshard(model)
     tensors: dict[str, Tensorlike] = {}
-    parameters, local = named_state.named_parameters(model), local_parameters(model)
-    inner = named_state.inner_optimizer(optimizer)
+    named = named_state.NamedOptimizer(optimizer, model)
+    local = named.local
     frozen = [name for name, parameter in local.items() if not is_trained(parameter)]
-    whole = _survey(model, local, lambda: named_state.flatten_groups(inner, parameters, tensors), frozen, coordinator)
+    whole = _survey(model, local, lambda: named.flatten_groups(tensors), frozen, coordinator)
     prints = {name: whole.fingerprints[name] for name in frozen if name not in whole.optimized}
     averages = _shard_averages(ema, local)
     tensors |= {f"parameters/{name}": detach(one) for name, one in local.items() if name not in prints}
@@ -79,7 +79,7 @@ def capture(
     state = {
         **describe_model(model, local, prints),
         "ema": None if averages is None else {name: describe(average) for name, average in averages.items()},
-        "optimizer": named_state.flatten_optimizer(inner, parameters, local, tensors, whole.groups),
+        "optimizer": named.flatten(whole.groups, tensors),
         "scaler": None if scaler is None else flatten_values(scaler.state_dict(), "scaler", tensors),
         "scheduler": flatten_values(scheduler_state, "scheduler", tensors),
         "loader": flatten_values(loader_position, "loader", tensors),
@@ -124,14 +124,13 @@ def restore(
     drawing, size = coordinator.rank if draws_as is None else draws_as, coordinator.size
     reshard(model)
     state, reader = _find_state(data), TensorReader.of(tensors)
-    parameters, local = named_state.named_parameters(model), local_parameters(model)
-    inner = named_state.inner_optimizer(optimizer)
+    named = named_state.NamedOptimizer(optimizer, model)
+    local = named.local
     averages = _shard_averages(ema, local)
-
-    def bare_groups() -> list[named_state.Group]:
-        return [{"parameters": members, "options": {}} for members in named_state.group_members(inner, parameters)]
-
-    whole = _survey(model, local, bare_groups, _list_unsaved(state), coordinator, averages)
+    whole = _survey(
+        model, local, lambda: [{"parameters": members, "options": {}} for members in named.members],
+        _list_unsaved(state), coordinator, averages,
+    )  # fmt: skip
 
     def check() -> None:
         words = {True: "trained", False: "frozen"}
@@ -141,22 +140,20 @@ def restore(
             if name in local and entry["trained"] != is_trained(local[name])
         ]
         _refuse(_compare_model(state, whole) + changed, "the model")
-        differences = named_state.optimizer_differences(state["optimizer"], inner, parameters, whole.optimized)
-        _refuse(differences, "the optimizer")
+        _refuse(named.find_differences(state["optimizer"], whole.optimized), "the optimizer")
         if ema is not None and state["ema"] is None:
             _refuse(["the run has averaged weights, the checkpoint was made without"], "the averaged weights")
         _refuse([] if ema is None else _compare(state["ema"], whole.averages), "the averaged weights")
         if scaler is not None and scaler.state_dict() and not state["scaler"]:
             _refuse(["the run scales its gradients (fp16), the checkpoint was made without"], "the gradient scaler")
-        needed = named_state.list_needed_tensors(state["optimizer"], inner, parameters, local)
+        needed = named.list_needed_tensors(state["optimizer"])
         needed += list_tensors([state[part] for part in ("scaler", "scheduler", "loader")])
         needed += list_tensors(state_values.find_random_state(state, drawing, size)[0])
         _check_complete(state, reader, needed)
 
     def load() -> RestoredState:
         _load_weights(state, reader, model, local, averaged=False)
-        named_state.restore_optimizer(state["optimizer"], reader, inner, parameters, local)
-        named_state.copy_options(inner, optimizer)
+        named.restore(state["optimizer"], reader)
         for name, average in (averages or {}).items():
             reader.copy_into(f"ema/{name}", average)
         if scaler is not None and state["scaler"]:
@@ -201,9 +198,6 @@ def _find_state(data: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-# ---------------------------------------------------------------------------------------------------- all ranks
-
-
 @dataclass(frozen=True)
 class _WholeModel:
     """The parameters, buffers and optimizer groups of all ranks together: in a pipeline each rank has its own."""
@@ -220,13 +214,9 @@ class _WholeModel:
 
 
 def _survey(
-    model: nn.Module,
-    local: Mapping[str, Tensorlike],
-    groups: Callable[[], list[named_state.Group]],
-    names: Iterable[str],
-    coordinator: Coordinator,
-    averages: Mapping[str, Tensorlike] | None = None,
-) -> _WholeModel:
+    model: nn.Module, local: Mapping[str, Tensorlike], groups: Callable[[], list[named_state.Group]],
+    names: Iterable[str], coordinator: Coordinator, averages: Mapping[str, Tensorlike] | None = None,
+) -> _WholeModel:  # fmt: skip
     """Describe the model of all ranks, with fingerprints of the parameters `names`."""
     wanted = [name for name in names if name in local]
     kinds = ("parameters", "buffers", "averages")
@@ -274,9 +264,6 @@ def detach(tensor: Tensorlike) -> Tensorlike:
     return tensor if isinstance(tensor, Sharded) else tensor.detach()
 
 
-# ---------------------------------------------------------------------------------------------------- differences
-
-
 def _compare_model(state: Mapping[str, Any], whole: _WholeModel) -> list[str]:
     saved = state["parameters"]
     found = _compare({name: entry["is"] for name, entry in saved.items()}, whole.parameters)
@@ -322,9 +309,6 @@ def _check_complete(state: Mapping[str, Any], tensors: Mapping[str, Any], more: 
             f"The checkpoint is incomplete: {len(missing)} of {len(needed)} tensors are missing, the first is "
             f"{missing[0]}. Nothing was restored."
         )
-
-
-# ---------------------------------------------------------------------------------------------------- weights
 
 
 @torch.no_grad()

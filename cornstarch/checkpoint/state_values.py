@@ -121,14 +121,12 @@ def find_random_state(saved: Mapping[str, Any], rank: int, size: int) -> tuple[A
 
 
 def resume_random_state(saved: Mapping[str, Any], tensors: Mapping[str, Any], rank: int, size: int) -> None:
-    """Continue a rank's random numbers; with another number of ranks than before, seed it from the saved state.
-
-    That seed depends on rank 0's random state, on `rank` and on `size` alone: a checkpoint is resumed in the same way
-    each time, and no two ranks draw the same numbers.
-    """
+    """Continue a rank's random numbers; with another number of ranks than before, seed it from the saved state."""
     flat, is_own = find_random_state(saved, rank, size)
     if is_own:
         return restore_random_state(unflatten_values(flat, tensors))
+    # The seed depends on rank 0's random state, on `rank` and on `size` alone: a checkpoint is resumed in the same way
+    # each time, and no two ranks draw the same numbers.
     digest = hashlib.sha256(json.dumps([flat, rank, size]).encode())
     for name in sorted(list_tensors(flat)):
         digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

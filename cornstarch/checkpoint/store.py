@@ -45,8 +45,9 @@ class CheckpointStore:
         self.better = better
         self.problems: Problems = []
         """Why the last `list`, `latest` or `best` skipped checkpoints."""
-        self.background = BackgroundSave()
         self.stager = Stager()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
         self._thread_coordinator: Coordinator | None = None
 
     def save(
@@ -101,21 +102,43 @@ class CheckpointStore:
         if self._thread_coordinator is None or not self._thread_coordinator.is_current:
             self._thread_coordinator = Coordinator.with_own_group()
         writer.coordinator = self._thread_coordinator
-        self.background.start(lambda: writer.finish(prune))
+
+        def run() -> None:
+            try:
+                writer.finish(prune)
+            except BaseException as error:
+                self._failure = error
+                atexit.register(self.print_failure)
+
+        # No daemon: the interpreter waits for it before it exits.
+        self._thread = threading.Thread(target=run, name="cornstarch checkpoint")
+        self._thread.start()
         return writer.target
 
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is being saved in the background."""
-        return self.background.is_running
+        return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
         """Raise the failure of a background save, if there is one."""
-        self.background.check()
+        if not self.is_saving:
+            self.wait()
 
     def wait(self) -> None:
-        """Wait for the end of a background save."""
-        self.background.wait()
+        """Wait for the end of a background save; raise its failure, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            atexit.unregister(self.print_failure)
+            raise failure
+
+    def print_failure(self) -> None:
+        """At the end of the process: print a failure that nothing has raised."""
+        if self._failure is not None:
+            print(f"{type(self._failure).__name__}: {self._failure}", file=sys.stderr)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is intact on all ranks; None if none was ever saved.
@@ -225,50 +248,6 @@ class CheckpointStore:
             self.storage.remove(folder)
         except OSError as error:
             warnings.warn(f"{folder}, which is not needed any more, could not be removed: {error}", stacklevel=4)
-
-
-class BackgroundSave:
-    """Runs one task at a time in a thread; a failure is kept until `check` or `wait` raises it."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    def start(self, work: Callable[[], object]) -> None:
-        """Start a task; the previous one must have ended."""
-        assert self._thread is None
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._failure = error
-
-        atexit.unregister(self.print_failure)  # once is enough
-        atexit.register(self.print_failure)
-        # No daemon: the interpreter waits for it before it exits.
-        self._thread = threading.Thread(target=run, name="cornstarch checkpoint")
-        self._thread.start()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def check(self) -> None:
-        if not self.is_running:
-            self.wait()
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def print_failure(self) -> None:
-        if self._failure is not None:
-            print(f"{type(self._failure).__name__}: {self._failure}", file=sys.stderr)
 
 
 class Stager:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cornstarch.checkpoint import named_state
 from cornstarch.checkpoint.coordinator import Coordinator
-from cornstarch.checkpoint.named_state import local_parameters, named_buffers, named_parameters
+from cornstarch.checkpoint.named_state import NamedOptimizer, local_parameters, named_buffers, named_parameters
 from cornstarch.checkpoint.reader import Checkpoint
 from cornstarch.checkpoint.shards import Tensorlike
 from cornstarch.checkpoint.state import describe_model, detach, restore_weights
@@ -36,9 +36,7 @@ _SHOWN = 5
 _EXPORTED = "cornstarch_model.json"
 _ADAPTER_NAMES = re.compile(r"(?<![^.])base_model\.model\.|\.base_layer(?=\.)")
 
-
-# ---------------------------------------------------------------------------------------------------- parts of a state
-# All of these calls are collective.
+# All calls that save and load parts of a state are collective.
 
 
 def save_weights(model: nn.Module, folder: PathLike) -> Path:
@@ -63,11 +61,9 @@ def save_optimizer_state(
     """Save the state and options of an optimizer, and the plain values `more`."""
     reshard(model)
     tensors: dict[str, Tensorlike] = {}
-    parameters, local = named_parameters(model), local_parameters(model)
-    groups = Coordinator.default().reduce(
-        lambda: named_state.flatten_groups(optimizer, parameters, tensors), named_state.merge_groups
-    )
-    saved = named_state.flatten_optimizer(optimizer, parameters, local, tensors, groups)
+    named = NamedOptimizer(optimizer, model)
+    groups = Coordinator.default().reduce(lambda: named.flatten_groups(tensors), named_state.merge_groups)
+    saved = named.flatten(groups, tensors)
     return _save_part(folder, "optimizer", tensors, {"optimizer": saved, "more": dict(more)})
 
 
@@ -77,24 +73,22 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, fol
     reshard(model)
     checkpoint = _open_part(folder, "optimizer")
     data = checkpoint.data()
-    saved, parameters, local = data["optimizer"], named_parameters(model), local_parameters(model)
+    saved, named = data["optimizer"], NamedOptimizer(optimizer, model)
     optimized = coordinator.reduce(
-        lambda: sum(named_state.group_members(optimizer, parameters), []),
+        lambda: sum(named.members, []),
         lambda found: list(dict.fromkeys(name for one in found for name in one)),
     )
     with checkpoint.tensors() as tensors:
 
         def check() -> None:
-            differences = named_state.optimizer_differences(saved, optimizer, parameters, optimized)
-            if differences:
+            if differences := named.find_differences(saved, optimized):
                 shown = "\n  ".join(differences[:_SHOWN])
                 raise ConfigError(f"{folder} does not fit the optimizer, and nothing was loaded:\n  {shown}")
-            needed = named_state.list_needed_tensors(saved, optimizer, parameters, local)
-            if missing := [name for name in needed if name not in tensors]:
+            if missing := [name for name in named.list_needed_tensors(saved) if name not in tensors]:
                 raise ConfigError(f"{folder} is incomplete: {missing[0]} is missing. Nothing was loaded.")
 
         coordinator.run_on_all(check)
-        coordinator.run_on_all(lambda: named_state.restore_optimizer(saved, tensors, optimizer, parameters, local))
+        coordinator.run_on_all(lambda: named.restore(saved, tensors))
     return dict(data["more"])
 
 

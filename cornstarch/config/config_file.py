@@ -235,11 +235,9 @@ def _apply_override(override: str, values: Node) -> tuple[tree.Path, list[Mistak
 
 
 def _parse_value(text: str, path: tree.Path) -> tuple[Node, list[Mistake]]:
-    """Return the value of an override: lists, mappings and quoted texts as in YAML, all else one plain scalar.
-
-    `data.system=Answer: yes or no # really` is a text on a command line, though it would not be one in a file, and so
-    is a Jinja template: no mapping that we read begins with `{{` or `{%`.
-    """
+    """Return the value of an override: lists, mappings and quoted texts as in YAML, all else one plain scalar."""
+    # `data.system=Answer: yes or no # really` is a text on a command line, though it would not be one in a file, and so
+    # is a Jinja template: no mapping that we read begins with `{{` or `{%`.
     if text[:1] in ("[", "{", '"', "'") and text[:2] not in ("{{", "{%", "{#"):
         node, mistakes = tree.read_yaml(text, COMMAND_LINE, path)
         return node or Node(None, COMMAND_LINE, text, broken=True), mistakes

@@ -127,7 +127,7 @@ def test_a_failure_that_nothing_raised_is_printed_at_exit(tmp_path: Path, capsys
     store.storage = FailingStorage(ZeroDivisionError())
     store.save(2, {"w": torch.ones(2)}, {}, wait=False)
     wait_until_it_has_ended(store)
-    store.background.print_failure()
+    store.print_failure()
     assert "ZeroDivisionError" in capsys.readouterr().err
     with pytest.raises(ZeroDivisionError):
         store.check()
