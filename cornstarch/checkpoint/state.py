@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,13 @@ from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unf
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.ddp_fsdp import reshard
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 FORMAT = 2
 """1: frozen parameters had hashes of some values (`sample`), which are not compared any more."""
 
 _SHOWN = 5
-
-
-class Stateful(Protocol):
-    """An object with a state dict: an optimizer, a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)

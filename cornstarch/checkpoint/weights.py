@@ -24,7 +24,7 @@ from cornstarch.checkpoint.shards import Tensorlike
 from cornstarch.checkpoint.state import describe_model, detach, restore_weights
 from cornstarch.checkpoint.state_values import flatten_values, unflatten_values
 from cornstarch.checkpoint.store import CheckpointStore
-from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, open_run
+from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, read_run_config
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.ddp_fsdp import reshard
@@ -127,11 +127,9 @@ def _open_part(folder: PathLike, kind: str) -> Checkpoint:
 
 def open_checkpoint(folder: Path, which: CheckpointChoice | int = "best") -> Checkpoint:
     """Return a checkpoint of a run: the best (without evaluations: the last), the last, or that of a step."""
-    run = open_run(folder)
-    config = run.read_config()
-    assert config is not None  # open_run
+    config = read_run_config(folder)
     better: Literal["lower", "higher"] = "lower" if config.checkpoint.best_by == "loss" else "higher"
-    store = CheckpointStore(run / CHECKPOINTS, config.checkpoint.keep, better)
+    store = CheckpointStore(folder / CHECKPOINTS, config.checkpoint.keep, better)
     if isinstance(which, int):
         return store.verify(which)
     found = (store.best() if which == "best" else None) or store.latest()
@@ -171,9 +169,7 @@ def _list_stages(folder: Path) -> list[Path]:
         stages.insert(0, following)
         earlier = None
         if (following / CONFIG).is_file():
-            config = open_run(following).read_config()
-            assert config is not None  # open_run
-            earlier = config.model.start_from
+            earlier = read_run_config(following).model.start_from
         elif not (following / _EXPORTED).is_file():
             raise ConfigError(
                 f"model.start_from = {following}\n  Expected the folder of a run ({CONFIG}) or of a model exported "

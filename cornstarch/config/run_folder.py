@@ -56,15 +56,10 @@ class RunFolder:
                 ) from error
             yield
 
-    def read_config(self) -> RunConfig | None:
-        return load_config(self / CONFIG) if (self / CONFIG).exists() else None
-
     def check_config(self, config: RunConfig) -> list[str]:
         """Return in what a config differs from the stored one, leaving out what changes no result."""
-        stored = self.read_config()
-        if stored is None:
-            return []
-        return [line for line in config_difference(stored, config) if not line.startswith(_FREE)]
+        differences = config_difference(load_config(self / CONFIG), config) if (self / CONFIG).exists() else []
+        return [line for line in differences if not line.startswith(_FREE)]
 
     def store_config(self, config: RunConfig) -> None:
         """Write the resolved config: it reproduces the run."""
@@ -117,15 +112,15 @@ class RunFolder:
         return aside
 
 
-def open_run(path: Path) -> RunFolder:
-    """Return the folder of a run that is there."""
+def read_run_config(path: Path) -> RunConfig:
+    """Return the config of the run in a folder."""
     if not path.is_dir():
         raise ConfigError(f"There is no folder {path}. Expected that of a run, as `cornstarch train` writes it.")
     if not (path / CONFIG).is_file():
         raise ConfigError(
             f"{path} is no run: it has no {CONFIG}. Expected a folder that `cornstarch train` has written."
         )
-    return RunFolder(path)
+    return load_config(path / CONFIG)
 
 
 def check_trace(is_pipeline: bool) -> None:

@@ -70,7 +70,15 @@ def scalar(text: str, path: Path = ()) -> str | int | float | bool | None:
         meant = "true" if text.lower() in ("yes", "on") else "false"
         raise ValueError(f'`{text}` is text to some and a switch to others.\nWrite {meant}, or "{text}" for the text.')
     if _INT.fullmatch(text) or _OTHER_BASE.fullmatch(text):
-        return _integer(text)
+        digits = text.lstrip("+-")
+        if len(digits) > 1 and digits[0] == "0" and digits[1].isdigit():
+            raise ValueError(
+                "A leading zero means base 8 to some and nothing to others.\nLeave it out, or put a text in quotes."
+            )
+        whole = int(text.replace("_", ""), 0) if len(digits) <= 70 else 2**64
+        if not -(2**63) <= whole < 2**63:
+            raise ValueError(f"Whole numbers go from {-(2**63)} to {2**63 - 1}.\nPut a text in quotes.")
+        return whole
     if _FLOAT.fullmatch(text):
         number = float(text)
         if number in (float("inf"), float("-inf")):
@@ -79,18 +87,6 @@ def scalar(text: str, path: Path = ()) -> str | int | float | bool | None:
     if special := _SPECIAL.fullmatch(text):
         return float(f"{special[1] or ''}{special[2] or special[3]}")
     return check_unicode(text)
-
-
-def _integer(text: str) -> int:
-    digits = text.lstrip("+-")
-    if len(digits) > 1 and digits[0] == "0" and digits[1].isdigit():
-        raise ValueError(
-            "A leading zero means base 8 to some and nothing to others.\nLeave it out, or put a text in quotes."
-        )
-    number = int(text.replace("_", ""), 0) if len(digits) <= 70 else 2**64
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"Whole numbers go from {-(2**63)} to {2**63 - 1}.\nPut a text in quotes.")
-    return number
 
 
 def check_unicode(text: str) -> str:
@@ -162,8 +158,13 @@ class _Builder:
         built: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            try:
-                key = _read_key(key_node)
+            try:  # a key is always text, as in JSON
+                if not isinstance(key_node, yaml.ScalarNode):
+                    raise ValueError("A key is a list or a mapping; expected a name.")
+                key = check_unicode(key_node.value)
+                if key_node.style is None and key in ("", "<<"):
+                    name = "Merge keys (`<<`) are not read here." if key else "There is no name before the colon."
+                    raise ValueError(f"{name}\nWrite every key out.")
             except ValueError as error:
                 self.mistakes.append(Mistake(path, None, str(error), _at(self.source, line)))
                 continue
@@ -175,14 +176,13 @@ class _Builder:
         return built
 
 
-def _read_key(node: yaml.Node) -> str:
-    """Return a key, which is always text (as in JSON)."""
-    if not isinstance(node, yaml.ScalarNode):
-        raise ValueError("A key is a list or a mapping; expected a name.")
-    if node.style is None and node.value in ("", "<<"):
-        name = "Merge keys (`<<`) are not read here." if node.value else "There is no name before the colon."
-        raise ValueError(f"{name}\nWrite every key out.")
-    return check_unicode(node.value)
+# In our words where PyYAML's are hard to read: a part of its message, and what to say instead.
+_ADVICE = [
+    ("'\\t'", "A tab cannot indent.\nUse spaces."),
+    ("mapping values are not allowed", "A second `key: value` on one line.\nPut a text that holds `: ` in quotes."),
+    ("but found another document", "There are two documents (`---`) in one file.\nKeep one."),
+    ("undefined alias", "A `*` begins an alias, and no such anchor was set before.\nPut a text in quotes."),
+]
 
 
 def read_yaml(text: str, source: Where, path: Path = ()) -> tuple[Node | None, list[Mistake]]:
@@ -205,7 +205,11 @@ def read_yaml(text: str, source: Where, path: Path = ()) -> tuple[Node | None, l
         return unreadable(problem, _at(source, line))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        return unreadable(_describe_syntax_error(error), _at(source, mark.line + 1 if mark else None))
+        problem = error.problem or "it cannot be parsed"
+        context = f" {error.context}" if error.context else ""
+        plain = shorten(f"It cannot be read as YAML: {problem}{context}.", 300)
+        advice = next((advice for sign, advice in _ADVICE if sign in problem), plain)
+        return unreadable(advice, _at(source, mark.line + 1 if mark else None))
     except (ValueError, RecursionError) as error:  # PyYAML: `"\U00110000"`, a version of thousands of digits
         return unreadable(f"It cannot be read as YAML: {shorten(str(error))}")
     finally:
@@ -216,24 +220,6 @@ def read_yaml(text: str, source: Where, path: Path = ()) -> tuple[Node | None, l
 
 def _at(source: Where, line: int | None) -> Where:
     return source if source == COMMAND_LINE else Where(source.source, line)
-
-
-_ADVICE: list[tuple[str, str]] = [
-    ("'\\t'", "A tab cannot indent.\nUse spaces."),
-    ("mapping values are not allowed", "A second `key: value` on one line.\nPut a text that holds `: ` in quotes."),
-    ("but found another document", "There are two documents (`---`) in one file.\nKeep one."),
-    ("undefined alias", "A `*` begins an alias, and no such anchor was set before.\nPut a text in quotes."),
-]
-
-
-def _describe_syntax_error(error: yaml.MarkedYAMLError) -> str:
-    """Return what is wrong with the YAML itself, in our words where PyYAML's are hard to read."""
-    problem = error.problem or "it cannot be parsed"
-    for sign, advice in _ADVICE:
-        if sign in problem:
-            return advice
-    context = f" {error.context}" if error.context else ""
-    return shorten(f"It cannot be read as YAML: {problem}{context}.", 300)
 
 
 def tree_of(value: Any, where: Where) -> Node:

@@ -16,7 +16,7 @@ from cornstarch.checkpoint.state import capture, restore, restore_weights
 from cornstarch.checkpoint.state_values import random_state, restore_random_state, seed_all
 from cornstarch.checkpoint.weights import CheckpointChoice, open_checkpoint
 from cornstarch.config import RunConfig
-from cornstarch.config.run_folder import CHECKPOINTS, METRICS, RunFolder, open_run
+from cornstarch.config.run_folder import CHECKPOINTS, METRICS, RunFolder, read_run_config
 from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.formats import open_sources
 from cornstarch.data.sample import SampleError
@@ -139,8 +139,7 @@ class LoadedRun:
 
 def load_run(folder: Path, which: CheckpointChoice | int = "best", device: str = "auto") -> LoadedRun:
     """Load the model of a run from a checkpoint, with averaged weights if the run has them."""
-    config = open_run(folder).read_config()
-    assert config is not None  # open_run
+    config = read_run_config(folder)
     if config.model.given is not None:
         raise ConfigError(
             f"{folder}: its model ({config.model.given}) was built in Python and cannot be rebuilt from here. Load a "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cornstarch.config.run_folder import RunFolder, open_run
+from cornstarch.config.run_folder import RunFolder, read_run_config
 from cornstarch.errors import ConfigError
 from cornstarch.train import RunConfig, load_config
 
@@ -99,7 +99,7 @@ def test_what_changes_the_result_is_told(tmp_path: Path, override: str, differen
     folder.store_config(config())
     found = folder.check_config(config(override))
     assert (found == []) if difference is None else (len(found) == 1 and difference in found[0])
-    assert folder.read_config() == config()
+    assert read_run_config(folder.path) == config()
 
 
 def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_run_is_set_aside_under_the_next_free_name(tmp_path: Path, monkeypatch
             (tmp_path / "runs/mine.old-2").mkdir()  # taken by something else
         aside = folder.set_aside()
         assert aside is not None and not folder.path.exists()
-        stored = RunFolder(aside).read_config()
+        stored = read_run_config(aside)
         assert stored is not None and stored.seed == number
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
         "mine.old-1", "mine.old-2", "mine.old-3", "mine.old-4",
@@ -174,4 +174,4 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path, made: str | None, messa
     elif made == "file":
         (tmp_path / "run").touch()
     with pytest.raises(ConfigError, match=message):
-        open_run(tmp_path / "run")
+        read_run_config(tmp_path / "run")
