@@ -41,6 +41,7 @@ SavePlan = dict[str, dict[str, Any]]
 
 FOLDER_TIMEOUT = 30.0  # seconds: network file systems may show new folders late
 
+
 def describe_save(
     step: object, tensors: Mapping[str, Tensorlike], data: Mapping[str, Any], metric: float | None, form: object
 ) -> RankState:

@@ -125,6 +125,7 @@ class RunConfig(Section):
         return self
 
     # Each of these yields (whether options are in conflict, what to say of it).
+    # fmt: off
 
     def _fp8_conflicts(self) -> Iterator[Conflict]:
         plan = self.parallel
@@ -234,6 +235,8 @@ class RunConfig(Section):
             "(stages, tp, cp) would have to find the same items in the cache at the same moment. Leave it out, or "
             "let every process have samples of its own"
         )
+
+    # fmt: on
 
     @property
     def _has_no_encoders(self) -> bool:
