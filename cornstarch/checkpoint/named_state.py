@@ -82,7 +82,7 @@ def is_trained(parameter: Tensorlike) -> bool:
 
 
 def local_parameters(model: nn.Module) -> dict[str, Tensorlike]:
-    """Return each parameter as a whole tensor, a DTensor or a `Sharded`. Under FSDP1 the call is collective."""
+    """Return each parameter as a tensor, a DTensor or a `Sharded`. Call `reshard` first; collective under FSDP1."""
     coordinator = Coordinator.default()
     found: dict[str, Tensorlike] = {**named_parameters(model)}
     parameters = dict(model.named_parameters())
@@ -101,21 +101,14 @@ def local_parameters(model: nn.Module) -> dict[str, Tensorlike]:
         )
     if not units or coordinator.size == 1:
         return found
-
-    def count_values() -> dict[str, list[int]]:
-        counts: dict[str, list[int]] = coordinator.reduce(
-            lambda: {name: found[name].numel() for name in units},  # type: ignore[union-attr]
-            lambda counts: {name: [one[name] for one in counts] for name in counts[0]},
-        )
-        return counts
-
-    shapes, counts = _whole_shapes(model, units), count_values()
-    if any(_is_unsharded(counts[name], units[name], shapes[name]) for name in units):
-        # An evaluation leaves the outermost unit unsharded. Gathering it once more ends with resharding it.
-        shapes, counts = _whole_shapes(model, units, again=True), count_values()
+    shapes = _whole_shapes(model, units)
+    counts: dict[str, list[int]] = coordinator.reduce(
+        lambda: {name: found[name].numel() for name in units},  # type: ignore[union-attr]
+        lambda of_ranks: {name: [one[name] for one in of_ranks] for name in of_ranks[0]},
+    )
     for name, unit in units.items():
-        if not _is_unsharded(counts[name], unit, shapes[name]):
-            members = dist.get_process_group_ranks(unit.process_group)
+        members = dist.get_process_group_ranks(unit.process_group)
+        if any(counts[name][rank] != shapes[name].numel() for rank in members):  # else FSDP1 leaves it whole
             before = members[: members.index(coordinator.rank)]
             parameter = found[name]
             assert isinstance(parameter, Tensor)
@@ -142,9 +135,9 @@ def _is_flat_unit(module: nn.Module) -> bool:
 _shapes: WeakKeyDictionary[nn.Module, dict[str, torch.Size]] = WeakKeyDictionary()
 
 
-def _whole_shapes(model: nn.Module, units: Mapping[str, Any], again: bool = False) -> dict[str, torch.Size]:
+def _whole_shapes(model: nn.Module, units: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Return the shapes of parameters without FSDP1, by gathering one unit at a time; the result is cached."""
-    if model in _shapes and not again:
+    if model in _shapes:
         return _shapes[model]
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -155,10 +148,6 @@ def _whole_shapes(model: nn.Module, units: Mapping[str, Any], again: bool = Fals
             shapes.update({name: whole[name].shape for name, owner in units.items() if owner is unit})
     _shapes[model] = shapes
     return shapes
-
-
-def _is_unsharded(counts: list[int], unit: Any, shape: torch.Size) -> bool:
-    return all(counts[rank] == shape.numel() for rank in dist.get_process_group_ranks(unit.process_group))
 
 
 def group_members(optimizer: Optimizer, parameters: Parameters) -> list[list[str]]:
