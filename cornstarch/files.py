@@ -27,6 +27,21 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file, at once or not at all: a reader finds the old content or the new one, also after a power cut."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
 def check_manifest(path: Path, files: object) -> None:
     """Refuse a list of files, read from `path`, that is malformed or could lead out of the folder."""
     if not isinstance(files, dict) or not all(

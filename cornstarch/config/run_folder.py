@@ -13,7 +13,7 @@ from typing import Any
 from cornstarch.config import RunConfig
 from cornstarch.config.config_file import config_difference, dump_config, load_config
 from cornstarch.errors import ConfigError
-from cornstarch.files import sync
+from cornstarch.files import replace_file
 
 CONFIG, METRICS, SUMMARY, CHECKPOINTS, SAMPLES = "config.yaml", "metrics.jsonl", "run.json", "checkpoints", "samples"
 REPORT = "report.html"
@@ -68,17 +68,10 @@ class RunFolder:
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file, at once or not at all."""
         path = self / name
-        temporary = path.with_name(f"{path.name}.tmp")
         try:
-            with open(temporary, "wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            replace_file(path, content.encode() if isinstance(content, str) else content)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
             raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
-        sync(path.parent)
 
     def read_summary(self) -> dict[str, Any]:
         """Return what run.json says; nothing if it is not there, or damaged."""

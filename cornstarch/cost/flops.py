@@ -100,8 +100,9 @@ class _Multimodal:
             if inputs is None:
                 continue
             items = encoder.list_items(inputs)
-            parts[f"{name} encoder"] = sum((item.part("") for item in items), PartFlops())
-            parts[f"{name} projector"] = sum((item.part(PROJECTOR) for item in items), PartFlops())
+            for part, section in (("encoder", ""), ("projector", PROJECTOR)):
+                work = (item.sections.get(section, PartFlops()) for item in items)
+                parts[f"{name} {part}"] = sum(work, PartFlops())
             lengths[name] = [length for item in items for length in item.lengths]
             is_trained = is_trained or any(item.needs_gradient for item in items)
         spec = self._build_spec(batch, lengths)
@@ -161,7 +162,7 @@ class _Whole:
         ids = batch.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or self._has_decoder or any(map(is_float, tensors_in(batch))):
             items = self._items.list_items(dict(batch))
-            return {"model": sum((item.part("") for item in items), PartFlops())}
+            return {"model": sum((item.sections.get("", PartFlops()) for item in items), PartFlops())}
         rows, tokens = ids.shape
         forms = {name: value.shape for name, value in batch.items() if isinstance(value, Tensor)}
         # Tokens come before rows, because rows are traced at other lengths.

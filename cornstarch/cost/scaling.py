@@ -7,7 +7,7 @@ the positions of spans, in the time that sorting the tokens takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,42 +33,8 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class FlopCounts:
-    """FLOPs of operations in a step."""
-
-    forward: float = 0.0
-    inputs: float = 0.0
-    """Backward pass: gradients of activations."""
-    weights: float = 0.0
-    """Backward pass: gradients of weights."""
-    recomputed: float = 0.0
-    """The forward pass once more, in the backward pass (activation checkpointing)."""
-    idle: float = 0.0
-    """Spent on experts that were not chosen, by models that compute all of them."""
-
-    @classmethod
-    def of(cls, operation: Operation) -> FlopCounts:
-        forward, own, idle = operation.flops, 1 - operation.idle, operation.idle
-        if operation.is_recomputed:
-            return cls(recomputed=forward * own, idle=forward * idle)
-        inputs = sum(count for count, is_weight in operation.gradients if not is_weight)
-        weights = sum(count for count, is_weight in operation.gradients if is_weight)
-        return cls(forward * own, inputs * own, weights * own, 0.0, (forward + inputs + weights) * idle)
-
-    def __add__(self, other: FlopCounts) -> FlopCounts:
-        return FlopCounts(*(a + b for a, b in zip(self.numbers, other.numbers, strict=True)))
-
-    def __mul__(self, factor: float) -> FlopCounts:
-        return FlopCounts(*(factor * one for one in self.numbers))
-
-    @property
-    def numbers(self) -> tuple[float, float, float, float, float]:
-        return self.forward, self.inputs, self.weights, self.recomputed, self.idle
-
-
-@dataclass(frozen=True)
 class PartFlops:
-    """FLOPs of one part of a model in a step."""
+    """FLOPs of one part of a model, or of one operation, in a step."""
 
     forward: float = 0.0
     backward_inputs: float = 0.0
@@ -81,6 +47,17 @@ class PartFlops:
     """The head for tokens without a label, which many programs compute; not in `total`."""
     wasted: float = 0.0
     """Padding, and experts that were not chosen; not in `total`."""
+
+    @classmethod
+    def of(cls, operation: Operation) -> PartFlops:
+        forward, own, idle = operation.flops, 1 - operation.idle, operation.idle
+        if operation.is_recomputed:
+            return cls(recomputed=forward * own, wasted=forward * idle)
+        inputs = sum(count for count, is_weight in operation.gradients if not is_weight)
+        weights = sum(count for count, is_weight in operation.gradients if is_weight)
+        total = forward + inputs + weights
+        attention = total * own if operation.attention is not None else 0.0
+        return cls(forward * own, inputs * own, weights * own, attention, wasted=total * idle)
 
     @property
     def total(self) -> float:
@@ -95,15 +72,12 @@ class PartFlops:
     def __add__(self, other: PartFlops) -> PartFlops:
         return PartFlops(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
+    def __mul__(self, factor: float) -> PartFlops:
+        return PartFlops(*(factor * one for one in vars(self).values()))
+
 
 def on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def _make_part(matrices: FlopCounts, attention: FlopCounts, head: float = 0.0, padding: float = 0.0) -> PartFlops:
-    both = matrices + attention
-    own = attention.forward + attention.inputs + attention.weights
-    return PartFlops(both.forward, both.inputs, both.weights, own, both.recomputed, head, both.idle + padding)
 
 
 # ---------------------------------------------------------------------------------------------------- rows of tokens
@@ -118,58 +92,44 @@ class RowWork:
     def __init__(self, trace: Callable[[int], Trace], pattern: MaskPattern) -> None:
         short, long = trace(_TOKENS), trace(2 * _TOKENS)
         assert len(short.operations) == len(long.operations), "a row twice as long is computed in another way"
-        self._row, self._token, self._head = FlopCounts(), FlopCounts(), FlopCounts()  # of matrices
-        self._attention_row, self._attention_token = FlopCounts(), FlopCounts()
-        self._pairs: dict[MaskPattern, FlopCounts] = {}
+        self._row, self._token, self._head = PartFlops(), PartFlops(), PartFlops()
+        self._pairs: dict[MaskPattern, PartFlops] = {}
         patterns = set(short.patterns)
         own_code = next(iter(patterns)) if len(patterns) == 1 else pattern
         for one, other in zip(short.operations, long.operations, strict=True):
-            work, twice = FlopCounts.of(one), FlopCounts.of(other)
+            work, twice = PartFlops.of(one), PartFlops.of(other)
+            # Attention grows with the square of the length: also in a model's own code, as products without weights.
             if one.attention is not None and other.attention is not None:
-                if other.attention.pairs > 3 * one.attention.pairs:
-                    self._add_pairs(one.attention.pattern, work * (1 / _TOKENS**2))
-                else:
-                    sums = self._attention_row, self._attention_token
-                    self._attention_row, self._attention_token = _split(work, twice, *sums)
-            # Attention in a model's own code: a product of queries and keys grows with the square of the length.
-            elif not one.has_weights and sum(twice.numbers) / max(sum(work.numbers), 1.0) > 3:
-                self._add_pairs(own_code, work * (1 / _TOKENS**2))
-            elif one.section == HEAD:
-                self._head = self._head + work * (1 / _TOKENS)
+                is_pairs, seen = other.attention.pairs > 3 * one.attention.pairs, one.attention.pattern
             else:
-                self._row, self._token = _split(work, twice, self._row, self._token)
-
-    def _add_pairs(self, pattern: MaskPattern, work: FlopCounts) -> None:
-        self._pairs[pattern] = self._pairs.get(pattern, FlopCounts()) + work
+                is_pairs = not one.has_weights and twice.hardware > 3 * max(work.hardware, 1.0)
+                work, seen = replace(work, attention=work.total if is_pairs else 0.0), own_code
+            if is_pairs:
+                self._pairs[seen] = self._pairs.get(seen, PartFlops()) + work * (1 / _TOKENS**2)
+            elif one.section == HEAD:
+                self._head += work * (1 / _TOKENS)
+            else:  # the part that does not grow with the length is work per row
+                self._row += work * 2 + twice * -1
+                self._token += (twice + work * -1) * (1 / _TOKENS)
 
     def part(self, spec: MaskSpec, trained: int | None = None) -> PartFlops:
         """Return the work of rows of tokens; `trained`: how many have a label (None: all)."""
         rows, tokens = len(spec.documents), int((spec.documents > 0).sum())
         trained = tokens if trained is None else trained
-        matrices = self._row * rows + self._token * tokens + self._head * trained
-        attention = self._attention_row * rows + self._attention_token * tokens
+        part = self._row * rows + self._token * tokens + self._head * trained
         for pattern, work in self._pairs.items():
-            attention = attention + work * visible_pairs(spec, pattern)
-        padding = (self._token + self._head + self._attention_token) * (spec.documents.numel() - tokens)
-        head = self._head * (tokens - trained)
-        return _make_part(matrices, attention, sum(head.numbers), sum(padding.numbers))
-
-
-def _split(short: FlopCounts, long: FlopCounts, row: FlopCounts, token: FlopCounts) -> tuple[FlopCounts, FlopCounts]:
-    """Add the work per row and per token, from the work of a row and of one twice as long."""
-    return row + short * 2 + long * -1, token + (long + short * -1) * (1 / _TOKENS)
+            part += work * visible_pairs(spec, pattern)
+        padding = (self._token + self._head) * (spec.documents.numel() - tokens)
+        untrained = self._head * (tokens - trained)
+        return replace(part, untrained_head=untrained.hardware, wasted=part.wasted + padding.hardware)
 
 
 @dataclass(frozen=True)
 class _ItemFlops:
-    matrices: Mapping[str, FlopCounts]
-    attention: Mapping[str, FlopCounts]
+    sections: Mapping[str, PartFlops]
     lengths: list[int]
     """Tokens in the result."""
     needs_gradient: bool
-
-    def part(self, section: str) -> PartFlops:
-        return _make_part(self.matrices.get(section, FlopCounts()), self.attention.get(section, FlopCounts()))
 
 
 class ItemWork:
@@ -193,22 +153,19 @@ class ItemWork:
         return self._known[key]
 
     def _read_trace(self, trace: Trace) -> _ItemFlops:
-        matrices: dict[str, FlopCounts] = {}
-        attention: dict[str, FlopCounts] = {}
+        sections: dict[str, PartFlops] = {}
         for one in trace.operations:
-            sums, work = matrices, FlopCounts.of(one)
-            if (call := one.attention) is not None:
+            work = PartFlops.of(one)
+            if (call := one.attention) is not None and call.queries == call.keys:
+                spec = call.spec or MaskSpec.from_documents(torch.ones(1, call.queries, dtype=torch.long))
+                visible = visible_pairs(spec, call.pattern) * call.rows / len(spec.documents)
                 # All pairs have the same whole number of FLOPs, so the division is exact.
-                per_pair, visible = FlopCounts(*(flops / call.pairs for flops in work.numbers)), call.pairs
-                if call.queries == call.keys:
-                    spec = call.spec or MaskSpec.from_documents(torch.ones(1, call.queries, dtype=torch.long))
-                    visible = visible_pairs(spec, call.pattern) * call.rows / len(spec.documents)
-                sums, work = attention, per_pair * visible
-            sums[one.section] = sums.get(one.section, FlopCounts()) + work
+                work = PartFlops(*(flops / call.pairs for flops in vars(work).values())) * visible
+            sections[one.section] = sections.get(one.section, PartFlops()) + work
         result = trace.result
         lengths = [] if self._lengths is None else self._lengths(result)
         outputs = result.tensors() if isinstance(result, EncoderFeatures) else result
-        return _ItemFlops(matrices, attention, lengths, any(tensor.requires_grad for tensor in tensors_in(outputs)))
+        return _ItemFlops(sections, lengths, any(tensor.requires_grad for tensor in tensors_in(outputs)))
 
     def _extrapolate(self, item: dict[str, Any]) -> _ItemFlops:
         """Return the work of an item of a new size, fitted to known sizes: a linear and a quadratic term."""
@@ -216,17 +173,11 @@ class ItemWork:
         known = [(self._sizes[key], one) for key, one in self._known.items()]
         nearest = min(known, key=lambda one: abs(one[0] - size))[1]
         lengths = [round(_fit([(n, [one.lengths[0]]) for n, one in known if one.lengths], size)[0])]
-
-        def work(kind: str, section: str) -> FlopCounts:
-            points = [(n, getattr(one, kind).get(section, FlopCounts()).numbers) for n, one in known]
-            return FlopCounts(*_fit(points, size))
-
-        return _ItemFlops(
-            {section: work("matrices", section) for section in nearest.matrices},
-            {section: work("attention", section) for section in nearest.attention},
-            lengths if nearest.lengths else [],
-            nearest.needs_gradient,
-        )
+        sections = {}
+        for section in nearest.sections:
+            points = [(n, list(vars(one.sections.get(section, PartFlops())).values())) for n, one in known]
+            sections[section] = PartFlops(*_fit(points, size))
+        return _ItemFlops(sections, lengths if nearest.lengths else [], nearest.needs_gradient)
 
 
 class EncoderWork(ItemWork):

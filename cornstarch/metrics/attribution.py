@@ -45,6 +45,8 @@ _GAP = 100.0  # microseconds without any operation: longer than Python takes, so
 
 TraceEvent = Mapping[str, Any]
 Thread = tuple[Any, Any]
+TimeSpent = dict[tuple[str, str, str], float]
+"""Microseconds, by part, phase and kind."""
 
 
 class Label(NamedTuple):
@@ -69,10 +71,6 @@ class Segment(NamedTuple):
     label: Label
 
 
-TimeSpent = dict[tuple[str, str, str], float]
-"""Microseconds, by part, phase and kind."""
-
-
 def attribute(trace: Mapping[str, Any], parts: Sequence[str], steps: int) -> dict[str, Any]:
     """Return where the time of an average step went, of the `steps` recorded in a trace of torch's profiler.
 
@@ -80,9 +78,8 @@ def attribute(trace: Mapping[str, Any], parts: Sequence[str], steps: int) -> dic
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     window = next(one for one in events if one["name"] == RANGE + WINDOW and one.get("cat") == "user_annotation")
-    begin, end = window["ts"], window["ts"] + window["dur"]
-    host = _Host(events, _thread(window), frozenset(parts))
-    main, transfers = [], _transfers(events, _thread(window))
+    begin, end, thread = window["ts"], window["ts"] + window["dur"], _thread(window)
+    host, transfers, main = _Host(events, thread, frozenset(parts)), _transfers(events, thread), []
     for start, stop, label in host.main:
         # Long gaps between operations are communication while messages are in flight.
         if label.is_busy or label.part == DATA or stop - start < _GAP or not transfers:
@@ -91,8 +88,7 @@ def attribute(trace: Mapping[str, Any], parts: Sequence[str], steps: int) -> dic
             main += _overlay(start, stop, transfers, label)
     spent: TimeSpent = defaultdict(float)
     hidden = 0.0
-    kernels = list(_kernels(events, host))
-    if kernels:
+    if kernels := list(_kernels(events, host)):
         begin, end = _end_of_work(kernels, begin), _end_of_work(kernels, end)
         hidden = _add_device_time(spent, kernels, main, begin, end)
     else:
@@ -192,7 +188,11 @@ class _Host:
     def _label(self, event: TraceEvent, outer: Label, last: str) -> Label:
         name, arguments = event["name"], event.get("args", {})
         if name.startswith(RANGE):
-            return self._range(name.removeprefix(RANGE), outer)
+            name = name.removeprefix(RANGE)
+            if name in self._parts or name == LOSS:
+                phase = "backward" if outer.phase == "backward" else "forward"  # backward: recomputed activations
+                return Label(name, phase, is_known=outer.is_known)
+            return Label(OTHER if name == WINDOW or name.startswith(STEP) else name)
         if outer.part == COMMUNICATION or name.startswith(_COMMUNICATES):
             return Label(COMMUNICATION, is_busy=True)
         if event["cat"] != "cpu_op":
@@ -206,14 +206,6 @@ class _Host:
         if number is not None and outer.phase != "backward":
             self._created_by[number] = outer.part  # the last operation to start with a number creates the node
         return outer._replace(kind=outer.kind or classify_operation(name), is_busy=True)
-
-    def _range(self, name: str, outer: Label) -> Label:
-        if name == WINDOW or name.startswith(STEP):
-            return Label(OTHER)
-        if name in self._parts or name == LOSS:
-            phase = "backward" if outer.phase == "backward" else "forward"  # backward: recomputed activations
-            return Label(name, phase, is_known=outer.is_known)
-        return Label(name)
 
 
 @lru_cache(maxsize=10_000)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 from cornstarch.errors import ConfigError
-from cornstarch.files import sync
+from cornstarch.files import replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -145,12 +145,13 @@ class MetricsFile:
             kept = []
             for line in lines:
                 record = _parse_or_none(line)
-                at = None if record is None else record.get("step")
-                is_later = isinstance(at, int | float) and at > step
-                if record is not None and line.endswith(b"\n") and not is_later:
+                at = math.inf if record is None else record.get("step")
+                if line.endswith(b"\n") and not (isinstance(at, int | float) and at > step):
                     kept.append(line)
             if len(kept) < len(lines):
-                self._replace(b"".join(kept))
+                replace_file(self.path, b"".join(kept))
+                self.close()
+                self._open()
         except OSError as error:
             raise self._failure(error) from error
 
@@ -166,21 +167,6 @@ class MetricsFile:
             os.ftruncate(self._file, whole)
         else:
             os.write(self._file, b"\n")
-
-    def _replace(self, content: bytes) -> None:
-        temporary = self.path.with_name(f"{self.path.name}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync(self.path.parent)
-        self.close()
-        self._open()
 
     def _failure(self, error: OSError) -> ConfigError:
         try:
@@ -211,7 +197,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__}, expected an object")
     if any(text in line for text in _MAYBE_NOT_FINITE):
-        return {key: value if key == "text" else _as_number(value) for key, value in record.items()}
+        return {key: value if key == "text" else _map_leaves(_as_number, value) for key, value in record.items()}
     return record
 
 
@@ -225,7 +211,7 @@ def _encode(record: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(record, allow_nan=False, ensure_ascii=False, default=_as_python)
     except ValueError:  # a number is not finite: rare, so that only now the record is searched for it
-        text = json.dumps(_as_text(record), allow_nan=False, ensure_ascii=False)
+        text = json.dumps(_map_leaves(_as_text, record), allow_nan=False, ensure_ascii=False)
     return text.encode("utf-8", "replace") + b"\n"
 
 
@@ -235,24 +221,22 @@ def _as_python(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
-def _as_text(value: Any) -> Any:
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _as_text(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_text(inner) for inner in value]
+        return {key: _map_leaves(function, inner) for key, inner in value.items()}
+    return [_map_leaves(function, inner) for inner in value] if isinstance(value, list | tuple) else function(value)
+
+
+def _as_text(value: Any) -> Any:
     if value is None or isinstance(value, str | int):
         return value
     number = value if isinstance(value, float) else _as_python(value)
     if not isinstance(number, float) or math.isfinite(number):
         return number
-    return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")
+    return next((text for text, known in _NOT_FINITE.items() if known == number), "NaN")
 
 
 def _as_number(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _as_number(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_as_number(inner) for inner in value]
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
@@ -309,11 +293,8 @@ class Throughput:
         waited: float = 0.0,
         flops: float = 0.0,
     ) -> None:
-        """Count one step: its items by modality, the seconds that it waited for data, its FLOPs (0: not counted).
-
-        The loss is the sum over the trained tokens. A tensor must be detached; it is not read before `line`, so that
-        the CPU does not wait for the GPU.
-        """
+        """Count one step: items by modality, seconds that it waited for data, FLOPs, the loss summed over tokens."""
+        # A loss that is a tensor must be detached. It is read in `line`: here the CPU must not wait for the GPU.
         self.steps += 1
         self._waited += waited
         self._flops += flops
@@ -363,13 +344,10 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Times steps by events on the device's stream.
+    """Times steps by events on the device's stream, which are read once the GPU has passed them: nothing waits."""
 
-    The CPU enqueues a step long before the GPU has done it, so that the CPU's clock shows when steps were enqueued, not
-    how long they took. Events are read once the GPU has passed them; nothing waits for them. `record` records an event
-    on the device's stream; None: steps run on the CPU, whose own clock is exact.
-    """
-
+    # The CPU's clock would show when steps were enqueued, not how long they took. `record` records an event; None:
+    # steps run on the CPU, whose own clock is exact.
     def __init__(self, record: Callable[[], torch.cuda.Event] | None) -> None:
         self._record = record
         self._previous_end: torch.cuda.Event | None = None

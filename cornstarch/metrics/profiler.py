@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from rich.table import Table
@@ -22,13 +22,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from cornstarch.config.run_folder import RunFolder
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import HEAD, MERGING, RANGE, STEP, WINDOW, attribute
-from cornstarch.metrics.metrics import Position
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import distributed
-from cornstarch.parallel.device import DevicePlacement
 from cornstarch.report import time_breakdown
-from cornstarch.report.time_breakdown import BreakdownRow, ProfileBreakdown, format_milliseconds
+from cornstarch.report.time_breakdown import ProfileBreakdown, format_milliseconds
 
 WARM_UP, STEPS = 3, 3  # steps since the start of the run
 
@@ -69,32 +67,15 @@ def trace_name(rank: int, ranks: int) -> str:
     return "profile-trace.json.gz" if ranks == 1 else f"profile-trace-{rank}.json.gz"
 
 
-class ProfiledRun(Protocol):
-    """The attributes of a trainer that the profiler reads."""
-
-    folder: RunFolder
-    placement: DevicePlacement
-    position: Position
-    total_steps: int
-    model: nn.Module
-
-    @property
-    def pipeline(self) -> Any:
-        """This rank's stages, if there are any."""
-
-
 class StepProfiler:
     """Profiles some steps of a run. All ranks must call its methods at the same steps.
 
     These are the fourth to the sixth step since the start: before them kernels are loaded, layers compiled and memory
-    allocated. A shorter run profiles its last steps. An evaluation or a checkpoint ends the recording. `pause` excludes
-    a block from the throughput of the run.
+    allocated. A shorter run profiles its last steps. An evaluation or a checkpoint ends the recording.
     """
 
-    def __init__(
-        self, trainer: ProfiledRun, pause: Callable[[], AbstractContextManager[None]], log: Callable[[str], None]
-    ) -> None:
-        self._pause, self._log = pause, log
+    def __init__(self, trainer: Any) -> None:
+        self._pause, self._log = trainer.logger.pause, trainer.logger.log
         self._folder: RunFolder = trainer.folder
         self._device = trainer.placement.device
         self._modules = _list_parts(trainer)
@@ -190,22 +171,19 @@ class StepProfiler:
 
     def _write(self, recorded: profile) -> None:
         """Write this rank's trace; rank 0 writes the times of all ranks."""
+        ranks = distributed.world_size()
         found = [one for one in distributed.all_gather_json(self._write_trace(recorded)) if one is not None]
         if not found or distributed.rank() != 0:
             return
-        notes, missing = [*self._notes], distributed.world_size() - len(found)
-        if missing:
-            notes.append(f"{missing} processes could not write their traces.")
+        missing = [f"{ranks - len(found)} processes could not write their traces."] if len(found) < ranks else []
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "the CPU"
-        data = {"version": 1, "steps": self._steps, "device": device, "notes": notes, "ranks": found}
+        data = {"version": 1, "steps": self._steps, "device": device, "notes": self._notes + missing, "ranks": found}
         try:
             self._folder.write(time_breakdown.PROFILE, json.dumps(data, indent=1) + "\n")
         except ConfigError as error:  # a full disk, say, must not stop the run
             self._log(f"The profile could not be written: {error}")
         self.spending = time_breakdown.read_time_breakdown(data)
-        self._log(
-            f"profiled: {self._folder / trace_name(0, distributed.world_size())}, for chrome://tracing and Perfetto"
-        )
+        self._log(f"profiled: {self._folder / trace_name(0, ranks)}, for chrome://tracing and Perfetto")
 
     def _write_trace(self, recorded: profile) -> dict[str, Any] | None:
         """Write this rank's trace; return where its time went, or None if the trace could not be written."""
@@ -225,7 +203,7 @@ class StepProfiler:
         return {"rank": rank, **attribute(json.loads(content), parts, len(self._steps))}
 
 
-def _list_parts(trainer: ProfiledRun) -> list[tuple[str, nn.Module]]:
+def _list_parts(trainer: Any) -> list[tuple[str, nn.Module]]:
     """Return the modules whose forwards are ranges, each with the name of its part, in the order of the table."""
     models: list[nn.Module] = [trainer.model]
     if trainer.pipeline is not None:  # a rank with several stages has a copy of the model for each
@@ -262,10 +240,8 @@ def _body_and_head(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def _record_forwards(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
-    """Make the forwards of modules ranges, and enable `record_range`, while a block runs.
-
-    Forwards are replaced rather than hooked, because adapters call a model's forward past its hooks.
-    """
+    """Make the forwards of modules ranges, and enable `record_range`, while a block runs."""
+    # Forwards are replaced rather than hooked, because adapters call a model's forward past its hooks.
     global _is_recording
     with ExitStack() as restore:
         for name, module in modules:
@@ -292,13 +268,11 @@ def build_time_table(read: ProfileBreakdown) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in read.rows():
         extremes = [format_milliseconds(one) or "0" for one in read.extremes(row.name)] if several else []
-        table.add_row(row.name, *_cells(row), f"{row.seconds / read.seconds:.1%}", *extremes)
+        times = map(format_milliseconds, (row.forward, row.backward, row.seconds))
+        table.add_row(row.name, *times, f"{row.seconds / read.seconds:.1%}", *extremes)
         for kind in row.kinds.values():
-            table.add_row(f"  {kind.name}", *_cells(kind), style="dim")
+            times = map(format_milliseconds, (kind.forward, kind.backward, kind.seconds))
+            table.add_row(f"  {kind.name}", *times, style="dim")
     table.add_section()
     table.add_row("a step", "", "", format_milliseconds(read.seconds), "")
     return table
-
-
-def _cells(row: BreakdownRow) -> list[str]:
-    return [format_milliseconds(one) for one in (row.forward, row.backward, row.seconds)]

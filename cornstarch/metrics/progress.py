@@ -44,16 +44,16 @@ class Progress:
         self._live: Live | None = None
         self._start_clock()
 
-    def _start_clock(self) -> None:
-        self._last = (self._clock(), self._step)
-        self._moments = deque([self._last], maxlen=_REMEMBERED)
-
     def __enter__(self) -> Progress:
         self._start_clock()
         if self.mode == "bar":
             self._live = Live(self, console=self.console, refresh_per_second=_REFRESHES)
             self._live.start(refresh=True)
         return self
+
+    def _start_clock(self) -> None:
+        self._last = (self._clock(), self._step)
+        self._moments = deque([self._last], maxlen=_REMEMBERED)
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -89,37 +90,26 @@ class TimelineRecorder:
 
 def describe_schedule(schedule: Schedule, ranks: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return what all steps have in common: the places, and the stages at each."""
-    graph = schedule.graph
+    stages = [str(node) for node in schedule.graph.nodes]
     places = [
-        {"name": " + ".join(str(graph.nodes[stage]) for stage in graph.at(place)), "ranks": list(one)}
+        {"name": " + ".join(stages[stage] for stage in schedule.graph.at(place)), "ranks": list(one)}
         for place, one in enumerate(ranks)
     ]
-    return {
-        "version": 1,
-        "schedule": schedule.name,
-        "microbatches": schedule.microbatches,
-        "places": places,
-        "stages": [str(node) for node in graph.nodes],
-    }
+    shared = {"version": 1, "schedule": schedule.name, "microbatches": schedule.microbatches}
+    return {**shared, "places": places, "stages": stages}
 
 
 def compare_step(schedule: Schedule, recorded: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a recorded step, and its simulation with the costs of that step.
-
-    `recorded` has for each place: `place`, `began` (the time of day) and `events` (kind, stage, microbatch, begin, end,
-    waited).
-    """
+    """Return a recorded step, and its simulation with the costs of that step."""
+    # `recorded` has each `place`, `began` (the time of day) and `events`: kind, stage, microbatch, begin, end, waited.
     real = _align_clocks(schedule.graph, recorded)
     timeline = simulate(replace(schedule, graph=measure_costs(schedule, real)))
     simulated: list[list[TimedAction]] = [
         [(Action(event.kind, event.stage, event.microbatch), event.start, event.end, 0.0, 0.0) for event in own]
         for own in timeline.events
     ]
-    return {
-        "began": min(one["began"] for one in recorded),
-        "real": _summarize(real),
-        "predicted": _summarize(simulated),
-    }
+    began = min(one["began"] for one in recorded)
+    return {"began": began, "real": _summarize(real), "predicted": _summarize(simulated)}
 
 
 def _align_clocks(graph: StageGraph, recorded: Sequence[Mapping[str, Any]]) -> list[list[TimedAction]]:
@@ -134,12 +124,9 @@ def _align_clocks(graph: StageGraph, recorded: Sequence[Mapping[str, Any]]) -> l
         for one in by_place
     ]
     first = min((begin for own in actions for _, begin, _, _ in own), default=0.0)
-    ready = {  # when each result was computed
-        (result, action.microbatch): end
-        for own in actions
-        for action, _, end, _ in own
-        for result in get_results(action)
-    }
+    ready: dict[Any, float] = {}  # when each result was computed
+    for action, _, end, _ in chain.from_iterable(actions):
+        ready |= {(result, action.microbatch): end for result in get_results(action)}
 
     def transfer(action: Action, begin: float, waited: float) -> float:
         """Return how long an action waited for a result that another place had already computed."""
@@ -172,9 +159,8 @@ def measure_costs(schedule: Schedule, actions: Sequence[Sequence[TimedAction]]) 
             spent[kind, number] / schedule.microbatches for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
         )
         # An undivided backward is measured as a whole; how it is divided between the two changes nothing.
-        nodes.append(
-            replace(node, forward=forward, backward_input=inputs + whole / 2, backward_weight=weights + whole / 2)
-        )
+        inputs, weights = inputs + whole / 2, weights + whole / 2
+        nodes.append(replace(node, forward=forward, backward_input=inputs, backward_weight=weights))
     return StageGraph(tuple(nodes), schedule.graph.edges)
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import replace_file
 from cornstarch.plan.data_options import REGISTERED
 
 TrackerStatus = Literal["finished", "stopped", "failed"]
@@ -77,10 +78,8 @@ def flatten(record: Mapping[str, Any]) -> dict[str, float]:
     if record.get("modality") is not None:
         prefix += f"/{record['modality']}"
     sources = record.get("sources")
-    return {
-        **dict(_numbers(prefix, {key: value for key, value in record.items() if key not in _NOT_LOGGED})),
-        **dict(_numbers(prefix, sources if isinstance(sources, Mapping) else {})),
-    }
+    logged = {key: value for key, value in record.items() if key not in _NOT_LOGGED}
+    return dict([*_numbers(prefix, logged), *_numbers(prefix, sources if isinstance(sources, Mapping) else {})])
 
 
 def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -99,18 +98,9 @@ def open_trackers(
     step: int = 0,
     warn: Callable[[str], None] | None = None,
 ) -> list[Tracker]:
-    """Open the trackers of a run.
+    """Open the trackers of a run, which continues after `step`; raise ConfigError if one cannot be opened.
 
-    A tracker that cannot be opened raises ConfigError. One that fails later is reported once (by `warn`; default:
-    Python's warnings) and dropped; training continues.
-
-    Args:
-        names: Registered names: `tensorboard`, `trackio`, `wandb`, `mlflow`.
-        folder: The run's folder.
-        run_name: The name of the run in the trackers.
-        config_data: The resolved config, as plain data.
-        step: The step that a resumed run continues after.
-        warn: Reports failures.
+    A tracker that fails later is reported once, by `warn` or Python's warnings, and dropped; training continues.
     """
     config = json.loads(json.dumps(config_data, default=str))
     ids: dict[str, str] = {}
@@ -121,12 +111,10 @@ def open_trackers(
     try:
         for name in names:
             tracker = _open(name, TrackedRun(folder.absolute(), run_name, config, step, ids.get(name)))
-            trackers.append(_GuardedTracker(name, tracker, warn or _warn))
+            trackers.append(_GuardedTracker(name, tracker, warn or warnings.warn))
             if tracker.run_id is not None and ids.get(name) != tracker.run_id:
                 ids[name] = tracker.run_id  # stored at once: the run may be killed at any moment
-                temporary = folder / f"{IDS}.tmp"
-                temporary.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
-                os.replace(temporary, folder / IDS)
+                replace_file(folder / IDS, (json.dumps(ids, indent=1) + "\n").encode())
     except BaseException:
         for tracker in trackers:
             tracker.close("failed")
@@ -149,10 +137,6 @@ def _open(name: str, run: TrackedRun) -> Tracker:
             f"{name} could not be started: {type(error).__name__}: {error}\n"
             "  Fix that, or leave it out of logging.to: metrics.jsonl is always written."
         ) from error
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
 
 
 class _GuardedTracker:
@@ -214,7 +198,16 @@ class TrackioTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         is_shared = any(os.environ.get(name) for name in ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"))
-        self._trackio = _import_trackio(None if is_shared else run.folder / "trackio")
+        folder = run.folder / "trackio"
+        if not is_shared:
+            os.environ["TRACKIO_DIR"] = str(folder)  # read once, when Trackio is imported
+        try:
+            self._trackio = import_module("trackio")
+        finally:
+            if not is_shared:
+                del os.environ["TRACKIO_DIR"]
+        if not is_shared and Path(used := self._trackio.utils.TRACKIO_DIR) != folder:
+            warnings.warn(f"Trackio was in use before this run: it writes to {used}, not to {folder}.", stacklevel=2)
         name = f"{run.name}-{uuid4().hex[:6]}" if is_shared else run.name  # Trackio resumes by name: it must be unique
         with redirect_stdout(StringIO()):
             self._run = self._trackio.init(
@@ -236,28 +229,14 @@ class TrackioTracker:
             self._trackio.finish()
 
 
-def _import_trackio(folder: Path | None) -> Any:
-    """Import Trackio with its data in a folder. It reads TRACKIO_DIR once, when it is imported."""
-    if folder is None:
-        return import_module("trackio")
-    os.environ["TRACKIO_DIR"] = str(folder)
-    try:
-        trackio = import_module("trackio")
-    finally:
-        del os.environ["TRACKIO_DIR"]
-    if Path(trackio.utils.TRACKIO_DIR) != folder:
-        _warn(f"Trackio was in use before this run: it writes to {trackio.utils.TRACKIO_DIR}, not to {folder}.")
-    return trackio
-
-
 class WandbTracker:
     """Writes to the folder `wandb`, offline unless WANDB_API_KEY or WANDB_MODE is set."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        is_offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
-        settings: dict[str, Any] = {"console": "off", **({"mode": "offline", "silent": True} if is_offline else {})}
+        is_online = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")
+        settings: dict[str, Any] = {"console": "off", **({} if is_online else {"mode": "offline", "silent": True})}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=run.name,
@@ -295,6 +274,7 @@ class MlflowTracker:
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it logs each table that it creates
@@ -302,19 +282,16 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=self._uri or f"sqlite:///{run.folder / 'mlflow.db'}")
         self._pool = ThreadPoolExecutor(1, "mlflow")
         self._sent: deque[Future[None]] = deque()
-        is_resumed = run.run_id is not None and self._resume(run.run_id)
-        self.run_id: str | None = run.run_id if is_resumed else self._create(run)
-
-    def _resume(self, run_id: str) -> bool:
-        from mlflow.exceptions import MlflowException
-
+        self.run_id: str | None = run.run_id
         try:
-            self._client.update_run(run_id, status="RUNNING")
+            if run.run_id is not None:
+                self._client.update_run(run.run_id, status="RUNNING")
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return False
-        return True
+            self.run_id = None
+        if self.run_id is None:
+            self.run_id = self._create(run)
 
     def _create(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
@@ -324,9 +301,8 @@ class MlflowTracker:
         artifacts = None if self._uri else (run.folder / "mlflow").as_uri()
         experiment = self._client.create_experiment(name, artifacts) if found is None else found.experiment_id
         run_id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
-        parameters = [
-            Param(_MLFLOW_NAME.sub("_", name)[:250], value[:_MLFLOW_LETTERS]) for name, value in _leaves("", run.config)
-        ]
+        leaves = _leaves("", run.config)
+        parameters = [Param(_MLFLOW_NAME.sub("_", name)[:250], value[:_MLFLOW_LETTERS]) for name, value in leaves]
         for start in range(0, len(parameters), _MLFLOW_PARAMETERS):
             self._client.log_batch(run_id, params=parameters[start : start + _MLFLOW_PARAMETERS])
         return run_id
@@ -341,13 +317,12 @@ class MlflowTracker:
         self._sent.append(self._pool.submit(self._client.log_batch, self.run_id, metrics=metrics))
 
     def close(self, status: TrackerStatus) -> None:
-        if status == "failed" and any(one.done() and one.exception() is not None for one in self._sent):
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            return
+        has_failed = any(one.done() and one.exception() is not None for one in self._sent)
         try:
-            for one in self._sent:
-                one.result(timeout=_MLFLOW_WAIT)
-            self._client.set_terminated(self.run_id, _MLFLOW_STATUS[status])
+            if status != "failed" or not has_failed:
+                for one in self._sent:
+                    one.result(timeout=_MLFLOW_WAIT)
+                self._client.set_terminated(self.run_id, _MLFLOW_STATUS[status])
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

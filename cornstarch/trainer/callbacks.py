@@ -82,7 +82,7 @@ def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, p
         recorder = TimelineRecorder(trainer.pipeline, trainer.folder, trainer.position.step, trace)
         trainer.callbacks.append(TimelineCallback(recorder))
     if profile:
-        profiler = StepProfiler(trainer, trainer.logger.pause, trainer.logger.log)
+        profiler = StepProfiler(trainer)
         resources.callback(profiler.close)
         # First: its range of a step encloses what other callbacks do.
         trainer.callbacks.insert(0, ProfilerCallback(profiler))
