@@ -8,6 +8,7 @@ vocabulary). It is an estimate: kernels have workspaces, and allocators leave ga
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -53,10 +54,7 @@ class Activations:
         return Activations(**sums)
 
     def peak(self, recomputed: bool, budget: int | None = None) -> int:
-        """Return the peak in bytes.
-
-        With `recomputed`, all layers keep their inputs only; with a `budget` as many as are needed to keep no more.
-        """
+        """Return the peak in bytes: all layers are `recomputed`, or as many as a `budget` needs."""
         least = min(self.saved, self.outside + self.inputs + max(self.layer, self.copies))
         kept = least if recomputed else self.saved if budget is None else max(least, min(self.saved, budget))
         return kept + _GRADIENTS * self.largest
@@ -113,18 +111,18 @@ class LayerActivations:
 
     def peak(self, recomputed: frozenset[int] = frozenset()) -> int:
         """Return the peak in bytes: while a layer is recomputed, all of its own activations are there."""
-        most = self.bytes_after_forward(recomputed)
-        for layer in recomputed:
+
+        def count_during(layer: int) -> int:
             # The backward pass has freed the layers behind it by then.
-            there = (
+            return sum(
                 one.size
                 for one in self.stored
                 if layer in one.savers
                 or any(saver < layer for saver in one.savers - recomputed)
                 or any(reader <= layer for reader in one.readers & recomputed)
             )
-            most = max(most, sum(there))
-        return most
+
+        return max([self.bytes_after_forward(recomputed), *map(count_during, recomputed)])
 
     def recomputable_layers(self) -> list[int]:
         """Return the layers that keep more than their inputs."""
@@ -141,14 +139,9 @@ class LayerActivations:
 
 
 class SavedTensors:
-    """Records the storages that autograd saves, and the layer that saved each; those of the model do not count.
+    """Records the storages that autograd saves, and the layer that saved each; those of the model do not count."""
 
-    saved = SavedTensors(model)
-    with saved_tensors_hooks(saved.add, lambda tensor: tensor):
-        model(**batch)
-    saved.activations().saved
-    """
-
+    # with saved_tensors_hooks(saved.add, lambda tensor: tensor): model(**batch)
     def __init__(self, model: nn.Module | None = None) -> None:
         own = [] if model is None else [*model.parameters(), *model.buffers()]
         self._own = {storage_of(tensor) for tensor in own}
@@ -210,27 +203,25 @@ class SavedTensors:
 
     def activations(self) -> Activations:
         """Return the totals; a storage that several layers saved counts for the first."""
-        sizes: dict[nn.Module | None, int] = {None: 0}
+        sizes: Counter[nn.Module | None] = Counter()
         first = {storage: next(iter(savers)) for storage, savers in self._savers.items()}
         for storage, size in self.sizes.items():
-            sizes[first[storage]] = sizes.get(first[storage], 0) + size
-        outside = sizes.pop(None)
-        counted = {storage for storage, layer in first.items() if layer is None}
-        inputs = sum(size for storage, size in self._inputs.items() if storage not in counted)
+            sizes[first[storage]] += size
+        outside = sizes.pop(None, 0)
+        inputs = sum(size for storage, size in self._inputs.items() if first.get(storage, storage) is not None)
         saved, most = outside + sum(sizes.values()), max(sizes.values(), default=0)
         return Activations(saved, max(self.sizes.values(), default=0), outside, inputs, most, self._copies)
 
     def by_layer(self, names: Mapping[nn.Module, str]) -> LayerActivations:
         """Return what each layer saves, given the names of the layers."""
-        order: dict[nn.Module | None, int] = {layer: number for number, layer in enumerate(self._layers)}
-        order[None] = OUTSIDE
+        order: dict[nn.Module | None, int] = {None: OUTSIDE, **{layer: n for n, layer in enumerate(self._layers)}}
         stored = [
             StoredTensor(
-                self.sizes[storage] if storage in self.sizes else self._inputs[storage],
+                self.sizes.get(storage, size),
                 frozenset(order[layer] for layer in self._savers.get(storage, ())),
                 frozenset(order[layer] for layer in self._readers.get(storage, ())),
             )
-            for storage in {**self.sizes, **self._inputs}
+            for storage, size in {**self.sizes, **self._inputs}.items()
         ]
         sizes = [sum(one.size for one in stored if number in one.savers) for number in range(len(self._layers))]
         kinds = [
@@ -247,11 +238,8 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 
 def measure_compiled_bytes(call: LayerCall, placement: DevicePlacement, **options: Any) -> int:
-    """Return the bytes that a layer saves beside its inputs if it is compiled; plainly, if it cannot be.
-
-    Only the compiler knows what it saves, so the layer, given on the meta device, is compiled (`options` are those of
-    `torch.compile`) and run on the run's device with random numbers.
-    """
+    """Return the bytes that a layer, given on the meta device, saves beside its inputs if it is compiled."""
+    # Only the compiler knows what it saves, so the layer is compiled and run on the run's device with random numbers.
     bare, arguments, named = call
     set_activation_budget(1.0)
     gpus = [placement.device] if placement.device.type == "cuda" else []

@@ -9,8 +9,10 @@ written nor read, and what their backward pass needs is recomputed from their in
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,12 +20,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cornstarch.cost.segments import ModuleCall
-from cornstarch.cost.tracer import Operation, Trace, trace_memory
+from cornstarch.cost.tracer import DTYPE_NAMES, Operation, Trace, trace_memory
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.cross_entropy import split_rows
 from cornstarch.plan.cluster import Device, find_device_or_unknown
-
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,8 @@ class DeviceSpeed:
                 f"The memory bandwidth of {device.name} is not known. Describe the device in a file with "
                 "`device.bandwidth`, or measure it: cornstarch doctor --measure."
             )
-        if device.is_cpu:
-            return cls(device, ON_CPU)
-        return cls(device, ON_MEASURED_GPU if is_measured else ON_GPU)
+        on_gpu = ON_MEASURED_GPU if is_measured else ON_GPU
+        return cls(device, ON_CPU if device.is_cpu else on_gpu)
 
     def product(self, one: Operation) -> float:
         """Return the seconds of a product, or of one of its gradients."""
@@ -99,8 +98,8 @@ class DeviceSpeed:
             return 0.0
         busy = one.tiles / (one.tiles + self.efficiency.few_tiles)
         computing = one.flops / (self.device.flops_of(one.dtype) * self.efficiency.matrices * busy)
-        moving = self._transfer(sum(one.reads.values()) + sum(one.writes.values()))
-        return max(computing, moving) + self.efficiency.start
+        moving = self.move(sum(one.reads.values()) + sum(one.writes.values()))
+        return max(computing + self.efficiency.start, moving)
 
     def attention(self, one: Operation, is_backward: bool = False) -> float:
         """Return the seconds of attention; its backward pass has 2.5 times the FLOPs."""
@@ -110,11 +109,8 @@ class DeviceSpeed:
 
     def move(self, size: float) -> float:
         """Return the seconds of a kernel that reads and writes `size` bytes."""
-        return self._transfer(size) + self.efficiency.start if size else 0.0
-
-    def _transfer(self, size: float) -> float:
         assert self.device.bandwidth is not None
-        return size / (self.device.bandwidth * self.efficiency.memory)
+        return size / (self.device.bandwidth * self.efficiency.memory) + self.efficiency.start if size else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- calls
@@ -161,7 +157,7 @@ class AnalyticCost:
             cost = replace(cost, input_gradient=0.0, weight_gradient=cost.weight_gradient + cost.input_gradient)
         kept = count_kept_bytes(trace, is_fused)
         largest_input = max((one.numel() * one.element_size() for one in call.inputs), default=0)
-        most = max((one.gradients_read + one.gradients_written + one.rewritten for one in kernels), default=0)
+        most = max((one.written + one.gradients_written + one.rewritten for one in kernels), default=0)
         backward = sum(
             2 * one.flops if one.is_attention or not one.has_weights
             else one.flops * (int(call.has_upstream) + int(one.is_trained))
@@ -199,16 +195,14 @@ def _add_times(trace: Trace, kernels: Sequence[MemoryKernel], speed: DeviceSpeed
 
 
 def _head_cost(call: ModuleCall, speed: DeviceSpeed, setting: ComputeSetting) -> CallCost:
-    """Return the cost of the head with the fused loss (`cornstarch.kernels.fused_loss`).
-
-    Its forward pass computes the gradients as well; its backward pass only scales them.
-    """
+    """Return the cost of the head with the fused loss (`cornstarch.kernels.fused_loss`)."""
+    # Its forward pass computes the gradients as well; its backward pass only scales them.
     weight: Any = call.module.weight
     words, width = weight.shape
     itemsize = setting.dtype.itemsize if setting.dtype is not torch.float32 else weight.element_size()
     rows = setting.labels
     upstream, trained = call.has_upstream, weight.requires_grad
-    dtype = _PRECISIONS.get(setting.dtype, "fp32")
+    dtype = DTYPE_NAMES.get(setting.dtype, "fp32")
     product = Operation(2.0 * rows * words * width, dtype, tiles=rows * words / 128**2)
     chunks = split_rows(rows, words, itemsize, torch.device("cuda" if setting.on_gpu else "cpu"))
     logits, states, table = rows * words * itemsize, rows * width * itemsize, words * width * 4
@@ -237,26 +231,19 @@ def _embedding_cost(call: ModuleCall, speed: DeviceSpeed) -> CallCost:
     table: Any = call.module.weight
     rows, size = call.inputs[0].numel(), table.element_size()
     output = rows * table.shape[1] * size
-    trained = table.requires_grad
-    return CallCost(
-        forward=speed.move(2 * output),
-        weight_gradient=speed.move(4 * table.numel() * size + 2 * output) if trained else 0.0,
-        kept=rows * 8 if trained else 0,
-        recomputed=rows * 8 if trained else 0,
-        working=table.numel() * size if trained else 0,
-        output=output,
-    )
+    if not table.requires_grad:
+        return CallCost(speed.move(2 * output), output=output)
+    gradient = speed.move(4 * table.numel() * size + 2 * output)
+    return CallCost(speed.move(2 * output), 0.0, gradient, rows * 8, rows * 8, table.numel() * size, output)
 
 
 @dataclass(frozen=True)
 class MemoryKernel:
     """A kernel that only moves memory, and its backward pass."""
 
-    operations: int
-    """How many operations it fuses."""
     read: int
     written: int
-    gradients_read: int = 0
+    """Its backward pass reads as many bytes of gradients."""
     gradients_written: int = 0
     rewritten: int = 0
     """Bytes that the backward pass writes once more, because products with trained weights read them."""
@@ -266,17 +253,16 @@ class MemoryKernel:
     @property
     def backward(self) -> int:
         """Bytes that its backward pass moves, without what is rewritten for weights."""
-        return self.gradients_read + self.gradients_written + (0 if self.is_weights else self.read)
+        return self.written + self.gradients_written + (0 if self.is_weights else self.read)
 
 
 def list_memory_kernels(trace: Trace, is_fused: bool) -> Iterator[MemoryKernel]:
     """Yield the kernels of a call that only move memory; `is_fused`: it is compiled."""
     groups = _fuse(trace.operations) if is_fused else [[one] for one in trace.operations if not one.flops]
-    readers: dict[StorageWeakRef, set[int]] = {}
+    readers: defaultdict[StorageWeakRef, set[int]] = defaultdict(set)
     for number, group in enumerate(groups):
-        for one in group:
-            for storage in one.reads:
-                readers.setdefault(storage, set()).add(number)
+        for storage in chain.from_iterable(one.reads for one in group):
+            readers[storage].add(number)
     by_products = {storage: one.is_trained for one in trace.operations if one.flops for storage in one.reads}
     for number, group in enumerate(groups):
         made = {storage: size for one in group for storage, size in one.writes.items()}
@@ -284,14 +270,12 @@ def list_memory_kernels(trace: Trace, is_fused: bool) -> Iterator[MemoryKernel]:
         out = {
             storage: size
             for storage, size in made.items()
-            if storage in by_products or storage in trace.outputs or readers.get(storage, set()) - {number}
+            if storage in by_products or storage in trace.outputs or readers[storage] - {number}
         }
         activations = {storage: size for storage, size in read.items() if storage not in trace.own}
         yield MemoryKernel(
-            operations=len(group),
             read=sum(read.values()),
             written=sum(out.values()),
-            gradients_read=sum(out.values()),
             gradients_written=sum(activations.values()) if activations else sum(read.values()),
             rewritten=sum(size for storage, size in out.items() if by_products.get(storage) and is_fused),
             is_weights=not activations,
@@ -311,21 +295,19 @@ def _fuse(operations: Sequence[Operation]) -> list[list[Operation]]:
         near = {group_of[read] for read in one.reads if read in group_of and depth.get(read, 0) == level}
         home = min(near, default=number)
         groups[home] = [*(other for group in sorted(near) for other in groups.pop(group)), one]
-        for other in groups[home]:
-            for storage in other.writes:
-                depth[storage], group_of[storage] = level, home
+        for storage in chain.from_iterable(other.writes for other in groups[home]):
+            depth[storage], group_of[storage] = level, home
     return list(groups.values())
 
 
 def count_kept_bytes(trace: Trace, is_fused: bool) -> int:
-    """Return the bytes kept for the backward pass.
-
-    Compiled layers keep what attention reads and writes. Of what else autograd would save, they recompute what follows
-    from fewer bytes without products.
-    """
-    saved = trace.saved_bytes
+    """Return the bytes kept for the backward pass."""
+    # What autograd saves, without weights and copies of them.
+    saved = {storage: size for storage, size in trace.saved.sizes.items() if storage not in trace.own}
     if not is_fused:
         return sum(saved.values())
+    # Compiled layers keep what attention reads and writes; of the rest they recompute what follows from fewer bytes
+    # without products.
     kept: dict[StorageWeakRef, int] = {}
     for one in trace.operations:
         if one.is_attention:

@@ -61,11 +61,10 @@ def flops_of_step(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None 
 
 
 class FlopCounter:
-    """Counts the FLOPs of training steps.
+    """Counts the FLOPs of training steps; `loss` runs a model that is no `MultimodalModel` (default: `model(**batch)`).
 
     It copies the model without weights, so later changes of the model (sharding, compiling, freezing) do not count.
-    Build it from the whole model, after `requires_grad` is set. The model may be on the meta device. `loss` runs a
-    model that is not a `MultimodalModel`; default: `model(**batch)`.
+    Build it from the whole model, on any device, after `requires_grad` is set.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None = None) -> None:
@@ -76,10 +75,7 @@ class FlopCounter:
             self._parts = _Whole(model, loss or (lambda whole, batch: whole(**batch)))
 
     def step(self, batch: Mapping[str, Any]) -> StepFlops:
-        """Return the FLOPs of the forward and the backward pass of a batch.
-
-        Raises UnsupportedModelError if a part cannot be run on shapes.
-        """
+        """Return the FLOPs of both passes of a batch; raise UnsupportedModelError if it cannot be run on shapes."""
         return StepFlops.of(self._parts.step(batch))
 
 

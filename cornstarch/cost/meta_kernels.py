@@ -71,10 +71,7 @@ def infer_grouped_shape(rows: Tensor, matrices: Tensor, *others: Any) -> Tensor:
 
 
 class MetaKernels(TorchFunctionMode):
-    """Casts as autocast does (`dtype` None: off), and replaces attention and grouped products.
-
-    The tracer records the replaced operations; `on_copy` is called with each copy of a weight.
-    """
+    """Casts as autocast does (`dtype` None: off; `on_copy` gets copied weights); replaces attention, expert products."""
 
     def __init__(
         self, tracer: Tracer, dtype: torch.dtype | None, on_gpu: bool, on_copy: Callable[[Tensor], None]
@@ -130,9 +127,8 @@ class _Attention(torch.autograd.Function):
             output = query.new_empty(*rows, tokens, heads, value.shape[-1]).transpose(-2, -3)
         else:
             output = query.new_empty(*query.shape[:-1], value.shape[-1])
-        scores = query.new_empty(
-            query.shape[:-1] if is_fused else (*query.shape[:-1], key.shape[-2]), dtype=torch.float32
-        )
+        keys = [] if is_fused else [key.shape[-2]]
+        scores = query.new_empty(*query.shape[:-1], *keys, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, scores, *([output] if is_fused else []))
         return output
 
@@ -202,23 +198,17 @@ def attend_without_masks(model: nn.Module) -> Iterator[None]:
 
 
 def recognize_pattern(rule: MaskFunction) -> MaskPattern | None:
-    """Return the pattern of a mask function of transformers; None if it is not a `MaskPattern`.
-
-    The queries that see the first token give the reach; whether the next query sees the second token distinguishes a
-    window from a chunk. Random pairs then check the pattern.
-    """
+    """Return the pattern of a mask function of transformers; None if it is not a `MaskPattern`."""
     queries = torch.arange(_LONGEST)
     causal = not bool(_ask(rule, torch.tensor([0]), torch.tensor([1])))
-    seers = _ask(rule, queries, torch.zeros_like(queries))
-    reach = int(seers.sum())
+    reach = int(_ask(rule, queries, torch.zeros_like(queries)).sum())  # how many queries see the first token
     pattern = MaskPattern(causal=causal)
     if 0 < reach < _LONGEST:
-        next_sees = bool(_ask(rule, torch.tensor([reach]), torch.tensor([1])))
-        is_window = reach == 1 or next_sees
+        # Of a window, not of a chunk, the next query sees the second token.
+        is_window = reach == 1 or bool(_ask(rule, torch.tensor([reach]), torch.tensor([1])))
         pattern = MaskPattern(reach if is_window else None, None if is_window else reach, causal)
     asking, asked = _draw_pairs(reach)
-    agree = torch.equal(_ask(rule, asking, asked), _ask(pattern, asking, asked))
-    return pattern if agree else None
+    return pattern if torch.equal(_ask(rule, asking, asked), _ask(pattern, asking, asked)) else None
 
 
 def _ask(rule: MaskFunction, queries: Tensor, keys: Tensor) -> Tensor:

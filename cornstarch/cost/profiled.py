@@ -31,15 +31,15 @@ _SECONDS = 0.08  # about the length of a round
 _MOST = 20  # runs in a round
 _AHEAD = 24  # large products that keep a GPU busy while the timed kernels are launched
 _SIZE = 8192
+_TIMES = ("forward", "input_gradient", "weight_gradient")  # of a `CallCost`
 
 _NOMINAL = Device("", 1, flops=5e14, rates=(("fp32", 5e13),), bandwidth=3e12)
 
 
 class ProfiledCost:
-    """Measures the cost of calls, once for each kind.
+    """Measures the times of calls, once for each kind; all else is analytic, also how the backward pass is divided.
 
-    Everything but the times is analytic, and so is the ratio of input gradients to weight gradients. `known` has
-    earlier measurements by kind, and new ones are added; `on_measure` is called with a description of each new one.
+    `known` has earlier measurements by kind, and new ones are added; `on_measure` is called with each new kind.
     """
 
     def __init__(
@@ -67,10 +67,7 @@ class ProfiledCost:
         """Measure all calls of this object once more; from now on the median counts."""
         for key, (call, costs) in self._own.items():
             costs.append(self._measure(call))
-            times = {
-                name: median(getattr(one, name) for one in costs)
-                for name in ("forward", "input_gradient", "weight_gradient")
-            }
+            times = {name: median(getattr(one, name) for one in costs) for name in _TIMES}
             self._known[key] = replace(costs[0], **times)
 
     def _measure(self, call: ModuleCall) -> CallCost:
@@ -80,13 +77,8 @@ class ProfiledCost:
             forward = run.seconds(self._rounds, backward=False)
             both = run.seconds(self._rounds, backward=True) if run.has_backward else forward
             backward, total = max(0.0, both - forward), analytic.input_gradient + analytic.weight_gradient
-            fraction = analytic.input_gradient / total if total else 0.0
-            cost = replace(
-                analytic,
-                forward=forward,
-                input_gradient=backward * fraction,
-                weight_gradient=backward * (1 - fraction),
-            )
+            of_inputs = backward * analytic.input_gradient / total if total else 0.0
+            cost = replace(analytic, forward=forward, input_gradient=of_inputs, weight_gradient=backward - of_inputs)
             if self.placement.device.type != "cuda":
                 return cost
             kept, most = run.memory()
@@ -99,8 +91,6 @@ class ProfiledCost:
 
 
 class _DeviceCall:
-    """A call on a device."""
-
     def __init__(self, call: ModuleCall, placement: DevicePlacement, setting: ComputeSetting) -> None:
         self.placement, self.device = placement, placement.device
         self.has_backward = call.has_upstream or call.is_trained
@@ -122,10 +112,8 @@ class _DeviceCall:
         rows = states.numel() // states.shape[-1]
         wanted = torch.randint(0, module.weight.shape[0], (rows,), device=self.device)
         wanted[labels:] = IGNORE_INDEX
-        self._inputs = [states]
-        self._call = lambda: linear_cross_entropy(
-            states, module.weight, wanted, bias=module.bias, max_trained_rows=labels
-        )
+        options: dict[str, Any] = {"bias": module.bias, "max_trained_rows": labels}
+        self._inputs, self._call = [states], lambda: linear_cross_entropy(states, module.weight, wanted, **options)
 
     def _randomize(self, tensor: Tensor, words: int) -> Tensor:
         real = torch.empty_like(tensor, device=self.device)
@@ -133,12 +121,11 @@ class _DeviceCall:
             return real.normal_().requires_grad_(tensor.requires_grad)
         return real.random_(0, words) if words > 1 else real.zero_()
 
-    def forward(self) -> Any:
+    def _forward(self) -> Any:
         with self.placement.forward_context(), nullcontext() if self.has_backward else torch.no_grad():
             return self._call()
 
-    def backward(self, result: Any) -> None:
-        """Run the backward pass of a result and free the gradients."""
+    def _backward(self, result: Any) -> None:
         wanted = differentiable(result)
         torch.autograd.backward(wanted, [torch.ones_like(one) for one in wanted])
         for tensor in (*self._module.parameters(), *self._inputs):
@@ -148,9 +135,9 @@ class _DeviceCall:
         """Return the time of a forward pass, or of both."""
 
         def run() -> None:
-            result = self.forward()
+            result = self._forward()
             if backward:
-                self.backward(result)
+                self._backward(result)
 
         return measure_seconds(run, self.device, rounds)
 
@@ -159,10 +146,10 @@ class _DeviceCall:
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        result = self.forward()
+        result = self._forward()
         kept = torch.cuda.memory_allocated(self.device) - before
         if self.has_backward:
-            self.backward(result)
+            self._backward(result)
         return kept, torch.cuda.max_memory_allocated(self.device) - before
 
     def free(self) -> None:
@@ -172,10 +159,8 @@ class _DeviceCall:
 
 
 def measure_seconds(run: Callable[[], Any], device: torch.device, rounds: int = _ROUNDS) -> float:
-    """Return the median time of a function over some rounds; on a GPU, the time that the GPU is busy.
-
-    On a CPU with one thread it is processor time, so that waiting for other programs does not count.
-    """
+    """Return the median time of a function over some rounds; on a GPU, the time that the GPU is busy."""
+    # With one thread it is processor time, so that waiting for other programs does not count.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def measure(times: int) -> float:

@@ -91,19 +91,17 @@ def find_segments(
     segments = []
     starts = [0, *found.boundaries]
     for start, end in zip(starts, [*starts[1:], len(found.layers) + 1], strict=True):
-        names = [name for name in modules if start <= found.segment_of(name) < end]
-        own = [modules[name] for name in names]
-        layer = next((name for name in found.layers[start:end] if name in modules), names[-1] if names else "")
-        inside = {id(module) for module in own}
-        segments.append(ModelSegment(layer, tuple(one for one in calls if id(one.module) in inside), tuple(own)))
+        own = {name: module for name, module in modules.items() if start <= found.segment_of(name) < end}
+        layer = next((name for name in found.layers[start:end] if name in modules), next(reversed(own), ""))
+        inside = tuple(one for one in calls if one.module in own.values())
+        segments.append(ModelSegment(layer, inside, tuple(own.values())))
     return segments
 
 
 def _find_lookup(part: nn.Module, modules: dict[str, nn.Module], calls: Sequence[ModuleCall]) -> Iterator[ModuleCall]:
     """Yield the embedding of a language model that was called with embedded tokens."""
-    inner: Any = unwrap(part)
-    is_encoder = isinstance(part, ModalEncoderModule)
-    table: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) and not is_encoder else None
+    inner: Any = None if isinstance(part, ModalEncoderModule) else unwrap(part)
+    table: Any = inner.get_input_embeddings() if isinstance(inner, PreTrainedModel) else None
     if table is None or table not in modules.values() or any(one.module is table for one in calls):
         return
     width = table.weight.shape[-1]
@@ -117,8 +115,7 @@ def _record_calls(
 ) -> list[ModuleCall]:
     """Run a module and return the first call of each of the modules inside it."""
     found: dict[int, ModuleCall] = {}
-    with_layers = part.module if isinstance(part, ModalEncoderModule) else part
-    layers = {id(layer) for layer in wrapping_units(unwrap(with_layers))}
+    layers = set(map(id, wrapping_units(unwrap(part.module if isinstance(part, ModalEncoderModule) else part))))
     inner: Any = unwrap(part)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     # By the rule of `fuse_head_with_loss`:
@@ -126,9 +123,7 @@ def _record_calls(
 
     def record(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if id(module) not in found:
-            given = map_tensors(
-                lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), (list(arguments), dict(named))
-            )
+            given = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), (list(arguments), dict(named)))
             is_head = is_fused and module is head
             found[id(module)] = ModuleCall(module, tuple(given[0]), given[1], id(module) in layers, is_head)
 

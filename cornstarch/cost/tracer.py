@@ -47,7 +47,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
 )  # fmt: skip
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TILE = 128**2
 
 
@@ -111,11 +111,6 @@ class Trace:
     saved: SavedTensors = field(default_factory=SavedTensors)
     """Empty if only FLOPs were traced."""
 
-    @property
-    def saved_bytes(self) -> dict[StorageWeakRef, int]:
-        """What autograd saves, without weights and copies of them."""
-        return {storage: size for storage, size in self.saved.sizes.items() if storage not in self.own}
-
 
 # ---------------------------------------------------------------------------------------------------- entry points
 
@@ -123,10 +118,9 @@ class Trace:
 def trace_flops(
     module: nn.Module, call: Callable[[], Any], roots: Callable[[Any], Any], sections: Mapping[str, nn.Module]
 ) -> Trace:
-    """Run a shape-only copy of a module, forward and backward, and return its products and attention calls.
+    """Run a shape-only copy of a module (`copy_as_shapes`) and return its products and attention calls.
 
-    `call` runs the copy (`copy_as_shapes`), `roots` returns the part of the result that the loss depends on, and
-    `sections` names modules inside whose operations are counted separately.
+    `roots` returns the part of the result that the loss depends on; the operations of `sections` are marked by name.
     """
 
     def run(is_backward: bool) -> Trace:
@@ -172,9 +166,8 @@ def trace_memory(
 ) -> Trace:
     """Run a module on the meta device, forward only, and return its operations and the tensors that autograd saves.
 
-    `compute_dtype` is the precision of autocast (float32: no autocast), `on_gpu` simulates the kernels of a GPU, and
-    `is_causal` attention sees only earlier tokens. Autocast copies weights, except (`casts_weights`) where FSDP gathers
-    them in `param_dtype`.
+    `compute_dtype` is the precision of autocast (float32: none), which copies weights (`casts_weights`) except where
+    FSDP gathers them in `param_dtype`; `on_gpu` simulates the kernels of a GPU.
     """
     tracer = Tracer(module, SavedTensors(module), is_causal)
     saved = tracer.trace.saved
@@ -198,12 +191,9 @@ def trace_memory(
 
 
 class Tracer(TorchDispatchMode):
-    """Records every operation of a module.
+    """Records every operation of a module, and in `saved` (None: FLOPs only) what autograd saves."""
 
-    Saved tensors are recorded in `saved` (memory); None: FLOPs only, and no memory traffic. If masks are not traced,
-    `is_causal` says whether attention sees only earlier tokens.
-    """
-
+    # If masks are not traced, `is_causal` says whether attention sees only earlier tokens.
     def __init__(self, module: nn.Module, saved: SavedTensors | None = None, is_causal: bool = False) -> None:
         super().__init__()
         self.trace = Trace() if saved is None else Trace(saved=saved)
@@ -278,19 +268,16 @@ class Tracer(TorchDispatchMode):
     def record_product(self, given: Sequence[Tensor], made: Sequence[Tensor], flops: float, idle: float = 0.0) -> None:
         own = [self._own.get(storage_of(one)) for one in given]
         needed = [weight is not None for one, weight in zip(given, own, strict=True) if one.requires_grad]
-        self._record(
-            Operation(
-                flops,
-                _DTYPES.get(given[-1].dtype, "fp32"),
-                max(sum(one.numel() for one in made) / _TILE, 1),
-                has_weights=any(one is not None for one in own),
-                is_trained=any(one is True for one in own),
-                gradients=tuple((flops, is_weight) for is_weight in needed),
-                idle=idle,
-            ),
-            given,
-            made,
+        operation = Operation(
+            flops,
+            DTYPE_NAMES.get(given[-1].dtype, "fp32"),
+            max(sum(one.numel() for one in made) / _TILE, 1),
+            has_weights=any(one is not None for one in own),
+            is_trained=any(own),
+            gradients=tuple((flops, is_weight) for is_weight in needed),
+            idle=idle,
         )
+        self._record(operation, given, made)
 
     def _record(self, operation: Operation, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         if self._has_bytes:
@@ -316,26 +303,19 @@ class Tracer(TorchDispatchMode):
         rows = query.numel() // query.shape[-1] // queries
         flops = 2.0 * rows * queries * keys * visible * (query.shape[-1] + value.shape[-1])
         self._alive.append(output.detach())
-        dtype = _DTYPES.get(output.dtype, "fp32")
+        dtype = DTYPE_NAMES.get(output.dtype, "fp32")
         self._record(Operation(flops, dtype, is_attention=True), [query, key, value], [output])
         self.trace.kv_bytes += sum(_measure_storages([key, value]).values())
 
     def make_mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        *,
-        mask_function: Any,
-        attention_mask: Tensor | None,
-        **_: Any,
+        self, batch_size: int, q_length: int, kv_length: int, *, mask_function: Any, attention_mask: Any, **_: Any
     ) -> Tensor:
         """Return the shape of a mask and remember its pattern (`attention.interface.make_masks_by`)."""
         pattern = meta_kernels.recognize_pattern(mask_function) or CAUSAL
         spec = None
         known = attention_mask is not None and attention_mask.dim() == 2 and not isinstance(attention_mask, ShapeTensor)
-        if known and q_length == kv_length == attention_mask.shape[1]:  # type: ignore[union-attr]
-            spec = MaskSpec.from_padding(attention_mask)  # type: ignore[arg-type]
+        if known and q_length == kv_length == attention_mask.shape[1]:
+            spec = MaskSpec.from_padding(attention_mask)
         mask = ShapeTensor.of((batch_size, 1, q_length, kv_length), torch.bool)
         self._masks[id(mask)] = pattern, spec, mask
         self.trace.patterns.append(pattern)
@@ -347,10 +327,8 @@ class Tracer(TorchDispatchMode):
         """Attend for a layer on shapes (`attention.interface.attend_by`)."""
         pattern, spec = EVERYTHING, None
         if mask is not None:
-            made = list(self._masks.values())
-            found = self._masks.get(id(mask)) or (made[0] if len(made) == 1 else None)
-            if found is not None:
-                pattern, spec, _ = found
+            only = list(self._masks.values()) if len(self._masks) == 1 else [(EVERYTHING, None, mask)]
+            pattern, spec, _ = self._masks.get(id(mask), only[0])
         else:
             causal = options.get("is_causal")
             causal = getattr(module, "is_causal", False) if causal is None else causal
@@ -360,12 +338,8 @@ class Tracer(TorchDispatchMode):
         call = AttentionCall(query.shape[0], query.shape[2], key.shape[2], pattern, spec)
         scores, sums = (2.0 * query.shape[1] * width * call.pairs for width in (query.shape[-1], value.shape[-1]))
         # The gradient of the scores is needed for both queries and keys.
-        wanted = (
-            (scores, query.requires_grad),
-            (scores, key.requires_grad),
-            (sums, query.requires_grad or key.requires_grad),
-            (sums, value.requires_grad),
-        )
+        of_query, of_key = query.requires_grad, key.requires_grad
+        wanted = (scores, of_query), (scores, of_key), (sums, of_query or of_key), (sums, value.requires_grad)
         gradients = tuple((count, False) for count, is_needed in wanted if is_needed)
         operation = Operation(scores + sums, is_attention=True, gradients=gradients, attention=call)
         self._record(operation, [query, key, value], [result])
@@ -386,13 +360,13 @@ class Tracer(TorchDispatchMode):
 
     def drop_unused_gradients(self, roots: Sequence[Tensor]) -> None:
         """Drop the gradients of operations that the roots do not depend on."""
-        reached: set[Any] = set()
+        reached: set[Any] = {None}
         waiting: list[Any] = [root.grad_fn for root in roots]
         while waiting:
-            node = waiting.pop()
-            if node is not None and node not in reached:
+            if (node := waiting.pop()) not in reached:
                 reached.add(node)
                 waiting += [following for following, _ in node.next_functions]
+        reached.remove(None)
         for operation in self.trace.operations:
             if operation.output is None or operation.output.grad_fn not in reached:
                 operation.gradients = ()

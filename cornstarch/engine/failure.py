@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -33,60 +32,50 @@ class TrainingError(ConfigError):
     """Training cannot go on; the message says why, where, and what to try."""
 
 
-@dataclass(frozen=True)
-class _Watched:
-    step: int
-    sample_ids: Sequence[str]
-    values: Reading
-    """Loss and norm of the gradient."""
-
-
 class LossWatch:
     """Stops the run when a loss, or the norm of a gradient, is NaN or infinite.
 
-    Reading a number from a GPU waits until it has computed it. So there each step's numbers are read while the next one
-    runs, and those of the last step before anything is saved; on a CPU, before the weights change.
-
-    `late` says whether a step is judged in the next one; the default is True on a GPU.
+    Reading a number from a GPU waits until it has computed it. So there each step's numbers are read `late`: while the
+    next one runs, and those of the last step before anything is saved; on a CPU, before the weights change.
     """
 
     def __init__(self, config: RunConfig, placement: DevicePlacement, late: bool | None = None) -> None:
         self._config = config
         self._late = placement.device.type == "cuda" if late is None else late
-        self._pending: list[_Watched] = []
+        self._pending: list[tuple[int, list[str], Reading]] = []  # step, sample ids, loss and norm of the gradient
         self.last = math.nan
         """The newest loss that has been read."""
 
     def add(self, step: int, batch: StepBatch, loss: Tensor, norm: Tensor | None) -> None:
         ids = [name for microbatch in batch.microbatches for name in microbatch.sample_ids]
         both = torch.stack([loss.float(), loss.new_zeros(()).float() if norm is None else norm.float()])
-        self._pending.append(_Watched(step, ids, Reading(both)))
+        self._pending.append((step, ids, Reading(both)))
         self.check(all_steps=not self._late)
 
     def check(self, *, all_steps: bool = True) -> None:
         """Read what is waiting, the newest step's numbers only if all are asked for."""
         while len(self._pending) > (0 if all_steps else 1):
-            watched = self._pending.pop(0)
-            self.last, norm = watched.values.numbers()
-            if not (math.isfinite(self.last) and math.isfinite(norm)):
-                raise self._explain(watched, self.last, norm)
+            step, ids, values = self._pending.pop(0)
+            self.last, norm = values.numbers()
+            if not math.isfinite(self.last):
+                raise self._explain(f"The loss is {self.last}", step, ids)
+            if not math.isfinite(norm):
+                raise self._explain(f"The norm of the gradient is {norm}", step, ids)
 
-    def _explain(self, watched: _Watched, loss: float, norm: float) -> TrainingError:
-        config = self._config
-        remedies = [f"a smaller optimizer.learning_rate (now {config.optimizer.learning_rate:g})"]
-        if config.schedule.warmup == 0:
-            remedies.append("a warm-up, schedule.warmup=0.03")
-        if config.optimizer.max_grad_norm is None:
-            remedies.append("optimizer.max_grad_norm=1.0")
-        if config.precision == "fp16":
-            remedies.append("precision=bf16 or fp32")
-        what = f"The loss is {loss}" if not math.isfinite(loss) else f"The norm of the gradient is {norm}"
-        shown = ", ".join(watched.sample_ids[:_SHOWN])
-        more = len(watched.sample_ids) - _SHOWN
+    def _explain(self, what: str, step: int, ids: list[str]) -> TrainingError:
+        optimizer = self._config.optimizer
+        remedies = {
+            f"a smaller optimizer.learning_rate (now {optimizer.learning_rate:g})": True,
+            "a warm-up, schedule.warmup=0.03": self._config.schedule.warmup == 0,
+            "optimizer.max_grad_norm=1.0": optimizer.max_grad_norm is None,
+            "precision=bf16 or fp32": self._config.precision == "fp16",
+        }
+        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
         return TrainingError(
-            f"{what} in step {watched.step}. Nothing was saved after it.\n"
-            f"  Samples of this step: {shown}{f' and {more} more' if more > 0 else ''}.\n"
-            f"  Try: {'; '.join(remedies)}. Look at these samples with `cornstarch data check`."
+            f"{what} in step {step}. Nothing was saved after it.\n"
+            f"  Samples of this step: {', '.join(ids[:_SHOWN])}{more}.\n"
+            f"  Try: {'; '.join(text for text, helps in remedies.items() if helps)}. Look at these samples with "
+            "`cornstarch data check`."
         )
 
 
@@ -99,7 +88,7 @@ def out_of_memory(
     states = gradients * (2 if "adam" in config.optimizer.name.lower() else 1)
     held = {f"weights of the {part.name}": part.bytes for part in parts}
     held |= {"gradients": gradients, "states of the optimizer (about)": states}
-    lines = [f"  {name}: {_gigabytes(size)}" for name, size in held.items() if size]
+    lines = [f"  {name}: {size / 1e9:.2f} GB" for name, size in held.items() if size]
     fixed, total = sum(held.values()), None
     if placement.device.type == "cuda":
         total = int(torch.cuda.get_device_properties(placement.device).total_memory)
@@ -109,7 +98,7 @@ def out_of_memory(
 
             total = int(psutil.virtual_memory().total)
     if total is not None:
-        lines.append(f"  together {_gigabytes(fixed)} of {_gigabytes(total)}; the rest is for activations")
+        lines.append(f"  together {fixed / 1e9:.2f} GB of {total / 1e9:.2f} GB; the rest is for activations")
     return TrainingError(
         f"Memory ran out {where}.\n" + "\n".join(lines) + "\n  Try: " + "; ".join(_remedies(config, fixed, total)) + "."
     )
@@ -134,10 +123,6 @@ def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[ModelP
     fitting = [(len(place), part.name) for part in parts for place in part.module_names if found.startswith(place)]
     inside = f", in {found}" if found else ""
     return f"{kind} of the {max(fitting)[1]}{inside}" if fitting else f"{kind}{inside}"
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
 
 
 def _remedies(config: RunConfig, fixed: int, total: int | None) -> list[str]:
@@ -171,11 +156,10 @@ _CUT = ("connection closed", "connection reset", "connection refused", "socket c
 
 
 class SharedFailure:
-    """Lets all ranks of a run fail with the same words.
+    """Lets all ranks of a run fail with the same words. All ranks must build theirs at the same point of the run.
 
-    A rank that raises says why in the store that all ranks share, and cuts its lines to the others. Whoever waits for
-    it is woken by that, or by a thread that looks into the store, and raises the same. All ranks must make theirs at
-    the same point of the run.
+    A rank that raises says why in the store that all ranks share, and aborts its process groups. A rank that waits for
+    it is woken by that, or by a thread that reads the store, and raises the same.
     """
 
     def __init__(self) -> None:

@@ -25,10 +25,9 @@ _MATRIX, _VECTOR = (6, 10), (7,)  # a state of one of these sizes has it from th
 
 
 def model_size(model: nn.Module, data: DataPlan, optimizer: OptimizerConfig, averaged: bool = False) -> ModelSize:
-    """Return the sizes of a model's parameters and optimizer states.
+    """Return the sizes of the parameters and optimizer states of a model that has the run's precisions, not sharded.
 
-    The model must not be sharded yet, and have the precisions of the run; it may be on any device. `data` determines
-    which parameters are gathered together, and `averaged` whether an average of the weights is kept.
+    `data` determines which parameters are gathered together; `averaged`: an average of the weights is kept.
     """
     units: dict[int, int] = {}  # the number of the innermost unit of each parameter that is in one
     if data.kind not in ("ddp", "zero1"):
@@ -59,15 +58,11 @@ def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> 
             f"{error}."
         ) from error
     sizes: Counter[str] = Counter()
+    by_count = {parameter.numel(): "per_element"}
+    by_count |= dict(zip(_MATRIX, ("per_row", "per_column"), strict=True)) if is_matrix else {}
     for tensor in tensors_in(optimizer.state.get(parameter, {})):
-        if tensor.shape == parameter.shape:
-            sizes["per_element"] += tensor.element_size()
-        elif is_matrix and tensor.numel() == _MATRIX[0]:
-            sizes["per_row"] += tensor.element_size()
-        elif is_matrix and tensor.numel() == _MATRIX[1]:
-            sizes["per_column"] += tensor.element_size()
-        else:
-            sizes["constant"] += tensor.nbytes
+        kind = by_count.get(tensor.numel(), "constant")
+        sizes[kind] += tensor.nbytes if kind == "constant" else tensor.element_size()
     return StateSize(**sizes)
 
 
@@ -99,8 +94,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 class MemoryTracker:
     """Compares, once in a run, the measured memory with the estimate.
 
-    Build it before the model is sharded, when its parameters have the precisions of the run. Call `measure` before each
-    optimizer step, and read `line` afterwards.
+    Build it before the model is sharded. Call `measure` before each optimizer step, and read `line` afterwards.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, context: DistributedContext) -> None:

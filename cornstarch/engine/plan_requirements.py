@@ -32,9 +32,6 @@ from cornstarch.plan.plan import LANGUAGE_MODEL
 Build = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 """Returns a new optimizer of some parameters."""
 
-Scope = Literal["number", "matrix", "all"]
-"""What the step of a number depends on: itself alone, its matrix, or other parameters."""
-
 _STEPS = 3
 _SAME_STEP = 1e-3  # of the largest movement; rounding is far below
 _CUTS: tuple[Callable[[Tensor], Sequence[Tensor]], ...] = (
@@ -45,10 +42,7 @@ _CUTS: tuple[Callable[[Tensor], Sequence[Tensor]], ...] = (
 
 
 def check_optimizer(config: RunConfig, layout: Layout) -> None:
-    """Refuse an optimizer that would do something else on the pieces that ranks hold than on whole parameters.
-
-    No process group is needed: every rank comes to the same answer.
-    """
+    """Refuse an optimizer that would do something else on the pieces that ranks hold than on whole parameters."""
     name = config.optimizer.name
     if name.lower() in ELEMENTWISE or config.parallel.verify == "never":  # tests have tried those
         return
@@ -57,9 +51,9 @@ def check_optimizer(config: RunConfig, layout: Layout) -> None:
     build = partial(make_plain_optimizer, config.optimizer)
     try:
         refuse_pieces(build, f"optimizer.name = {name}", layout, set(layout.plan.modules) - frozen)
+    except ConfigError:
+        raise
     except (RuntimeError, ValueError, TypeError, AttributeError, ImportError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"optimizer.name = {name}\n  Whether ranks can step parts of the parameters by themselves is tried on a "
             f"small matrix on the CPU, and that failed: {type(error).__name__}: {error}\n  Use ddp without stages and "
@@ -68,10 +62,9 @@ def check_optimizer(config: RunConfig, layout: Layout) -> None:
 
 
 def refuse_pieces(build: Build, said: str, layout: Layout, trained: Collection[str]) -> None:
-    """Refuse an optimizer that needs more than the ranks of a layout hold.
+    """Refuse an optimizer, asked for as `said`, that needs more than the ranks of a layout hold.
 
-    `said` is how the user asked for it; `trained` are the modules whose own parameters, not only those of a projector,
-    are trained.
+    `trained` are the modules whose own parameters, not only those of a projector, are trained.
     """
     plan = layout.plan
     cuts = [f"parallel.data.kind = {plan.data.kind}"] if layout.exchanges_in_passes else []  # of trained matrices
@@ -96,16 +89,15 @@ def refuse_pieces(build: Build, said: str, layout: Layout, trained: Collection[s
         )
 
 
-def find_scope(build: Build) -> Scope:
-    """Step two small matrices together, apart, and cut in two; return what the steps depend on."""
+def find_scope(build: Build) -> Literal["number", "matrix", "all"]:
+    """Return what an optimizer's step of a number depends on: itself alone, its matrix, or other parameters."""
+    # Two small matrices are stepped together, apart, and cut in two.
     noise = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=noise) for shape in ((8, 6), (6, 4))]
-    # Rows of different sizes: statistics of rows and columns then differ, too.
-    sizes = [torch.logspace(-2, 1, len(start))[:, None] for start in starts]
-    gradients = [
-        [size * torch.randn(start.shape, generator=noise) for _ in range(_STEPS)]
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    gradients = []
+    for start in starts:  # with rows of different sizes: statistics of rows and columns then differ, too
+        size = torch.logspace(-2, 1, len(start))[:, None]
+        gradients.append([size * torch.randn(start.shape, generator=noise) for _ in range(_STEPS)])
     apart = _step_apart(build, starts, gradients)
     if _differ(_step_together(build, starts, gradients), apart, starts):
         return "all"
@@ -177,20 +169,19 @@ def depends_on_batch(model: PreTrainedModel) -> bool:
             torch.default_generator.manual_seed(0)
             twin = type(model)(build_twin_config(model.config))
             add_noise(twin, scale=1.0)  # a router that is sure of itself
-            return _differs(twin.train())
+            return _loss_depends_on_rows(twin.train())
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError):
         # There is no twin, or it takes other labels: what transformers calls the option is all that is known.
         return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
 @torch.no_grad()
-def _differs(twin: PreTrainedModel) -> bool:
+def _loss_depends_on_rows(twin: PreTrainedModel) -> bool:
     words = twin.config.get_text_config().vocab_size
     # Rows of one word each, so that a router sends each to other experts; with different numbers of labels.
     ids = torch.tensor([[words * (row + 1) // (_ROWS + 1)] for row in range(_ROWS)]).expand(_ROWS, _TOKENS)
-    labels = ids.clone()
-    for row in range(_ROWS):
-        labels[row, : 1 + row] = IGNORE_INDEX  # the first one always: some models shift labels, others do not
+    # The first label is always ignored: some models shift labels, others do not.
+    labels = torch.where(torch.arange(_TOKENS) > torch.arange(_ROWS)[:, None], ids, IGNORE_INDEX)
     options = {"use_cache": False} if accepts_argument(twin, "use_cache") else {}
 
     def loss(ids: Tensor, labels: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cornstarch.attention.backends import build_checkpoint_contexts
 from cornstarch.config import RunConfig, format_size
-from cornstarch.cost.activations import LayerActivations, LayerCall, measure_compiled_bytes
+from cornstarch.cost.activations import LayerActivations, measure_compiled_bytes
 from cornstarch.cost.meta_kernels import use_fused_loss
 from cornstarch.cost.tracer import trace_memory
 from cornstarch.data.formats import DataSource
@@ -101,10 +101,9 @@ def fit_activations(
     replicas: int,
     log: Callable[[str], None],
 ) -> Recomputation | None:
-    """Recompute as few layers of a model as `loop.activation_budget` requires; None if there is no budget in bytes.
+    """Recompute as few layers of a whole model as `loop.activation_budget` requires; None without a budget in bytes.
 
-    The model is whole, in its precision, with `requires_grad` set. The training data tells the number of items in a
-    sample; the samples of a step are distributed over `replicas`.
+    The training data tells the number of items in a sample; the samples of a step are distributed over `replicas`.
     """
     budget = config.loop.activation_bytes
     if budget is None:
@@ -197,10 +196,7 @@ def trace_layers(
     casts_weights: bool = True,
     is_compiled: bool = False,
 ) -> LayerActivations:
-    """Return the activations of the layers of a model, traced on a copy without weights.
-
-    If layers are compiled, one layer of each kind is compiled and run to see what it saves.
-    """
+    """Return the activations of the layers of a model, traced on a copy without weights."""
     bare = copy_to_meta(model)
     names = {module: name for name, module in bare.named_modules()}
     use_fused_loss(unwrap(bare.language_model if isinstance(bare, MultimodalModel) else bare), placement.dtype)
@@ -211,21 +207,15 @@ def trace_layers(
         with suppress(*([Exception] if is_frozen_encoder(part) else [])):
             saved = trace_memory(part, call, placement.dtype, placement.device.type != "cpu", casts_weights).saved
             found = saved.by_layer(names)
-            total += found.scale(_measure_compiled(found, saved.calls, placement)) if is_compiled else found
+            by_kind: dict[str, float] = {}  # the fraction of its bytes that a layer saves if it is compiled
+            for layer, kind in enumerate(found.kinds if is_compiled else ()):
+                if kind not in by_kind:  # one layer of each kind is compiled and run
+                    own, by_kind[kind] = found.own_bytes(layer), 1.0
+                    with suppress(Exception):  # a layer that cannot run alone: not compiled, it saves more, never less
+                        compiled = measure_compiled_bytes(saved.calls[layer], placement) if own else 0
+                        by_kind[kind] = min(compiled / max(own, 1), 1.0)
+            total += found.scale({layer: by_kind.get(kind, 1.0) for layer, kind in enumerate(found.kinds)})
     return total
-
-
-def _measure_compiled(
-    found: LayerActivations, calls: Sequence[LayerCall], placement: DevicePlacement
-) -> dict[int, float]:
-    """Return, by layer, the fraction of its saved bytes that remains if it is compiled."""
-    by_kind: dict[str, float] = {}
-    for layer, kind in enumerate(found.kinds):
-        if kind not in by_kind:
-            own, by_kind[kind] = found.own_bytes(layer), 1.0
-            with suppress(Exception):  # a layer that cannot run alone: not compiled, it saves more, never less
-                by_kind[kind] = min(measure_compiled_bytes(calls[layer], placement) / own, 1.0) if own else 1.0
-    return {layer: by_kind[kind] for layer, kind in enumerate(found.kinds)}
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
