@@ -28,12 +28,11 @@ from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, distri
 from cornstarch.api.plugin import MultimodalParallelPlugin, StageManager
 from cornstarch.checkpoint import weights
 from cornstarch.checkpoint.named_state import named_parameters
-from cornstarch.engine.context import DistributedContext
+from cornstarch.engine.context import DistributedContext, check_process_group
 from cornstarch.engine.parallelize import ParallelizeOptions, parallelize
 from cornstarch.engine.plan_requirements import check_loss, refuse_pieces
 from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
-from cornstarch.launch import current_world
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, distributed
 from cornstarch.parallel.device import DevicePlacement, LossScale
@@ -101,12 +100,7 @@ class Booster:
     def _check(self, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
         if isinstance(model, BoostedModel) or not isinstance(model, nn.Module):
             raise ConfigError(f"booster.boost was given a {type(model).__name__} as model; expected a torch.nn.Module.")
-        if distributed.is_single_process() and (world := current_world()).size > 1:
-            raise ConfigError(
-                f"This is process {world.rank} of {world.size}, but they do not know one another. Boost inside `with "
-                "cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or call "
-                "torch.distributed.init_process_group() first."
-            )
+        check_process_group("Boost", "call torch.distributed.init_process_group() first")
         if not distributed.is_single_process() and "gloo" not in _backends():
             raise ConfigError(
                 "The process group exchanges nothing that is on the CPU. Make it with "

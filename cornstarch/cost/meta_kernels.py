@@ -71,7 +71,7 @@ def infer_grouped_shape(rows: Tensor, matrices: Tensor, *others: Any) -> Tensor:
 
 
 class MetaKernels(TorchFunctionMode):
-    """Casts as autocast does (`dtype` None: off; `on_copy` gets copied weights); replaces attention, expert products."""
+    """Casts as autocast does (`dtype` None: off; `on_copy` gets copied weights); replaces attention, grouped matmul."""
 
     def __init__(
         self, tracer: Tracer, dtype: torch.dtype | None, on_gpu: bool, on_copy: Callable[[Tensor], None]

@@ -30,13 +30,13 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
 
 
-def check_process_group() -> None:
+def check_process_group(what: str = "Make the trainer", otherwise: str = "use `cornstarch train`") -> None:
     """Refuse several processes without a process group: each would train the same model by itself."""
-    if distributed.world_size() == 1 and (world := current_world()).size > 1:
+    if distributed.is_single_process() and (world := current_world()).size > 1:
         raise ConfigError(
-            f"This is process {world.rank} of {world.size}, but they do not know one another. Make the trainer "
-            "inside `with cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
-            "use `cornstarch train`."
+            f"This is process {world.rank} of {world.size}, but they do not know one another. {what} inside `with "
+            "cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
+            f"{otherwise}."
         )
 
 
@@ -44,8 +44,8 @@ def check_process_group() -> None:
 class DistributedContext:
     """This process's place in a plan.
 
-    Device meshes and process groups are made when they are first asked for, and once: parameters that were sharded
-    while they were read must be on the same mesh as those that are sharded later. All ranks must ask at the same point.
+    Device meshes and process groups are built once, when they are first read, which all ranks must do at the same
+    point: parameters that were sharded while they were read must be on the same mesh as those that are sharded later.
     """
 
     layout: Layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -46,11 +46,8 @@ def use_feature_cache(task: Task, config: RunConfig, placement: DevicePlacement)
     if not config.features.cache:
         yield None
         return
-    cache = FeatureCache(check_task(task), config, placement)
-    try:
+    with closing(FeatureCache(check_task(task), config, placement)) as cache:
         yield cache
-    finally:
-        cache.close()
 
 
 class FeatureCache:
@@ -63,7 +60,12 @@ class FeatureCache:
         self.folder = config.features.folder or config.folder.absolute().parent / "feature_cache"
         self._space = feature_store.CacheFolder(self.folder, config.features.limit_bytes)
         self._task = task
-        self._writer = _BackgroundWriter()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="features")  # joined at exit by the interpreter
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self.hits = self.misses = 0
+        """Items whose features were cached, and items that were encoded."""
+        self.problem: str | None = None
+        """Why features are no longer written: a full disk, for example. Training goes on without them."""
         self.stores: dict[str, FeatureStore] = {}
         """By modality."""
         # An item that is refused when it is read must be refused when it is cached, too.
@@ -73,43 +75,40 @@ class FeatureCache:
             processor = task.collator.processor.encoder_processors[name]
             key = feature_store.encoder_key(encoder.module, processor, reading, placement)
             self.stores[name] = FeatureStore(self._space, key)
-        self._recorders = {name: _Recorder(store, self._writer, placement) for name, store in self.stores.items()}
-        for name, encoder in task.model.encoders.items():
-            encoder.keep = self._recorders[name]
+        for name, encoder in task.model.encoders.items():  # once all were checked
+            encoder.keep = _Recorder(self, self.stores[name], placement)
         task.collator.features = self.stores
-
-    @property
-    def hits(self) -> int:
-        """Items whose features were cached."""
-        return sum(recorder.hits for recorder in self._recorders.values())
-
-    @property
-    def misses(self) -> int:
-        """Items that were encoded."""
-        return sum(recorder.misses for recorder in self._recorders.values())
 
     @property
     def used(self) -> int:
         return self._space.used
 
-    @property
-    def problem(self) -> str | None:
-        """Why features are no longer written: a full disk, for example. Training goes on without them."""
-        return self._writer.problem
-
     def describe(self) -> dict[str, Any]:
         """Return the statistics for the run's summary: items since the start, and the folder as it is now."""
-        return {
-            "folder": str(self.folder),
-            "hits": self.hits,
-            "misses": self.misses,
-            "bytes": self.used,
-            "limit": self._space.limit,
-            "problem": self.problem,
-        }
+        counts = {"hits": self.hits, "misses": self.misses, "bytes": self.used, "limit": self._space.limit}
+        return {"folder": str(self.folder), **counts, "problem": self.problem}
+
+    def write_later(self, write: Callable[[], None], size: int) -> None:
+        """Queue a write for the thread; wait first if too many bytes are pending."""
+        if self.problem is not None:
+            return
+        pending = sum(bytes_waiting for _, bytes_waiting in self._pending)
+        while self._pending and (self._pending[0][0].done() or pending + size > _MAX_PENDING):
+            future, written = self._pending.popleft()
+            future.result()
+            pending -= written
+        self._pending.append((self._executor.submit(self._try, write), size))
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            if self.problem is None:
+                write()
+        except Exception as error:
+            self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self) -> None:
-        self._writer.wait()
+        while self._pending:
+            self._pending.popleft()[0].result()
 
     def stop_lookups(self) -> None:
         """Look nothing up from now on: all items are encoded."""
@@ -120,15 +119,14 @@ class FeatureCache:
         self.stop_lookups()
         for encoder in self._task.model.encoders.values():
             encoder.keep = None
-        self._writer.close()
+        self._executor.shutdown()
 
 
 class _Recorder:
-    def __init__(self, store: FeatureStore, writer: _BackgroundWriter, placement: DevicePlacement) -> None:
-        self._store, self._writer = store, writer
+    def __init__(self, cache: FeatureCache, store: FeatureStore, placement: DevicePlacement) -> None:
+        self._cache, self._store = cache, store
         # Autocast rounds tokens for the projector's first matrix product: rounding them before gives the same result.
         self._dtype = None if placement.precision == "fp32" else placement.dtype
-        self.hits = self.misses = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
         return self  # files and a thread are not copied with a model
@@ -136,8 +134,8 @@ class _Recorder:
     def __call__(self, known: Mapping[str, Any], fresh: Tensor | None) -> None:
         """Count the items, and write those that were encoded."""
         hits = sum(known["is_known"])
-        self.hits += hits
-        self.misses += len(known["is_known"]) - hits
+        self._cache.hits += hits
+        self._cache.misses += len(known["is_known"]) - hits
         if fresh is None:
             return
         digests = [d for d, is_known in zip(known["digests"], known["is_known"], strict=True) if not is_known]
@@ -157,41 +155,7 @@ class _Recorder:
             for digest, item in zip(digests, copy.split(lengths), strict=True):
                 self._store.save(digest, item)
 
-        self._writer.add(write, tokens.nbytes)
-
-
-class _BackgroundWriter:
-    """Writes in one thread; after a failure it drops everything and keeps the reason."""
-
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="features")  # joined at exit by the interpreter
-        self._pending: deque[tuple[Future[None], int]] = deque()
-        self.problem: str | None = None
-
-    def add(self, write: Callable[[], None], size: int) -> None:
-        """Queue a write; wait first if too many bytes are pending."""
-        if self.problem is not None:
-            return
-        pending = sum(bytes_waiting for _, bytes_waiting in self._pending)
-        while self._pending and (self._pending[0][0].done() or pending + size > _MAX_PENDING):
-            future, written = self._pending.popleft()
-            future.result()
-            pending -= written
-        self._pending.append((self._executor.submit(self._try, write), size))
-
-    def _try(self, write: Callable[[], None]) -> None:
-        try:
-            if self.problem is None:
-                write()
-        except Exception as error:  # a full disk, for example: training goes on without the cache
-            self.problem = f"{type(error).__name__}: {error}"
-
-    def wait(self) -> None:
-        while self._pending:
-            self._pending.popleft()[0].result()
-
-    def close(self) -> None:
-        self._executor.shutdown()
+        self._cache.write_later(write, tokens.nbytes)
 
 
 # ---------------------------------------------------------------------------------------------------- prefetch
@@ -328,9 +292,8 @@ def _find_obstacle(model: MultimodalModel, name: str) -> str | None:
         return "it is trained. Set its `train` to projector or frozen"
     if encoder.module.training:
         return "it is in train mode, where dropout changes every pass. Freeze it by model.train(encoders_mode=…)"
-    for callback in _CALLBACKS:
-        if getattr(encoder, callback) is not None:
-            return f"it has a {callback}, and changes of a Python function cannot be detected"
+    if callback := next((name for name in _CALLBACKS if getattr(encoder, name) is not None), None):
+        return f"it has a {callback}, and changes of a Python function cannot be detected"
     projector = encoder.projector
     if not isinstance(projector, MultimodalProjector) or projector.config.projection_type not in _TOKENWISE:
         return "its projector is a module of your own, which may look at several tokens at once; use linear or mlp"
@@ -352,11 +315,8 @@ def check_encoder(task: ConversationTask, name: str, placement: DevicePlacement)
     if not _are_equal(first, second):
         raise ConfigError(f"{where} its processor is random: it returns other inputs for the same item every time.")
     for one, other in zip(alone, together, strict=True):
-        is_same = one.shape == other.shape
-        if is_same:
-            difference = float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
-            is_same = not difference > _ROUNDING.get(placement.dtype, 0.0)
-        if not is_same:
+        largest = other.abs().max().clamp(min=1e-30)
+        if one.shape != other.shape or (one - other).abs().max() / largest > _ROUNDING.get(placement.dtype, 0.0):
             raise ConfigError(
                 f"{where} an item gives other features beside another item (by padding, or by a norm over all items), "
                 "so the features of one batch are wrong in the next."

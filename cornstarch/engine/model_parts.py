@@ -74,10 +74,7 @@ class ModelPart:
 def split_into_parts(
     model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig, *, is_stage: bool = False
 ) -> list[ModelPart]:
-    """Return the parts of a model; every parameter is in exactly one.
-
-    A stage of a model (`is_stage`) may have nothing to train.
-    """
+    """Return the parts of a model; every parameter is in exactly one. A stage may have nothing to train."""
     parts = list(_iter_described_parts(model, config, optimizer))
     for name, parameter in named_parameters(model).items():
         longest = max(parts, key=lambda part: _match(name, part.module_names))

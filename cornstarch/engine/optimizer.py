@@ -53,10 +53,13 @@ def make_optimizer(
     # A process of a pipeline may have nothing to train; its optimizer then has nothing to do.
     groups = [group for part in parts for group in _groups(part, decays, only)] or [{"params": []}]
     trained = [parameter for part in parts for parameter in part.trained.values()]
-    if "fused" in takes and not _IMPLEMENTATIONS & set(options) and _can_fuse(kind, trained):
+    # torch 2.11 to 2.13 can fuse only Adam and AdamW of sharded parameters.
+    is_unfusable = not issubclass(kind, torch.optim.Adam) and any(isinstance(one, DTensor) for one in trained)
+    devices = {parameter.device.type for parameter in trained}
+    can_fuse = devices <= {"cpu", "cuda"} and all(map(torch.is_floating_point, trained)) and not is_unfusable
+    if "fused" in takes and not _IMPLEMENTATIONS & set(options) and can_fuse:
         options["fused"] = True
-        if any(parameter.is_cuda for parameter in trained):
-            kind = select_optimizer_class(kind)
+        kind = select_optimizer_class(kind) if "cuda" in devices else kind
     try:
         return kind(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -99,18 +102,13 @@ def highest_rate(config: OptimizerConfig, parts: Sequence[ModelPart], replicas: 
 
 def _groups(part: ModelPart, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
     trained = {name: parameter for name, parameter in part.trained.items() if only is None or name in only}
-    if not decays:
-        kinds: list[tuple[list[nn.Parameter], dict[str, Any]]] = [(list(trained.values()), {})]
-    else:
-        kinds = [
-            ([p for name, p in trained.items() if not part.is_vector(name)], {"weight_decay": part.weight_decay}),
-            ([p for name, p in trained.items() if part.is_vector(name)], {"weight_decay": 0.0}),
-        ]
-    for parameters, options in kinds:
+    for vectors in (False, True) if decays else (None,):
+        options = {} if vectors is None else {"weight_decay": 0.0 if vectors else part.weight_decay}
         # One kernel for many takes parameters of one mesh only: those cut by tensor parallelism have another.
         by_mesh: dict[Any, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        for name, parameter in trained.items():
+            if vectors is None or part.is_vector(name) == vectors:
+                by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         for alike in by_mesh.values():
             yield {"params": alike, "lr": part.learning_rate, **options}
 
@@ -147,19 +145,9 @@ def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
         raise ConfigError(
             f"optimizer.arguments has {unknown}, which {kind.__name__} does not take. It takes {', '.join(known)}."
         )
-    options: dict[str, Any] = {}
-    if config.name.lower() == "adamw":
-        options = {"betas": config.betas, "eps": config.eps}
-    elif config.name.lower() == "sgd":
-        options = {"momentum": config.momentum}
-    return {**options, **config.arguments}
-
-
-def _can_fuse(kind: type[torch.optim.Optimizer], trained: Sequence[nn.Parameter]) -> bool:
-    if not issubclass(kind, torch.optim.Adam) and any(isinstance(parameter, DTensor) for parameter in trained):
-        return False  # torch 2.11 to 2.13 can fuse only Adam and AdamW of sharded parameters
-    devices = {parameter.device.type for parameter in trained}
-    return devices <= {"cpu", "cuda"} and all(parameter.is_floating_point() for parameter in trained)
+    adamw, sgd = {"betas": config.betas, "eps": config.eps}, {"momentum": config.momentum}
+    options: dict[str, Mapping[str, Any]] = {"adamw": adamw, "sgd": sgd}
+    return {**options.get(config.name.lower(), {}), **config.arguments}
 
 
 def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
@@ -178,12 +166,10 @@ def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
 
 
 class LearningRate:
-    """Sets the rates of an optimizer's groups before each step; it has no state of its own.
+    """Sets the rates of an optimizer's groups before each step, of `total`; it has no state of its own."""
 
-    The optimizer of this rank may step some of the parameters only, or none, so `highest` is the highest rate of all
-    parts of the model, wherever they are; default: that of the optimizer's groups. `total`: steps of the run.
-    """
-
+    # The optimizer of this rank may step some of the parameters only, or none, so `highest` is the highest rate of all
+    # parts of the model, wherever they are; default: that of the optimizer's groups.
     def __init__(
         self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, total: int, highest: float | None = None
     ) -> None:

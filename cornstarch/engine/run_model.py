@@ -270,16 +270,13 @@ class TrainState:
     @torch.no_grad()
     def _restore_weights(self, found: Mapping[str, Any]) -> None:
         for name, buffer in self.model.module.named_buffers():
-            if name in found["buffers"]:
-                buffer.copy_(found["buffers"][name])
+            buffer.copy_(found["buffers"].get(name, buffer))
         for name, parameter in self.trained.items():
             parameter.copy_(found["weights"][name])
             held = self.optimizer.state.get(parameter, {})
             for key, value in found["optimizer"][name].items():
-                if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
-                    held[key].copy_(value)
-                else:
-                    held[key] = value
+                is_tensor = isinstance(value, Tensor) and isinstance(held.get(key), Tensor)
+                held[key] = held[key].copy_(value) if is_tensor else value
 
 
 class _NoSync(ReplicaSync):

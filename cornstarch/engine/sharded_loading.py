@@ -66,26 +66,20 @@ class ShardedLoading:
         self.stages = stages = StageAssignment(bare, self._context.layout)
         whole = find_whole_modules(stages, self._config.data.packing) | features_need_weights(bare, self._config)
         held, here = stages.local_parameters(), {name: plan for name, _, plan in stages.here()}
-        modules: dict[str, nn.Module] = {name: encoder.module for name, encoder in bare.encoders.items()}
-        modules[LANGUAGE_MODEL] = bare.language_model
-        stored_names = {  # in the folder of a part, where there are no adapters
-            part: frozenset(
-                strip_adapter_names(name)
-                for name, parameter in unwrap(module).named_parameters(remove_duplicate=False)
-                if id(parameter) in held
-            )
-            for part, module in modules.items()
-        }
         if any(plan.tp > 1 for plan in self._context.plan.modules.values()):
             _ = self._context.stage_groups  # all ranks make their groups now, also those that shard no tensor
 
         def of(name: str, is_encoder: bool) -> PartShard | None:
             if name in whole:
                 return None
+            module = bare.language_model if name == LANGUAGE_MODEL else bare.encoders[name].module
+            named = unwrap(module).named_parameters(remove_duplicate=False)
+            # In the folder of a part there are no adapters.
+            stored_names = frozenset(strip_adapter_names(key) for key, one in named if id(one) in held)
             tensors = None
             if name in here and here[name].tp > 1:
                 tensors = TensorSharder(here[name], self._context.stage_groups.meshes, is_encoder)
-            return PartShard(tensors, stored_names[name])
+            return PartShard(tensors, stored_names)
 
         return of
 
@@ -129,10 +123,8 @@ def apply_mask_attention(language_model: nn.Module, device: torch.device) -> Non
 
 
 def check_cp(module: nn.Module, plan: ModulePlan, meshes: DeviceMeshes | StageMeshes, device: torch.device) -> None:
-    """Check on a twin that the tokens of a module can be sharded, if other stages own some of its layers.
-
-    Otherwise `apply_cp` runs the module itself to check that.
-    """
+    """Check on a twin that the tokens of a module can be sharded, if other stages own some of its layers."""
+    # Otherwise `apply_cp` runs the module itself to check that.
     if _shards_tokens(module, plan) and is_on_meta(module):
         twin = _require_twin(module, plan.cp, device)
         shard_tokens(twin, meshes.context(plan.cp), mode=plan.cp_mode, distribution=plan.cp_distribution)
@@ -150,10 +142,7 @@ def _require_twin(model: nn.Module, multiple: int, device: torch.device) -> nn.M
 
 
 def _build_twin(model: nn.Module, multiple: int) -> nn.Module | None:
-    """Return a tiny transformers model of the same class and options with random weights, or None if there is none.
-
-    Sharded dimensions stay a multiple of `multiple`, the number of ranks.
-    """
+    """Return a tiny transformers model of the same class, its dimensions multiples of `multiple` ranks, or None."""
     inner = unwrap(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):

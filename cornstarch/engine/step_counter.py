@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from cornstarch.tasks.task import Task
 _MOST = 8  # steps in one exchange
 _SECONDS = 1.0  # that they may take
 # Where ranks do not wait for one another:
-_OWN = 4  # steps after which they look whether to end
+_STEPS_ALONE = 4  # steps after which they look whether to end
 _PATIENCE = timedelta(hours=1)  # for the slowest to look
 _ASKED = "asked"
 
@@ -43,10 +43,9 @@ Totals = Callable[[], StepTotals]
 
 
 class StepCounter:
-    """Sums the counts of steps over all ranks.
+    """Sums the counts of steps over all ranks, of which `replica_size` train on, and count, the same samples.
 
-    `replica_size` ranks train on, and count, the same samples; `stop` returns whether this rank received a stop signal,
-    and `flops` the FLOPs of a step on a microbatch's inputs (without it they are not counted).
+    `stop` returns whether this rank received a stop signal, and `flops` the FLOPs of a microbatch (None: not counted).
     """
 
     def __init__(
@@ -60,10 +59,7 @@ class StepCounter:
         self._known: dict[tuple[int, int], Totals] = {}
 
     def ahead(self, batches: Iterator[StepBatch], left: Callable[[], int]) -> Iterator[StepBatch]:
-        """Yield batches whose totals are known, or in flight; all ranks must draw the same number of them.
-
-        `left` returns how many steps are left, the same on all ranks.
-        """
+        """Yield batches whose totals are in flight; `left` returns how many steps are left, the same on all ranks."""
         steps, began = 1, time.monotonic()
         while lot := list(islice(batches, steps)):
             wish = 1  # how many steps the exchange after the next should count
@@ -83,18 +79,15 @@ class StepCounter:
         """Start the exchange of some steps; return their totals, and how many steps the next exchange counts."""
         first = wish if distributed.rank() == 0 else 0  # rank 0 decides: the others add nothing to its wish
         counts = [self._counts(batch) for batch in lot]
-        sums = distributed.begin_sum_over_ranks([first, self._stop(), *(count for one in counts for count in one)])
-        width = len(counts[0])
+        sums = distributed.begin_sum_over_ranks([first, self._stop(), *chain.from_iterable(counts)])
 
         @cache
-        def read_sums() -> list[int]:
-            return [int(one) for one in sums()]
+        def read_sums() -> tuple[int, list[StepTotals]]:
+            steps, stop, *rest = map(int, sums())
+            numbers = iter(rest)
+            return steps, [self._read(stop > 0, list(islice(numbers, len(one)))) for one in counts]
 
-        def totals(number: int) -> StepTotals:
-            begin = 2 + number * width
-            return self._read(read_sums()[1] > 0, read_sums()[begin : begin + width])
-
-        return [cache(lambda number=number: totals(number)) for number in range(len(lot))], lambda: read_sums()[0]
+        return [lambda number=number: read_sums()[1][number] for number in range(len(lot))], lambda: read_sums()[0]
 
     def _counts(self, batch: StepBatch) -> list[int]:
         items = [sum(microbatch.items.get(name, 0) for microbatch in batch.microbatches) for name in self._modalities]
@@ -115,7 +108,7 @@ class StepCounter:
 class UnsynchronizedStepCounter(StepCounter):
     """Counts the steps of this rank, which does not wait for others: they train on batches of their own.
 
-    After every few steps each rank looks whether one received a stop signal. Then each says how many steps it has
+    After every few steps each rank checks whether one received a stop signal. Then each reports how many steps it has
     begun, and all go on to the largest of these numbers, so that all end after the same step; only then do they wait.
     Once a rank has done all of its steps, the others do theirs, too.
     """
@@ -144,7 +137,7 @@ class UnsynchronizedStepCounter(StepCounter):
         if self._last is None:
             self._last = self._read_agreed_end()
         ends = [self._last is not None and number >= self._last for number in range(first, self._begun + 1)]
-        return [self._own(batch, stop) for batch, stop in zip(lot, ends, strict=True)], lambda: _OWN
+        return [self._count_alone(batch, stop) for batch, stop in zip(lot, ends, strict=True)], lambda: _STEPS_ALONE
 
     def _read_agreed_end(self) -> int | None:
         """Return the step after which all end, if a rank received a stop signal."""
@@ -158,7 +151,7 @@ class UnsynchronizedStepCounter(StepCounter):
         self._board.wait(everyone, _PATIENCE)
         return max(int(self._board.get(one)) for one in everyone)
 
-    def _own(self, batch: StepBatch, stop: bool) -> Totals:
+    def _count_alone(self, batch: StepBatch, stop: bool) -> Totals:
         """Return the trained tokens of this rank; for the rest the others are taken to have as much."""
         trained, *others = self._counts(batch)
         totals = self._read(stop, [trained, *(count * distributed.world_size() for count in others)])

@@ -106,11 +106,9 @@ class ProfilerCallback(Callback):
         self.profiler.end_step(result.step)
 
     def on_pause(self, trainer: Trainer) -> None:
-        """End the recording: an evaluation or a checkpoint would be counted as part of a step."""
-        self.profiler.interrupt()
+        self.profiler.interrupt()  # an evaluation or a checkpoint would be counted as part of a step
 
     def on_train_end(self, trainer: Trainer, status: Status) -> None:
-        """Write the trace and show where the time went."""
         trainer.logger.show_at_end(self.profiler.finish())
 
 

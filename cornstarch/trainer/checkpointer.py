@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -195,10 +196,8 @@ def _comparison_batch(run: LoadedRun) -> CollatedBatch:
         raise ConfigError(f"{error}\nWithout data the export cannot be compared with the run: --unchecked.") from error
     prepared = []
     for index in range(min(len(sources), _TRIED)):
-        try:
+        with suppress(SampleError):
             prepared.append(run.task.collator.prepare(sources[index]))
-        except SampleError:
-            continue
         if len(prepared) == _COMPARED:
             break
     if not prepared:

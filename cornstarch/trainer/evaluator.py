@@ -180,19 +180,12 @@ class Evaluator:
         loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
         size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
-        return iter(
-            StepLoader(
-                source,
-                order,
-                self._task.collator,
-                size,
-                workers=min(data.workers, -(-len(source) // size)),
-                prefetch=data.prefetch,
-                rank=replica.index,
-                ranks=replica.count,
-                epochs=1,
-            )
+        workers = min(data.workers, -(-len(source) // size))
+        ranks = {"rank": replica.index, "ranks": replica.count}
+        loader = StepLoader(
+            source, order, self._task.collator, size, workers=workers, prefetch=data.prefetch, epochs=1, **ranks
         )
+        return iter(loader)
 
 
 def record_best(config: RunConfig, position: Position, record: Mapping[str, Any]) -> tuple[float, bool]:
@@ -240,17 +233,9 @@ def collect_answers(
         shutil.rmtree(folder / SAMPLES, ignore_errors=True)
         (folder / SAMPLES).mkdir(exist_ok=True)
         for number, ((source, sample), answer) in enumerate(zip(chosen, answers, strict=False)):
-            truth = task.truth(sample)
-            found.append(
-                {
-                    "id": sample.id,
-                    "source": source,
-                    "question": _write_question(sample, folder, number, max_pixels),
-                    "truth": truth,
-                    "answer": answer,
-                    "right": answer.strip() == truth.strip(),
-                }
-            )
+            truth, question = task.truth(sample), _write_question(sample, folder, number, max_pixels)
+            one = {"id": sample.id, "source": source, "question": question, "truth": truth, "answer": answer}
+            found.append({**one, "right": answer.strip() == truth.strip()})
     except OSError as error:
         raise ConfigError(f"{folder / SAMPLES} cannot be written: {error.strerror or error}.") from error
     return found

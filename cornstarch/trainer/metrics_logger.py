@@ -88,7 +88,7 @@ class MetricsLogger:
             f"{trainer.placement.device} in {_precision(trainer)}{several}"
         )
         if resumed_from is not None and not trainer.position.ended:
-            self._log_event(resumed_from, "resumed", f"resumes after step {resumed_from}")
+            self._write_event(resumed_from, "resumed", f"resumes after step {resumed_from}", is_shown=True)
 
     def _restore_summary(self, previous: Mapping[str, Any], step: int) -> None:
         """Keep the results of earlier starts of the run, unless they are newer than the checkpoint."""
@@ -103,6 +103,8 @@ class MetricsLogger:
 
     def _describe_run(self, trainer: Trainer) -> dict[str, Any]:
         model, again = trainer.run_model, trainer.run_model.recomputation
+        versions = {"cornstarch": __version__, "torch": str(torch.__version__)}
+        versions |= {"transformers": transformers.__version__, "python": sys.version.split()[0]}
         return {
             "name": self._config.name,
             "status": "running",
@@ -113,12 +115,7 @@ class MetricsLogger:
             "total_steps": trainer.total_steps,
             "device": _device_name(trainer.placement.device),
             "precision": _precision(trainer),
-            "versions": {
-                "cornstarch": __version__,
-                "torch": str(torch.__version__),
-                "transformers": transformers.__version__,
-                "python": sys.version.split()[0],
-            },
+            "versions": versions,
             "task": trainer.task.name,
             "command": self._command,
             "parts": [_describe_part(part) for part in model.all_parts],
@@ -180,9 +177,8 @@ class MetricsLogger:
         totals = result.totals
         # The totals are of all ranks already; the loss is this rank's summand.
         loss = result.loss * totals.trained_tokens
-        self._throughput.add(
-            totals.samples, totals.tokens, totals.trained_tokens, loss, totals.items, result.waited, totals.flops
-        )
+        counts = totals.samples, totals.tokens, totals.trained_tokens
+        self._throughput.add(*counts, loss, totals.items, result.waited, totals.flops)
         if self._progress is not None:
             self._progress.step(result.step)
         if self.is_logged(result.step, trainer.total_steps):
@@ -268,12 +264,10 @@ class MetricsLogger:
     def log_checkpoint(self, path: Path, step: int) -> None:
         self._write_event(step, "saved", path.name)
 
-    def _log_event(self, step: int, event: str, text: str) -> None:
-        self._write_event(step, event, text)
-        self.log(text)
-
-    def _write_event(self, step: int, event: str, text: str) -> None:
+    def _write_event(self, step: int, event: str, text: str, is_shown: bool = False) -> None:
         self._write({"kind": "event", "step": step, "time": time.time(), "event": event, "text": text})
+        if is_shown:
+            self.log(text)
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._metrics is not None:
@@ -285,9 +279,8 @@ class MetricsLogger:
     # ------------------------------------------------------------------ end
 
     def log_stop(self, position: Position) -> None:
-        """Log that a signal stopped the run, and that it was saved."""
         text = f"stopped and saved at step {position.step}; the same command resumes"
-        self._log_event(position.step, "stopped", text)
+        self._write_event(position.step, "stopped", text, is_shown=True)
         self.finish("stopped", position)
 
     def show_at_end(self, table: Table | None) -> None:
@@ -317,13 +310,9 @@ class MetricsLogger:
         """Write the summary and the report; return the path of the report."""
         if not self._summary:
             return None  # the run failed before it started
-        self._summary.update(
-            status=status,
-            ended=time.time(),
-            seconds=position.seconds,
-            step=position.step,
-            skipped={"broken": position.broken, "too_long": position.too_long},
-        )
+        skipped = {"broken": position.broken, "too_long": position.too_long}
+        ended = {"ended": time.time(), "seconds": position.seconds, "step": position.step}
+        self._summary |= {"status": status, **ended, "skipped": skipped}
         if not self._is_main_process:
             return self._folder / REPORT if status != "failed" else None
         self._folder.write_summary(self._summary)
@@ -355,19 +344,15 @@ def part_table(parts: Sequence[ModelPart], width: int) -> Table:
         table.add_column(name, justify="left" if name == "class" else "right", no_wrap=True)
     for part in parts:
         trains = part.trained_count > 0
-        row = [f"{part.count:,}", f"{part.trained_count:,}", _megabytes(part.bytes), part.train]
+        row = [f"{part.count:,}", f"{part.trained_count:,}", f"{part.bytes / 1e6:,.1f} MB", part.train]
         row += [f"{value:g}" if trains else "–" for value in (part.learning_rate, part.weight_decay)]
         table.add_row(part.name, *([part.kind] if wide else []), *row)
     if len(parts) > 1:
-        total, trained = sum(part.count for part in parts), sum(part.trained_count for part in parts)
+        totals = [(part.count, part.trained_count, part.bytes) for part in parts]
+        count, trained, size = map(sum, zip(*totals, strict=True))
         table.add_section()
-        row = [f"{total:,}", f"{trained:,}", _megabytes(sum(part.bytes for part in parts))]
-        table.add_row("all", *([""] if wide else []), *row)
+        table.add_row("all", *([""] if wide else []), f"{count:,}", f"{trained:,}", f"{size / 1e6:,.1f} MB")
     return table
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
 
 
 def _describe_part(part: ModelPart) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -69,13 +68,12 @@ class RecordingTrainer(Trainer):
         add_noise(task.model)
 
     def update_weights(self, batch: StepBatch, loss: Tensor) -> Tensor | None:
-        """Record the gradients, then do as any trainer does."""
         if self.watching:
             self.gradients.append(self._gather_gradients())
         return super().update_weights(batch, loss)
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
-        with _whole(self.task.wrapped, with_gradients=True):
+        with _use_full_parameters(self.task.wrapped, with_gradients=True):
             found = {name: parameter.grad for name, parameter in named_parameters(self.model).items()}
             there = {name: gradient for name, gradient in found.items() if gradient is not None}
             # A gradient that only some ranks have could not be gathered: they would wait for ever.
@@ -89,29 +87,37 @@ class RecordingTrainer(Trainer):
 
 def gather_parameters(model: nn.Module, wrapped: nn.Module | None) -> dict[str, Tensor]:
     """Return all parameters, whole; all ranks must call it."""
-    with _whole(wrapped):
+    with _use_full_parameters(wrapped):
         own = {name: parameter.detach() for name, parameter in named_parameters(model).items()}
         return {name: tensor.clone() for name, tensor in gather_full_tensors(model, own).items()}
 
 
-@contextmanager
-def _whole(wrapped: nn.Module | None, with_gradients: bool = False) -> Iterator[None]:
-    """Run a block in which parameters have their shapes; FSDP 1 hides them."""
+def _use_full_parameters(wrapped: nn.Module | None, with_gradients: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which parameters have their shapes; FSDP 1 hides them."""
     if not isinstance(wrapped, FullyShardedDataParallel):
-        yield
-        return
-    with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=with_gradients):
-        yield
+        return nullcontext()
+    return FullyShardedDataParallel.summon_full_params(wrapped, writeback=False, with_grads=with_gradients)
 
 
 def record(trainer: RecordingTrainer, folder: Path) -> None:
     """Do all steps of a run and write their losses, norms, gradients and outputs; all ranks must call it."""
     trainer.setup()
     losses, norms = [], []
-    outputs = _OutputRecorder(trainer.model)
+    samples: dict[str, Tensor] = {}  # of each module's first output, in the order in which the modules ended
+    shapes: dict[str, list[int]] = {}
+
+    def keep_sample(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) and output else output
+        if name not in samples and isinstance(first, Tensor) and first.is_floating_point():
+            numbers = first.detach().flatten()
+            samples[name] = numbers[:: max(1, len(numbers) // _SAMPLED)].float().clone()
+            shapes[name] = list(first.shape)
+
+    modules = {name: module for name, module in named_modules(trainer.model).items() if name}
+    hooks = [one.register_forward_hook(partial(keep_sample, name)) for name, one in modules.items()]
     for batch in trainer.batches():
         result = trainer.step(batch)
-        for hook in outputs.hooks:
+        for hook in hooks:
             hook.remove()
         losses.append(distributed.sum_over_ranks([float(result.loss)])[0] / trainer.replica.loss_copies)
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
@@ -119,33 +125,15 @@ def record(trainer: RecordingTrainer, folder: Path) -> None:
     numbers = {f"parameter {name}": value for name, value in whole.items()}
     for step, gradients in enumerate(trainer.gradients):
         numbers |= {f"gradient {step} {name}": value for name, value in gradients.items() if value is not None}
-    numbers |= {f"output {name}": value for name, value in outputs.samples.items()}
+    numbers |= {f"output {name}": value for name, value in samples.items()}
     if distributed.rank() == 0 or trainer.pipeline is not None:  # of a pipeline each process has other numbers
         folder.mkdir(parents=True, exist_ok=True)
         there = {name: value.contiguous() for name, value in numbers.items()}
         save_file(there, folder / NUMBERS.format(distributed.rank()))
     if distributed.rank() == 0:
         parts = {part.name: list(part.parameters) for part in trainer.run_model.all_parts}
-        summary = {"losses": losses, "norms": norms, "parts": parts, "outputs": outputs.shapes}
+        summary = {"losses": losses, "norms": norms, "parts": parts, "outputs": shapes}
         (folder / RECORD).write_text(json.dumps(summary), encoding="utf-8")
-
-
-class _OutputRecorder:
-    """A sample of each module's first output, in the order in which the modules ended."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.samples: dict[str, Tensor] = {}
-        self.shapes: dict[str, list[int]] = {}
-        modules = {name: module for name, module in named_modules(model).items() if name}
-        self.hooks = [one.register_forward_hook(partial(self._keep, name)) for name, one in modules.items()]
-
-    def _keep(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple | list) and output else output
-        if name in self.samples or not isinstance(first, Tensor) or not first.is_floating_point():
-            return
-        numbers = first.detach().flatten()
-        self.samples[name] = numbers[:: max(1, len(numbers) // _SAMPLED)].float().clone()
-        self.shapes[name] = list(first.shape)
 
 
 class TrialTrainer(RecordingTrainer):
@@ -182,10 +170,8 @@ def choose_samples(config: RunConfig) -> list[Sample]:
     step, data = config.loop.batch_size, open_data(config)
     found: list[Sample] = []
     for number in data.order.order(0):
-        try:
+        with suppress(SampleError):
             found.append(data.train[int(number)])
-        except SampleError:
-            continue
         if len(found) == STEPS * step:
             break
     samples = list(islice(cycle(found), STEPS * step))

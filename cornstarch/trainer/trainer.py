@@ -260,7 +260,6 @@ class Trainer:
         self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call one method of all callbacks, in their order."""
         for callback in self.callbacks:
             getattr(callback, name)(self, *arguments)
 
