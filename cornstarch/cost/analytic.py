@@ -113,9 +113,6 @@ class DeviceSpeed:
         return size / (self.device.bandwidth * self.efficiency.memory) + self.efficiency.start if size else 0.0
 
 
-# ---------------------------------------------------------------------------------------------------- calls
-
-
 @dataclass(frozen=True)
 class ComputeSetting:
     """How a part of a run is computed."""

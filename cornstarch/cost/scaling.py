@@ -49,7 +49,7 @@ class PartFlops:
     """Padding, and experts that were not chosen; not in `total`."""
 
     @classmethod
-    def of(cls, operation: Operation) -> PartFlops:
+    def of_operation(cls, operation: Operation) -> PartFlops:
         forward, own, idle = operation.flops, 1 - operation.idle, operation.idle
         if operation.is_recomputed:
             return cls(recomputed=forward * own, wasted=forward * idle)
@@ -80,9 +80,6 @@ def on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-# ---------------------------------------------------------------------------------------------------- rows of tokens
-
-
 class RowWork:
     """The work of a model of tokens per row, per token and per pair of tokens.
 
@@ -97,7 +94,7 @@ class RowWork:
         patterns = set(short.patterns)
         own_code = next(iter(patterns)) if len(patterns) == 1 else pattern
         for one, other in zip(short.operations, long.operations, strict=True):
-            work, twice = PartFlops.of(one), PartFlops.of(other)
+            work, twice = PartFlops.of_operation(one), PartFlops.of_operation(other)
             # Attention grows with the square of the length: also in a model's own code, as products without weights.
             if one.attention is not None and other.attention is not None:
                 is_pairs, seen = other.attention.pairs > 3 * one.attention.pairs, one.attention.pattern
@@ -155,7 +152,7 @@ class ItemWork:
     def _read_trace(self, trace: Trace) -> _ItemFlops:
         sections: dict[str, PartFlops] = {}
         for one in trace.operations:
-            work = PartFlops.of(one)
+            work = PartFlops.of_operation(one)
             if (call := one.attention) is not None and call.queries == call.keys:
                 spec = call.spec or MaskSpec.from_documents(torch.ones(1, call.queries, dtype=torch.long))
                 visible = visible_pairs(spec, call.pattern) * call.rows / len(spec.documents)
@@ -260,9 +257,6 @@ def _fit(points: Sequence[tuple[int, Sequence[float]]], size: int) -> list[float
     sizes = np.array([[n, n**2] for n, _ in points], dtype=np.float64) / size
     found, *_ = np.linalg.lstsq(sizes, np.array([values for _, values in points], dtype=np.float64), rcond=None)
     return [max(float(one), 0.0) for one in np.array([1.0, size]) @ found]
-
-
-# ---------------------------------------------------------------------------------------------------- pairs
 
 
 def visible_pairs(spec: MaskSpec, pattern: MaskPattern = CAUSAL) -> int:

@@ -158,8 +158,6 @@ class _Recorder:
         self._cache.write_later(write, tokens.nbytes)
 
 
-# ---------------------------------------------------------------------------------------------------- prefetch
-
 _FEW = 8  # items of a microbatch: with more, one microbatch alone keeps an encoder busy
 _MAX_ITEMS = 32  # encoded together: limits the encoder's activation memory
 
@@ -258,8 +256,6 @@ def _form(inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
         for key, value in sorted(inputs.items())
     ]
 
-
-# ---------------------------------------------------------------------------------------------------- checks
 
 _CALLBACKS = ("preprocess_callback", "postprocess_module_callback", "postprocess_projector_callback")
 _TOKENWISE = ("linear", "mlp")  # projectors that treat each token alone

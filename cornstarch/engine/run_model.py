@@ -198,9 +198,6 @@ def _compute_loss(task: Task, placement: DevicePlacement, model: nn.Module, inpu
         task.wrapped = before
 
 
-# ---------------------------------------------------------------------------------------------------- state
-
-
 @dataclass(frozen=True)
 class TrainState:
     """A run that is ready for its first step."""

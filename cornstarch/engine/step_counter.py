@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -87,7 +87,10 @@ class StepCounter:
             numbers = iter(rest)
             return steps, [self._read(stop > 0, list(islice(numbers, len(one)))) for one in counts]
 
-        return [lambda number=number: read_sums()[1][number] for number in range(len(lot))], lambda: read_sums()[0]
+        def read_totals(number: int) -> StepTotals:
+            return read_sums()[1][number]
+
+        return [partial(read_totals, number) for number in range(len(lot))], lambda: read_sums()[0]
 
     def _counts(self, batch: StepBatch) -> list[int]:
         items = [sum(microbatch.items.get(name, 0) for microbatch in batch.microbatches) for name in self._modalities]

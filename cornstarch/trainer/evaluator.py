@@ -181,7 +181,7 @@ class Evaluator:
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
         size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
         workers = min(data.workers, -(-len(source) // size))
-        ranks = {"rank": replica.index, "ranks": replica.count}
+        ranks: dict[str, Any] = {"rank": replica.index, "ranks": replica.count}
         loader = StepLoader(
             source, order, self._task.collator, size, workers=workers, prefetch=data.prefetch, epochs=1, **ranks
         )
