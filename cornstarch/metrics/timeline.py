@@ -1,14 +1,11 @@
-"""Records when the stages of a pipeline did what in a step, and compares it with the simulated schedule.
+"""Compares a recorded step of a pipeline, when its stages did what, with the simulated schedule.
 
-A few steps are recorded: the third since the start (the first two create groups and buffers), and the last one that was
-logged. The prediction simulates the same schedule with the costs measured in that very step: the time the step would
-take if every microbatch cost the same and transfers were free.
+The prediction simulates the same schedule with the costs measured in that very step: the time the step would take if
+every microbatch cost the same and transfers were free.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,76 +13,14 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from cornstarch.config.run_folder import RunFolder
-from cornstarch.parallel import distributed
-from cornstarch.pipeline.pipeline import Pipeline
-from cornstarch.pipeline.runtime import ActionEvent
 from cornstarch.plan.simulate import simulate
-from cornstarch.plan.stage_graph import places_of
-from cornstarch.report.timelines import TIMELINE, TRACE, chrome_trace
 from cornstarch.schedule.actions import Action, Kind, Schedule, get_requirements, get_results
 from cornstarch.schedule.graph import StageGraph
-from cornstarch.schedule.policies import make_schedule
 
-FIRST_RECORDED = 3  # step since the start
-_TRACED = 3  # steps from there on, with --trace
-_DIGITS = 7  # of seconds
+DIGITS = 7  # of seconds
 
 TimedAction = tuple[Action, float, float, float, float]
 """An action, its begin and end, how long it waited at its begin, and how much of that for a transfer."""
-
-
-class TimelineRecorder:
-    """Records some steps of a pipelined run. All ranks must call its methods at the same steps.
-
-    Rank 0 writes to `folder`; `first` is the step that the run starts or resumes after. With `trace`, more steps are
-    recorded, and a trace for chrome://tracing and Perfetto is written.
-    """
-
-    def __init__(self, pipeline: Pipeline, folder: RunFolder, first: int, trace: bool) -> None:
-        self._pipeline, self._folder, self._trace = pipeline, folder, trace
-        self._chosen = range(first + FIRST_RECORDED, first + FIRST_RECORDED + (_TRACED if trace else 1))
-        self._began = 0.0
-        self._last: tuple[int, int, float, Sequence[ActionEvent]] | None = None
-        self._steps: list[dict[str, Any]] = []
-
-    def start_step(self) -> None:
-        self._began = time.time()
-
-    def end_step(self, step: int, microbatches: int, is_logged: bool) -> None:
-        """Keep the events of the step if it will be shown."""
-        if step in self._chosen or is_logged:
-            self._last = step, microbatches, self._began, self._pipeline.events
-        if step in self._chosen:
-            self.finish()
-
-    def finish(self) -> None:
-        """Gather and write the last step that was kept."""
-        if self._last is None or any(step["step"] == self._last[0] for step in self._steps):
-            return
-        step, microbatches, began, events = self._last
-        self._last = None
-        pipeline, here, local = self._pipeline, self._pipeline.place_of_rank, None
-        # One rank reports each place, unless the step was a shorter one.
-        if (here.dp, here.cp, here.tp) == (0, 0, 0) and microbatches == pipeline.microbatches:
-            rows = [
-                (*event.action[:3], *(round(one, _DIGITS) for one in (event.begin, event.end, event.waited)))
-                for event in events
-            ]
-            local = {"place": pipeline.place, "began": began, "events": rows}
-        found = [one for one in distributed.all_gather_json(local) if one is not None]
-        if len(found) == pipeline.graph.places:
-            schedule = make_schedule(pipeline.graph, pipeline.microbatches, pipeline.layout.plan.schedule)
-            self._steps.append({"step": step, **compare_step(schedule, found)})
-            if distributed.rank() == 0:
-                self._write(schedule)
-
-    def _write(self, schedule: Schedule) -> None:
-        ranks = [one.ravel().tolist() for one in places_of(self._pipeline.layout)]
-        data = {**describe_schedule(schedule, ranks), "steps": self._steps}
-        self._folder.write(TIMELINE, json.dumps(data, separators=(",", ":")) + "\n")
-        if self._trace:
-            self._folder.write(TRACE, json.dumps(chrome_trace(data), separators=(",", ":")) + "\n")
 
 
 def describe_schedule(schedule: Schedule, ranks: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -174,6 +109,6 @@ def _summarize(actions: Sequence[Sequence[TimedAction]]) -> dict[str, Any]:
         "bubbles": bubbles,
         "transfers": [sum(transfer for *_, transfer in own) for own in actions],
         "events": [
-            [[*action[:3], *(round(one, _DIGITS) for one in times)] for action, *times in own] for own in actions
+            [[*action[:3], *(round(one, DIGITS) for one in times)] for action, *times in own] for own in actions
         ],
     }
