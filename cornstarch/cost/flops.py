@@ -55,11 +55,6 @@ class StepFlops(PartFlops):
         return StepFlops.of({name: self.parts.get(name, none) + other.parts.get(name, none) for name in names})
 
 
-def flops_of_step(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> StepFlops:
-    """Return the FLOPs of one step; for several steps keep a `FlopCounter`."""
-    return FlopCounter(model, loss).step(batch)
-
-
 class FlopCounter:
     """Counts the FLOPs of training steps; `loss` runs a model that is no `MultimodalModel` (default: `model(**batch)`).
 

@@ -81,11 +81,9 @@ def on_cpu(value: Any) -> Any:
 
 
 class RowWork:
-    """The work of a model of tokens per row, per token and per pair of tokens.
+    """The work of a model of tokens per row, per token and per pair of tokens, from traces of one row."""
 
-    `trace` traces one row of a number of tokens; `pattern` is what tokens see where neither a mask nor a layer says it.
-    """
-
+    # `pattern` is what tokens see where neither a mask nor a layer says it.
     def __init__(self, trace: Callable[[int], Trace], pattern: MaskPattern) -> None:
         short, long = trace(_TOKENS), trace(2 * _TOKENS)
         assert len(short.operations) == len(long.operations), "a row twice as long is computed in another way"

@@ -118,10 +118,8 @@ class Trace:
 def trace_flops(
     module: nn.Module, call: Callable[[], Any], roots: Callable[[Any], Any], sections: Mapping[str, nn.Module]
 ) -> Trace:
-    """Run a shape-only copy of a module (`copy_as_shapes`) and return its products and attention calls.
-
-    `roots` returns the part of the result that the loss depends on; the operations of `sections` are marked by name.
-    """
+    """Run a shape-only copy of a module; return its products and attention calls, those of `sections` with names."""
+    # `roots` returns the part of the result that the loss depends on.
 
     def run(is_backward: bool) -> Trace:
         tracer = Tracer(module)

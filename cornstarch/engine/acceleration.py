@@ -81,17 +81,11 @@ def accelerate_model(
     log: Callable[[str], None] = lambda text: None,
     fp8: Fp8Mode = "off",
 ) -> Acceleration:
-    """Make a model compute quickly, in place; names and values of parameters stay.
+    """Make a parallelized model compute quickly, in place; names and values of parameters stay.
 
-    Args:
-        model: The model, after it was parallelized.
-        device: Where it computes.
-        compile: `layers`: every layer is compiled, and one that cannot be is an error. `auto`: on a GPU, where it can.
-        activation_budget: The fraction of the activations of compiled layers that is kept for the backward pass; the
-            rest is recomputed, the cheapest first.
-        whole: Parts whose layers are not to be compiled, with the reason.
-        log: Shows the user why something is not done, now or when it is tried.
-        fp8: Large linear layers where something is trained multiply in fp8, scaled by rows or by matrices.
+    `compile`: with `layers`, a layer that cannot be compiled is an error. Of the activations of compiled layers the
+    fraction `activation_budget` is kept for the backward pass. Parts in `whole` are not compiled, for the reason given.
+    `fp8`: large linear layers in trained parts multiply in fp8, scaled by rows or by matrices.
     """
     check_fp8(fp8, device)
     speed, whole = Acceleration(log=log), whole or {}

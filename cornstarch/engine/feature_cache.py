@@ -180,16 +180,13 @@ def build_encoder_prefetch(task: Task, config: RunConfig, placement: DevicePlace
 
 
 class EncoderPrefetch:
-    """Runs frozen encoders once for the items of several microbatches of a step that have few items each.
-
-    The features replace the items; projectors, which may be trained, run with their microbatch.
-    """
+    """Runs frozen encoders once for the items of several microbatches of a step that have few items each."""
 
     def __init__(self, task: ConversationTask, placement: DevicePlacement) -> None:
         self._model, self._placement = task.model, placement
 
     def __call__(self, batch: StepBatch) -> StepBatch:
-        """Replace items by features, except in microbatches with many items."""
+        """Replace items by features; projectors, which may be trained, run with their microbatch."""
         inputs = [dict(one.inputs) for one in batch.microbatches]
         for name in self._model.encoders:
             for group in self._groups(name, inputs):

@@ -69,10 +69,7 @@ def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> 
 def measure_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, averages: AveragedWeights | None = None
 ) -> dict[str, int]:
-    """Return the bytes in this process: `parameters`, `gradients`, `optimizer`, `averages`, `buffers`.
-
-    Whole storages count, each once. Gradients exist between a backward pass and the step of the optimizer.
-    """
+    """Return the bytes in this process by kind; whole storages count, each once."""
     parameters = list(model.parameters())
     return {
         "parameters": _count_bytes(parameters),

@@ -95,36 +95,28 @@ def _match(name: str, prefixes: tuple[str, ...]) -> int:
 
 
 def _iter_described_parts(model: nn.Module, config: ModelConfig, optimizer: OptimizerConfig) -> Iterator[ModelPart]:
+    def describe(
+        name: str, module: nn.Module, places: tuple[str, ...], own: PartConfig | None, rate: float | None = None
+    ) -> ModelPart:
+        kind, train, dtype, decay = type(unwrap(module)).__name__, "full", None, None
+        if own is not None:
+            train, dtype, decay = own.train, own.dtype, own.weight_decay
+            rate = own.learning_rate if rate is None else rate
+        rate = optimizer.learning_rate if rate is None else rate
+        return ModelPart(name, kind, places, train, rate, optimizer.weight_decay if decay is None else decay, dtype)
+
     if not isinstance(model, MultimodalModel):
-        yield _part("model", model, ("",), config.whole, optimizer)
+        yield describe("model", model, ("",), config.whole)
         return
     for name, encoder in model.encoders.items():
-        described = config.encoders.get(name, config.whole)
-        rate = getattr(described, "projector_learning_rate", None)
-        where = f"{name}_encoder"
-        yield _part(f"{name} encoder", encoder.module, (f"{where}.module",), described, optimizer)
+        own, where = config.encoders.get(name, config.whole), f"{name}_encoder"
+        yield describe(f"{name} encoder", encoder.module, (f"{where}.module",), own)
         assert encoder.projector is not None
-        places = (f"{where}.projector", where)
-        yield replace(_part(f"{name} projector", encoder.projector, places, described, optimizer, rate), mode="full")
-    yield _part(
-        "language model", model.language_model, ("language_model", ""), config.language_model or config.whole, optimizer
-    )
-
-
-def _part(
-    name: str,
-    module: nn.Module,
-    places: tuple[str, ...],
-    described: PartConfig | None,
-    optimizer: OptimizerConfig,
-    rate: float | None = None,
-) -> ModelPart:
-    kind, train, dtype, decay = type(unwrap(module)).__name__, "full", None, None
-    if described is not None:
-        train, dtype, decay = described.train, described.dtype, described.weight_decay
-        rate = described.learning_rate if rate is None else rate
-    rate = optimizer.learning_rate if rate is None else rate
-    return ModelPart(name, kind, places, train, rate, optimizer.weight_decay if decay is None else decay, dtype)
+        rate = getattr(own, "projector_learning_rate", None)
+        projector = describe(f"{name} projector", encoder.projector, (f"{where}.projector", where), own, rate)
+        yield replace(projector, mode="full")
+    own = config.language_model or config.whole
+    yield describe("language model", model.language_model, ("language_model", ""), own)
 
 
 @torch.no_grad()

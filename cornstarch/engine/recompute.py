@@ -115,7 +115,7 @@ def fit_activations(
         for number in range(min(len(train), _INSPECTED)):
             with suppress(SampleError):
                 items = max([items, *Counter(media.kind for media in train[number].media).values()])
-    shape = BatchShape(rows, config.data.max_length, items)
+    shape = rows, config.data.max_length, items
     try:
         found = trace_layers(model, shape, placement, casts, compiles(config.compile, placement.device))
     except Exception as error:  # model code that needs values, which meta tensors do not have
@@ -180,29 +180,23 @@ def pick_evenly(layers: Sequence[int], count: int) -> list[int]:
     return [layers[number * len(layers) // count] for number in range(count)]
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """The size of a microbatch: rows, and the tokens and items (for every encoder) of each row."""
-
-    rows: int
-    tokens: int
-    items: int = 1
-
-
 def trace_layers(
     model: nn.Module,
-    shape: BatchShape,
+    shape: tuple[int, int, int],
     placement: DevicePlacement,
     casts_weights: bool = True,
     is_compiled: bool = False,
 ) -> LayerActivations:
-    """Return the activations of the layers of a model, traced on a copy without weights."""
+    """Return the activations of the layers of a model, traced on a copy without weights.
+
+    `shape` of a microbatch: rows, tokens of each row, items of each row for every encoder.
+    """
     bare = copy_to_meta(model)
     names = {module: name for name, module in bare.named_modules()}
     use_fused_loss(unwrap(bare.language_model if isinstance(bare, MultimodalModel) else bare), placement.dtype)
 
     total = LayerActivations((), (), (), ())
-    for _, part, call in build_calls(bare, shape.rows, shape.tokens, shape.items):
+    for _, part, call in build_calls(bare, *shape):
         # Of a frozen encoder only the projector saves something, and the size of images may be unknown.
         with suppress(*([Exception] if is_frozen_encoder(part) else [])):
             saved = trace_memory(part, call, placement.dtype, placement.device.type != "cpu", casts_weights).saved

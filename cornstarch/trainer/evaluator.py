@@ -83,10 +83,8 @@ class Evaluator:
         return self._evaluate_sources(lambda source: source)
 
     def evaluate_shuffled(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each modality, and what is measured with its items shuffled between samples, if the run asks.
-
-        A model that does not look at its images is as good with those of other samples.
-        """
+        """Yield each modality, and what is measured with its items shuffled between samples, if the run asks."""
+        # A model that does not look at its images is as good with those of other samples.
         if not self._config.loop.exchange_check or not self._sources:
             return
         for modality, kind in self._task.modalities().items():
@@ -189,10 +187,7 @@ class Evaluator:
 
 
 def record_best(config: RunConfig, position: Position, record: Mapping[str, Any]) -> tuple[float, bool]:
-    """Remember an evaluation (`Evaluation.record`) in the position of the run.
-
-    Return the metric that decides which step is the best, and whether this one is the best so far.
-    """
+    """Remember an evaluation (`Evaluation.record`); return the metric that decides, and whether it is the best."""
     name = config.checkpoint.best_by
     metric = record.get(name)
     if metric is None:
@@ -221,7 +216,7 @@ def collect_answers(
 ) -> list[dict[str, Any]]:
     """Return the model's answers to some samples of each source, and store their media in the run's folder.
 
-    All ranks must call it, since they generate together; only the rank with a `folder` writes and gets the answers.
+    All ranks must call it: they generate together. Only the rank with a `folder` writes and gets the answers.
     """
     chosen = list(_choose_samples(task, sources, count))
     with use_eval_mode(task.model):

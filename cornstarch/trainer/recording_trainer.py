@@ -43,10 +43,7 @@ _SECONDS = 300.0  # that a process of a trial waits for the others
 
 
 class RecordingTrainer(Trainer):
-    """A trainer that keeps the gradients of every step, as they are before they are clipped.
-
-    Its weights have noise: behind the zeros and ones of a fresh model a mistake could hide.
-    """
+    """A trainer that keeps the gradients of every step, as they are before they are clipped."""
 
     counts_flops = False
 
@@ -60,7 +57,7 @@ class RecordingTrainer(Trainer):
 
     def build_task(self, loading: ShardedLoading) -> Task:
         task = super().build_task(loading)
-        if self._given_task is None:
+        if self._given_task is None:  # behind the zeros and ones of a fresh model a mistake could hide
             self.add_noise(task)
         return task
 

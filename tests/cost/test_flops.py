@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cornstarch.attention.interface import DENSE_IMPLEMENTATION, set_attention_function
 from cornstarch.attention.mask import CAUSAL, MaskPattern, MaskSpec
-from cornstarch.cost.flops import FlopCounter, PartFlops, StepFlops, flops_of_step
+from cornstarch.cost.flops import FlopCounter, PartFlops, StepFlops
 from cornstarch.cost.scaling import visible_pairs
 from cornstarch.engine.recompute import recompute_activations
 from cornstarch.errors import UnsupportedModelError
@@ -114,7 +114,7 @@ def test_matrices_of_language_models(name: str) -> None:
         freeze(model)
         with skip_attention(model):
             expected = by_torch(lambda model=model: model(**batch).loss)
-        assert matrices(flops_of_step(model, batch)) == expected, freeze.__name__
+        assert matrices(FlopCounter(model).step(batch)) == expected, freeze.__name__
 
 
 @pytest.mark.parametrize("name", list(zoo.ENCODERS))
@@ -127,7 +127,7 @@ def test_matrices_of_encoders(name: str, freeze: Callable[[nn.Module], None]) ->
     batch = {**zoo.text_batch(rows, part.feature_lengths(3)), part.modality: part.inputs(3)}
     model = MultimodalModel({part.modality: encoder}, zoo.LANGUAGE_MODELS["llama"].build())
     model.set_modality_token_ids({part.modality: zoo.MODALITY_TOKEN})
-    counted = flops_of_step(model, batch)
+    counted = FlopCounter(model).step(batch)
     with skip_attention(model):
         expected = by_torch(lambda: model(**batch).loss)
     if name == "siglip2":  # its pooling head attends by itself; of two images, one is filled up with padding
@@ -178,7 +178,7 @@ def test_attention_of_language_models(name: str, freeze: Callable[[nn.Module], N
     everyone = ROWS * TOKENS**2
     spec = MaskSpec.from_padding(batch["attention_mask"])
     shares = [int(spec.dense(pattern).sum()) / everyone for pattern in patterns_of(model)]
-    found = flops_of_step(model, batch)
+    found = FlopCounter(model).step(batch)
     weights = [1, 3] if freeze is last_layer else [1, 1]  # forward of both layers, backward of one
     expected = full * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
     assert found.attention == pytest.approx(expected, rel=1e-9)
@@ -191,7 +191,7 @@ def test_attention_of_encoders_sees_each_item(name: str) -> None:
     batch = {**zoo.text_batch(("*tt",), part.feature_lengths(1)), part.modality: part.inputs(1)}
     model = MultimodalModel({part.modality: encoder}, zoo.LANGUAGE_MODELS["llama"].build())
     model.set_modality_token_ids({part.modality: zoo.MODALITY_TOKEN})
-    found = flops_of_step(model, batch).parts[f"{part.modality} encoder"]
+    found = FlopCounter(model).step(batch).parts[f"{part.modality} encoder"]
     inputs = part.inputs(1)
     with skip_attention(encoder):
         without = by_torch(lambda: part.select(encoder(**inputs), inputs).sum())
@@ -226,7 +226,7 @@ def test_attention_sees_documents_spans_and_padding() -> None:
 def test_parts_of_a_composed_model() -> None:
     model, batch = small.composed(), small.ragged()
     model.train(encoders_mode={"vision": (False, True), "audio": (True, True)}, llm_mode=False)
-    parts = flops_of_step(model, batch).parts
+    parts = FlopCounter(model).step(batch).parts
     assert list(parts) == [
         "vision encoder", "vision projector", "audio encoder", "audio projector", "language model",
     ]  # fmt: skip
@@ -246,7 +246,7 @@ def test_without_images_nothing_is_trained_through_a_frozen_language_model() -> 
     model = small.composed()
     model.train(encoders_mode={"vision": (False, True), "audio": (False, True)}, llm_mode=False)
     text_only = {name: small.ragged()[name][2:3] for name in ("input_ids", "attention_mask", "labels")}
-    found = flops_of_step(model, text_only)
+    found = FlopCounter(model).step(text_only)
     assert list(found.parts) == ["language model"]
     assert found.total == found.parts["language model"].forward
 
@@ -259,7 +259,7 @@ def test_adapters() -> None:
         model = MultimodalModel({}, adapted)
         with skip_attention(model):
             expected = by_torch(lambda model=model: model(**text()).loss)
-        found = flops_of_step(model, text())
+        found = FlopCounter(model).step(text())
         assert matrices(found) == expected
         assert 0 < found.backward_weights < 0.5 * found.backward_inputs
 
@@ -283,7 +283,7 @@ def test_padding_and_tokens_without_labels_are_counted_separately() -> None:
 
 def test_experts_that_are_not_chosen_are_counted_separately() -> None:
     model = language_model("llama4")  # its code multiplies every token with all of its four experts
-    found = flops_of_step(model, text()).parts["language model"]
+    found = FlopCounter(model).step(text()).parts["language model"]
     experts = [p for p in model.parameters() if p.dim() == 3]
     tokens = ROWS * TOKENS
     assert experts
@@ -293,12 +293,12 @@ def test_experts_that_are_not_chosen_are_counted_separately() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_recomputation_is_counted_separately(name: str) -> None:
     batch = text()
-    plain = flops_of_step(language_model(name), batch)
+    plain = FlopCounter(language_model(name)).step(batch)
     model = language_model(name).train()
     recompute_activations(model)
     with skip_attention(model):
         expected = by_torch(lambda: model(**batch).loss)
-    found = flops_of_step(model, batch)
+    found = FlopCounter(model).step(batch)
     assert found.total == plain.total
     assert plain.recomputed == 0 < found.recomputed
     again = found.recomputed - found.attention / 3  # the forward of attention, too
@@ -310,7 +310,7 @@ def test_recomputation_is_counted_separately(name: str) -> None:
 
 def test_layers_of_a_module() -> None:
     module = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2))
-    found = flops_of_step(module, {"x": torch.ones(8, 3)}, lambda model, batch: model(batch["x"]).mean())
+    found = FlopCounter(module, lambda model, batch: model(batch["x"]).mean()).step({"x": torch.ones(8, 3)})
     forward = 8 * 2 * (3 * 5 + 5 * 2)
     assert found.parts["model"] == PartFlops(forward, 8 * 2 * 5 * 2, forward)
 
@@ -346,9 +346,9 @@ def test_other_tasks(made: Callable[[], tuple[Any, Batch]]) -> None:
     if made is tiny_t5:  # its attention is code of its own
         model.set_attn_implementation("eager")
         expected = by_torch(lambda: model(**batch).loss)
-        assert flops_of_step(model, batch).hardware == pytest.approx(expected, rel=0.1)
+        assert FlopCounter(model).step(batch).hardware == pytest.approx(expected, rel=0.1)
     else:
-        assert matrices(flops_of_step(model, batch)) == expected
+        assert matrices(FlopCounter(model).step(batch)) == expected
 
 
 def test_a_model_that_cannot_be_traced_is_refused_with_the_reason() -> None:
@@ -361,7 +361,7 @@ def test_a_model_that_cannot_be_traced_is_refused_with_the_reason() -> None:
             return self.layer(x) if float(x.sum()) > 0 else x
 
     with pytest.raises(UnsupportedModelError, match="The FLOPs of Odd cannot be counted"):
-        flops_of_step(Odd(), {"x": torch.ones(2, 4)})
+        FlopCounter(Odd()).step({"x": torch.ones(2, 4)})
 
 
 def test_counting_does_not_change_the_random_state() -> None:
@@ -376,7 +376,7 @@ def test_counting_does_not_change_the_random_state() -> None:
 
     model = LeftOut()
     before = torch.random.get_rng_state()
-    flops_of_step(model, {"x": torch.ones(2, 4)})
+    FlopCounter(model).step({"x": torch.ones(2, 4)})
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -457,7 +457,7 @@ def test_items_of_many_sizes() -> None:
     counter = FlopCounter(model)
     for height in range(2, 36, 2):
         counter.step(batch(height, 4))
-    guessed, known = counter.step(batch(50, 4)), flops_of_step(model, batch(50, 4))
+    guessed, known = counter.step(batch(50, 4)), FlopCounter(model).step(batch(50, 4))
     for name, part_found in known.parts.items():
         assert vars(guessed.parts[name]) == pytest.approx(vars(part_found), rel=1e-6)
 

@@ -18,7 +18,6 @@ from cornstarch.cost.meta_kernels import use_fused_loss
 from cornstarch.cost.tracer import trace_memory
 from cornstarch.data.formats import JoinedSources
 from cornstarch.engine.recompute import (
-    BatchShape,
     Recomputation,
     choose_layers,
     copy_to_meta,
@@ -158,7 +157,7 @@ def vision_model(llm_mode: bool) -> MultimodalModel:
 
 
 def test_frozen_encoders_keep_nothing_and_frozen_language_models_do() -> None:
-    found = trace_layers(vision_model(llm_mode=False), BatchShape(ROWS, TOKENS, 2), CPU)
+    found = trace_layers(vision_model(llm_mode=False), (ROWS, TOKENS, 2), CPU)
     gains = {name: found.gain(number) for number, name in enumerate(found.names)}
     assert len(gains) == zoo.LAYERS + LAYERS
     assert all((gain > 0) == name.startswith("language_model.") for name, gain in gains.items())
@@ -178,7 +177,7 @@ def test_a_compiled_layer_stays_inside_and_keeps_what_was_measured() -> None:
     use_fused_loss(bare.language_model, torch.float32)
     _, part, call = next(iter(build_calls(bare, ROWS, TOKENS, 1)))
     calls = trace_memory(part, call, torch.float32, on_gpu=False).saved.calls
-    layers, found = model.language_model.model.layers, trace_layers(model, BatchShape(ROWS, TOKENS), CPU)
+    layers, found = model.language_model.model.layers, trace_layers(model, (ROWS, TOKENS, 1), CPU)
     own = measure_compiled_bytes(calls[0], CPU, backend="aot_eager")
     assert 0 < own < found.own_bytes(0)
     checkpoint_layer(layers[1])
@@ -246,7 +245,7 @@ def test_a_run_within_a_budget_is_the_same(tmp_path: Path, train: str) -> None:
     model = {"language_model": {"train": train, "config": sizes}, "encoders": {"vision": {"train": "projector"}}}
     loop = {"accumulation": 2, "steps": 3}
     trainer_of(tiny_config(tmp_path, model=model, loop=loop)).fit()
-    found = trace_layers(trainer_model(tmp_path, model), BatchShape(2, 32), CPU)
+    found = trace_layers(trainer_model(tmp_path, model), (2, 32, 1), CPU)
     budget = f"{found.peak() * 2 // 3} B"
     again = tiny_config(
         tmp_path, f"output={tmp_path / 'again'}", model=model, loop={**loop, "activation_budget": budget}

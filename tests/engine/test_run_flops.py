@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cornstarch.config import DataConfig, RunConfig
-from cornstarch.cost.flops import flops_of_step
+from cornstarch.cost.flops import FlopCounter
 from cornstarch.engine.step_counter import RunFlops
 from cornstarch.plan.cluster import DEVICES, peak_flops
 from cornstarch.tasks.conversation import ConversationTask
@@ -83,7 +83,7 @@ def test_the_parts_of_a_composed_model() -> None:
     model: Any = small.composed()
     task: Any = ConversationTask("multimodal", model, None)  # type: ignore[arg-type]
     found = RunFlops(task, RUN, never).step(small.ragged())
-    assert found is not None and found.total == flops_of_step(model, small.ragged()).total
+    assert found is not None and found.total == FlopCounter(model).step(small.ragged()).total
     # The projectors: their layers on every token of 3 images and 2 sounds.
     for name, tokens in (("vision", 3 * small.PATCHES), ("audio", 2 * small.CLIP_TOKENS)):
         layers = [m for m in model.encoders[name].projector.modules() if isinstance(m, nn.Linear)]
