@@ -8,10 +8,11 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -89,19 +90,12 @@ def out_of_memory(
     held = {f"weights of the {part.name}": part.bytes for part in parts}
     held |= {"gradients": gradients, "states of the optimizer (about)": states}
     lines = [f"  {name}: {size / 1e9:.2f} GB" for name, size in held.items() if size]
-    fixed, total = sum(held.values()), None
+    fixed, total = sum(held.values()), int(psutil.virtual_memory().total)
     if placement.device.type == "cuda":
         total = int(torch.cuda.get_device_properties(placement.device).total_memory)
-    else:
-        with suppress(ImportError):
-            import psutil
-
-            total = int(psutil.virtual_memory().total)
-    if total is not None:
-        lines.append(f"  together {fixed / 1e9:.2f} GB of {total / 1e9:.2f} GB; the rest is for activations")
-    return TrainingError(
-        f"Memory ran out {where}.\n" + "\n".join(lines) + "\n  Try: " + "; ".join(_remedies(config, fixed, total)) + "."
-    )
+    lines.append(f"  together {fixed / 1e9:.2f} GB of {total / 1e9:.2f} GB; the rest is for activations")
+    remedies = "; ".join(_remedies(config, fixed > total))
+    return TrainingError("\n".join([f"Memory ran out {where}.", *lines, f"  Try: {remedies}."]))
 
 
 def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[ModelPart]) -> str:
@@ -125,10 +119,10 @@ def _place(trace: TracebackType | None, model: nn.Module, parts: Sequence[ModelP
     return f"{kind} of the {max(fitting)[1]}{inside}" if fitting else f"{kind}{inside}"
 
 
-def _remedies(config: RunConfig, fixed: int, total: int | None) -> list[str]:
+def _remedies(config: RunConfig, is_too_large: bool) -> list[str]:
     loop = config.loop
     microbatch = loop.batch_size // loop.gradient_accumulation_steps
-    if total is not None and fixed > total:
+    if is_too_large:  # without any activations
         return [
             "train fewer weights (`train: lora` or `projector`), because weights, gradients and optimizer states "
             "alone do not fit",
