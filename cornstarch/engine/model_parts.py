@@ -115,8 +115,8 @@ def _iter_described_parts(model: nn.Module, config: ModelConfig, optimizer: Opti
         rate = getattr(own, "projector_learning_rate", None)
         projector = describe(f"{name} projector", encoder.projector, (f"{where}.projector", where), own, rate)
         yield replace(projector, mode="full")
-    own = config.language_model or config.whole
-    yield describe("language model", model.language_model, ("language_model", ""), own)
+    text = config.language_model or config.whole
+    yield describe("language model", model.language_model, ("language_model", ""), text)
 
 
 @torch.no_grad()
