@@ -230,7 +230,7 @@ class FullReadRequired(Exception):
     """A model must be read in full before it is sharded; the text says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LazyShard:
     """The local shard of a parameter; it is read when the loader indexes it with `...`."""
 
