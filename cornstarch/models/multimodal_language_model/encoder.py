@@ -81,7 +81,15 @@ class ModalEncoderModule(nn.Module):
             raise ConfigError(f"attention = {attention!r}: expected one of {', '.join(get_args(TokenAttention))}.")
         self.module = encoder
         self.projector: nn.Module | None
-        self.register_module("projector", as_projector(projector))  # fixes its place among the children, even if None
+        if projector is not None and not isinstance(projector, nn.Module):
+            raise ConfigError(
+                f"projector is a {type(projector).__name__}; expected a MultimodalProjector or a torch.nn.Module. For "
+                "a kind by name use init_projector_type of MultimodalModel."
+            )
+        if projector is not None and not hasattr(projector, "get_base_model"):  # a PEFT model stays as it is
+            is_wrapped = isinstance(unwrap(projector), MultimodalProjector)
+            projector = projector if is_wrapped else MultimodalProjector(None, projector)
+        self.register_module("projector", projector)  # fixes its place among the children, even if None
         self.additional_args = list(additional_args)
         self.attention: TokenAttention = attention
         self.preprocess_callback = preprocess_callback
@@ -346,18 +354,6 @@ def _build_projection(config: MultimodalProjectorConfig) -> nn.Module:
         return first
     second = nn.Linear(out_features, out_features)
     return nn.Sequential(OrderedDict(in_proj=first, activation=ACT2FN[config.activation], out_proj=second))
-
-
-def as_projector(module: nn.Module | None) -> nn.Module | None:
-    """Wrap a bare tensor-to-tensor module in a `MultimodalProjector`; return projectors and PEFT models unchanged."""
-    if module is None or hasattr(module, "get_base_model"):
-        return module
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"projector is a {type(module).__name__}; expected a MultimodalProjector or a torch.nn.Module. For a kind "
-            "by name use init_projector_type of MultimodalModel."
-        )
-    return module if isinstance(unwrap(module), MultimodalProjector) else MultimodalProjector(None, module)
 
 
 def build_projector(

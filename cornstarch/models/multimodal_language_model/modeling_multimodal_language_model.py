@@ -152,8 +152,6 @@ class MultimodalModel(HuggingFaceModel):
         if name not in self.encoder_names:
             raise ConfigError(f"There is no encoder {name!r}; this model has {list(self.encoder_names)}.")
 
-    # ------------------------------------------------------------------ training mode
-
     def train(
         self,
         mode: bool | str | Mapping[str, EncoderMode] = True,
@@ -192,8 +190,6 @@ class MultimodalModel(HuggingFaceModel):
             self.encoders[name].set_trainable(encoder, projector)
         set_trainable(self.language_model, bool(llm_mode))
         return self
-
-    # ------------------------------------------------------------------ forward
 
     def forward(
         self,
@@ -323,8 +319,6 @@ class MultimodalModel(HuggingFaceModel):
         """The model without the language model's head: called as the model is, it returns `last_hidden_state`."""
         return partial(_run_without_head, self)
 
-    # ------------------------------------------------------------------ stand-ins
-
     def keep_encoders_running(self, stand_ins: Mapping[str, Mapping[str, Any]]) -> None:
         """Run every encoder in every step, also if the batch has nothing for it.
 
@@ -364,9 +358,6 @@ class MultimodalModel(HuggingFaceModel):
 
 
 leave_out_of_ddp(MultimodalModel, MultimodalModel.find_unused_parameters)
-
-
-# ------------------------------------------------------------------------------------------------------ labels
 
 
 def _record_labels(model: MultimodalModel, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:

@@ -35,8 +35,9 @@ def unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-@functools.lru_cache(maxsize=1024)
-def _get_parameter_names(function: Any) -> tuple[str, ...]:
+@functools.lru_cache(maxsize=1024)  # called for every batch and sample, and reading a signature is slow
+def get_parameter_names(function: Any) -> tuple[str, ...]:
+    """Return the names of a function's arguments in order, without `self`, `*args` and `**kwargs`."""
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return tuple(p.name for p in parameters if p.name != "self" and p.kind in named)
@@ -47,7 +48,7 @@ def get_argument_names(module: nn.Module) -> tuple[str, ...]:
     inner = unwrap(module)
     forward = inspect.unwrap(inner.__dict__.get("forward", type(inner).forward))
     # Not the bound method: the cache would keep `inner` alive.
-    return _get_parameter_names(getattr(forward, "__func__", forward))
+    return get_parameter_names(getattr(forward, "__func__", forward))
 
 
 def accepts_argument(module: nn.Module, name: str) -> bool:

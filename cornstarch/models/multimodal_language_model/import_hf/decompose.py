@@ -96,8 +96,6 @@ class DecomposedModel(MultimodalModel):
     def _towers(self) -> dict[str, TowerEncoder]:
         return cast(dict[str, TowerEncoder], self.encoders)
 
-    # ------------------------------------------------------------------ forward
-
     def _flatten(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch without nested dictionaries and without None."""
         flat = {name: value for name, value in batch.items() if value is not None}
@@ -154,8 +152,8 @@ class DecomposedModel(MultimodalModel):
             inputs_embeds = zero.expand(*input_ids.shape, self._embedding_table().shape[1])
         outputs: dict[str, Any] = {}
         for name, found in features.items():
-            modality, behavior = self._towers[name].modality, self._towers[name].behavior
-            if behavior.passes_on_more and isinstance(found, TowerFeatures):
+            modality = self._towers[name].modality
+            if modality.passes_on_more and isinstance(found, TowerFeatures):
                 outputs[cast(str, modality.method)] = found.output
                 inputs[modality.inputs[0]] = found.tokens
         self._add_type_ids(inputs, features)
@@ -184,7 +182,7 @@ class DecomposedModel(MultimodalModel):
 
         Spans of tokens that see each other are [B, S], or None for a model that makes no masks itself.
         """
-        makes_masks = any(encoder.behavior.makes_masks for encoder in self._towers.values())
+        makes_masks = any(encoder.modality.makes_masks for encoder in self._towers.values())
         if position_ids is not None and not makes_masks:
             return position_ids, None
         if makes_masks:
@@ -225,8 +223,6 @@ class DecomposedModel(MultimodalModel):
             ) from error
         return position_ids, pack(spans, TEXT)
 
-    # ------------------------------------------------------------------ the original model
-
     def whole(self) -> PreTrainedModel:
         """Return the original model, built from the current parts of this one."""
         language_model: Any = unwrap(self.language_model)
@@ -261,9 +257,6 @@ class DecomposedModel(MultimodalModel):
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **self._flatten(kwargs)}
         self._add_type_ids(batch, {name: True for key, name in self._triggers.items() if key in batch})
         return self.whole().generate(**batch)  # type: ignore[operator]
-
-
-# ------------------------------------------------------------------------------------------------ decomposing
 
 
 def decompose(model: nn.Module) -> DecomposedModel:
@@ -321,9 +314,6 @@ def rebuild(
     with torch.device(device):
         model = model_class(config)
     return decompose(model)
-
-
-# -------------------------------------------------------------------------------------------- undivided models
 
 
 class UndividedModel(MultimodalModel):

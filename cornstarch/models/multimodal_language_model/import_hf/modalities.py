@@ -14,7 +14,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from cornstarch.errors import UnsupportedModelError
 
 from ..encoder import LANGUAGE_MODEL_INPUTS
-from ..unwrap import get_argument_names
+from ..unwrap import get_argument_names, get_parameter_names
 
 if TYPE_CHECKING:
     from .parts import TowerEncoder
@@ -53,21 +53,16 @@ class Modality:
     projectors: tuple[str, ...]  # the other children that compute features
     weights: tuple[str, ...]
     """Parameters and buffers of the model itself that compute features (an image-newline embedding)."""
+    # How the model's own forward uses the encoder's output; found by `probe_forward`.
+    tokens: str = "pooler_output"  # the field of the output that has the features
+    fixed_inputs: dict[str, Any] = field(default_factory=dict)  # arguments that forward adds to those of the batch
+    passes_on_more: bool = False
+    """Whether the language model is given more of the output than its features (features for deeper layers)."""
+    makes_masks: bool = False  # whether forward makes attention masks itself
 
     @property
     def name(self) -> str:
         return ENCODER_NAMES[self.kind]
-
-
-@dataclass
-class ForwardBehavior:
-    """How the model's own forward uses an encoder's output; found by `probe_forward`."""
-
-    tokens: str = "pooler_output"  # the field of the output that has the features
-    fixed_inputs: dict[str, Any] | None = None  # arguments that forward passes to the method beside the batch
-    passes_on_more: bool = False
-    """Whether the language model is given more of the output than its features (features for deeper layers)."""
-    makes_masks: bool = False  # whether forward makes attention masks itself
 
 
 def refuse(model: nn.Module, reason: object) -> UnsupportedModelError:
@@ -77,9 +72,6 @@ def refuse(model: nn.Module, reason: object) -> UnsupportedModelError:
 def find_placeholder_id(model: PreTrainedModel, kind: str) -> int | None:
     names = (f"{kind}_token_id", f"{kind}_token_index")
     return next((value for name in names if isinstance(value := getattr(model.config, name, None), int)), None)
-
-
-# -------------------------------------------------------------------------------------------------- skeletons
 
 
 def copy_skeleton(module: Module) -> Module:
@@ -165,9 +157,6 @@ def record_language_model_call(
     raise UnsupportedModelError("it never calls its language model")
 
 
-# ------------------------------------------------------------------------------------------------- modalities
-
-
 def find_modalities(inner: PreTrainedModel, text_name: str) -> list[Modality]:
     """Return the modalities of a model that holds towers, projectors and a text model, read from its methods."""
     kinds = [kind for kind in ENCODER_NAMES if hasattr(inner, f"get_{kind}_features")]
@@ -194,11 +183,11 @@ def _find_modality(inner: PreTrainedModel, text_name: str, kind: str, method: st
     if token_id is None:
         raise refuse(inner, f"its config has no {kind}_token_id, so the places of its {kind} features are unknown")
     used = _names_used_by(model_class, method or "forward")
-    inputs = _argument_names_of(model_class, method or "forward")
+    inputs = get_parameter_names(getattr(model_class, method or "forward"))
     video: tuple[str, ...] = ()
     if kind == "image" and hasattr(model_class, "get_video_features"):
         used |= _names_used_by(model_class, "get_video_features")
-        video = tuple(name for name in _argument_names_of(model_class, "get_video_features") if name not in inputs)
+        video = tuple(n for n in get_parameter_names(model_class.get_video_features) if n not in inputs)
     text_inputs = _TEXT_NAMES.intersection(inputs)
     if method is not None and text_inputs:
         raise refuse(inner, f"{method} needs {', '.join(sorted(text_inputs))}, which an encoder does not have")
@@ -222,9 +211,15 @@ def _find_modality(inner: PreTrainedModel, text_name: str, kind: str, method: st
     )
 
 
-def _argument_names_of(model_class: type, method: str) -> tuple[str, ...]:
-    parameters = inspect.signature(getattr(model_class, method)).parameters.values()
-    return tuple(p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD)
+def bind_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the named arguments of a method's call that are not None, and those of its `**kwargs`."""
+    signature = inspect.signature(function)
+    bound = signature.bind_partial(None, *args, **kwargs).arguments
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+    named = {name: value for name, value in bound.items() if name not in ("self", rest) and value is not None}
+    return named, bound.get(rest, {})
 
 
 def _names_used_by(model_class: type, method: str) -> set[str]:
@@ -249,18 +244,15 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*(_names_in(const) for const in nested))
 
 
-# ----------------------------------------------------------------------------------------- probing the forward
-
 _WIDTH = 4
 _PLAIN_TYPES = (bool, int, float, str, list, tuple)
 
 
 def probe_forward(inner: PreTrainedModel, text_name: str, encoders: Sequence[TowerEncoder]) -> None:
-    """Set each encoder's `behavior` and all of its inputs, or refuse the model."""
+    """Complete each encoder's `modality`: all inputs, and how forward uses its output; or refuse the model."""
     for encoder in encoders:
         probe = _ForwardProbe(inner, text_name, encoder.modality)
-        encoder.behavior = _probe_method(probe) if encoder.modality.method else _probe_without_method(probe)
-        encoder.modality = probe.modality
+        encoder.modality = _probe_method(probe) if encoder.modality.method else _probe_without_method(probe)
 
 
 class _MadeUpOutput:
@@ -309,13 +301,8 @@ class _ForwardProbe:
         method, output, passed = self.modality.method, _MadeUpOutput(features), {}
 
         def compute_features(*args: Any, **kwargs: Any) -> _MadeUpOutput:
-            signature = inspect.signature(getattr(type(self.inner), method))  # type: ignore[arg-type]
-            arguments = dict(signature.bind_partial(None, *args, **kwargs).arguments)
-            arguments.pop("self", None)
-            for parameter in signature.parameters.values():
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    arguments |= arguments.pop(parameter.name, {})
-            passed.update({name: value for name, value in arguments.items() if value is not None})
+            named, rest = bind_arguments(getattr(type(self.inner), method), args, kwargs)  # type: ignore[arg-type]
+            passed.update({**named, **{name: value for name, value in rest.items() if value is not None}})
             return output
 
         inner = copy_skeleton(self.inner)
@@ -340,19 +327,19 @@ class _ForwardProbe:
         return None
 
 
-def _probe_method(probe: _ForwardProbe) -> ForwardBehavior:
+def _probe_method(probe: _ForwardProbe) -> Modality:
     features, result = _find_form(probe)
     _find_other_inputs(probe, features)
-    behavior = _read_behavior(probe, result)
-    behavior.tokens = result.fields[0]
-    others = sorted(set(result.fields[1:]) - {behavior.tokens})
-    if others and not behavior.passes_on_more:
+    modality = _read_behavior(probe, result)
+    tokens, *further = result.fields
+    others = sorted(set(further) - {tokens})
+    if others and not modality.passes_on_more:
         raise refuse(probe.inner, f"beside features, its forward uses {', '.join(others)} of what its encoder returns")
-    behavior.fixed_inputs = {n: value for n, value in result.passed.items() if n != probe.modality.inputs[0]}
-    computed = [name for name, value in behavior.fixed_inputs.items() if not isinstance(value, _PLAIN_TYPES)]
+    fixed = {name: value for name, value in result.passed.items() if name != modality.inputs[0]}
+    computed = [name for name, value in fixed.items() if not isinstance(value, _PLAIN_TYPES)]
     if computed:
-        raise refuse(probe.inner, f"its forward computes {', '.join(computed)} for {probe.modality.method}")
-    return behavior
+        raise refuse(probe.inner, f"its forward computes {', '.join(computed)} for {modality.method}")
+    return replace(modality, tokens=tokens, fixed_inputs=fixed)
 
 
 def _find_form(probe: _ForwardProbe) -> tuple[Any, _ProbeResult]:
@@ -373,22 +360,22 @@ def _find_form(probe: _ForwardProbe) -> tuple[Any, _ProbeResult]:
     raise refuse(probe.inner, reason)
 
 
-def _probe_without_method(probe: _ForwardProbe) -> ForwardBehavior:
+def _probe_without_method(probe: _ForwardProbe) -> Modality:
     try:
         result = probe.run(None, **{probe.modality.inputs[0]: None})
     except Exception as problem:
         raise refuse(probe.inner, f"its forward cannot be followed without its parts ({problem})") from problem
-    behavior = _read_behavior(probe, result)
-    if behavior.passes_on_more:
+    modality = _read_behavior(probe, result)
+    if modality.passes_on_more:
         raise refuse(probe.inner, f"its language model is given {', '.join(result.call)}")
-    return behavior
+    return modality
 
 
-def _read_behavior(probe: _ForwardProbe, result: _ProbeResult) -> ForwardBehavior:
+def _read_behavior(probe: _ForwardProbe, result: _ProbeResult) -> Modality:
     if result.call.get("position_ids") is not probe.positions:
         raise refuse(probe.inner, "its forward changes the positions it is given")
-    more = not result.call.keys() <= LANGUAGE_MODEL_INPUTS
-    return ForwardBehavior(passes_on_more=more, makes_masks=result.call.get("attention_mask") is not probe.mask)
+    more, masked = not result.call.keys() <= LANGUAGE_MODEL_INPUTS, result.call.get("attention_mask") is not probe.mask
+    return replace(probe.modality, passes_on_more=more, makes_masks=masked)
 
 
 def _find_other_inputs(probe: _ForwardProbe, features: Any) -> None:

@@ -24,7 +24,7 @@ from ..configuration_multimodal_language_model import MultimodalProjectorConfig
 from ..encoder import ModalEncoderModule, MultimodalProjector
 from ..facts import EncoderFeatures, count_audio_tokens, find_mask
 from ..unwrap import get_argument_names, unwrap
-from .modalities import ForwardBehavior, Modality, copy_skeleton, record_language_model_call, refuse
+from .modalities import Modality, bind_arguments, copy_skeleton, record_language_model_call, refuse
 
 
 class OriginalProjector(MultimodalProjector):
@@ -83,7 +83,6 @@ class TowerEncoder(ModalEncoderModule):
                 projector.register_buffer(name, tensor, persistent=name not in inner._non_persistent_buffers_set)
         super().__init__(getattr(inner, modality.tower), projector)
         self.modality = modality
-        self.behavior = ForwardBehavior()
         self.text_name = text_name
         self.width: int = cast(Any, inner.get_input_embeddings()).weight.shape[1]
         object.__setattr__(self, "_inner", copy_skeleton(inner))  # hidden from torch: not a child of this module
@@ -142,7 +141,7 @@ class TowerEncoder(ModalEncoderModule):
             inputs = self.preprocess_callback(inputs)
         inner = self._build_model()
         if self.modality.method is not None:
-            return getattr(inner, self.modality.method)(**{**(self.behavior.fixed_inputs or {}), **inputs})
+            return getattr(inner, self.modality.method)(**{**self.modality.fixed_inputs, **inputs})
         # Without a method for features, the model runs on a sentence of placeholders.
         mask = find_mask(inputs)
         lengths = count_audio_tokens(self.module, mask) if mask is not None else None
@@ -169,12 +168,12 @@ class TowerEncoder(ModalEncoderModule):
     ) -> EncoderFeatures:
         """Return this encoder's tokens per item, ready to be merged into the text."""
         output = (self if wrapper is None else wrapper)(**inputs)
-        states = output if isinstance(output, (Tensor, list)) else getattr(output, self.behavior.tokens)
+        states = output if isinstance(output, (Tensor, list)) else getattr(output, self.modality.tokens)
         if not isinstance(states, Tensor):
             items = [item.reshape(-1, item.shape[-1]) for item in states]
-            return TowerFeatures(torch.cat(items), [len(item) for item in items], output, self.behavior.passes_on_more)
+            return TowerFeatures(torch.cat(items), [len(item) for item in items], output, self.modality.passes_on_more)
         lengths = [states.shape[1]] * states.shape[0] if states.dim() == 3 else None
-        return TowerFeatures(states.reshape(-1, states.shape[-1]), lengths, output, self.behavior.passes_on_more)
+        return TowerFeatures(states.reshape(-1, states.shape[-1]), lengths, output, self.modality.passes_on_more)
 
 
 class _BodyOutput:
@@ -196,19 +195,16 @@ class _Body:
     """Replaces the inner model of a multimodal model, and runs the text model only."""
 
     def __init__(self, inner: nn.Module, text_model: Any) -> None:
-        self._signature = inspect.signature(type(inner).forward)
         self._inner, self._text_model = inner, text_model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> _BodyOutput:
-        bound = self._signature.bind_partial(None, *args, **kwargs).arguments
-        extra = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-        given = {name: value for name, value in bound.items() if name not in ("self", extra) and value is not None}
+        given, rest = bind_arguments(type(self._inner).forward, args, kwargs)
         taken = get_argument_names(self._text_model) if isinstance(self._text_model, nn.Module) else tuple(given)
         inputs = {name: value for name, value in given.items() if name in taken}
-        return _BodyOutput(self._text_model(**inputs, **bound.get(extra, {})), given)
+        return _BodyOutput(self._text_model(**inputs, **rest), given)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from PIL import Image
 from transformers import AutoTokenizer, BatchFeature, SequenceFeatureExtractor
 
 from cornstarch.errors import ConfigError
+
+from ..unwrap import get_parameter_names
 
 # By kind of item: the names of a processor's argument, and of a part of a chat message.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -53,17 +54,10 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _get_parameters(processor: Any) -> tuple[str, ...]:
-    function: Any = processor if inspect.isroutine(processor) else type(processor)
-    return _get_parameters_of(function)
-
-
-@lru_cache(maxsize=256)  # called several times for every sample, and reading a signature is slow
-def _get_parameters_of(function: Any) -> tuple[str, ...]:
-    calls = [function.__call__] if isinstance(function, type) else [function]
-    calls += [function.preprocess] if hasattr(function, "preprocess") else []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = [p for call in calls for p in inspect.signature(call).parameters.values()]
-    return tuple(p.name for p in parameters if p.kind in named and p.name != "self")
+    own_class: Any = type(processor)
+    calls = [processor if inspect.isroutine(processor) else own_class.__call__]
+    calls += [own_class.preprocess] if hasattr(own_class, "preprocess") else []
+    return tuple(name for call in calls for name in get_parameter_names(call))
 
 
 def get_keywords(processor: Any) -> set[str]:
