@@ -147,7 +147,6 @@ def _narrow(config: PreTrainedConfig, multiple: int) -> None:
 
 
 def _narrow_experts(config: PreTrainedConfig, multiple: int) -> None:
-    """Reduce the experts, the experts per token, and the expert groups."""
     found = [(name, value) for name, value in vars(config).items() if _EXPERT_COUNTS.fullmatch(name)]
     # An option is one number, or a list with one per layer.
     listed = [one for _, value in found for one in (value if isinstance(value, list) else [value])]

@@ -119,13 +119,11 @@ class BatchFacts:
         return replace(self, places=places)
 
     def pin_memory(self) -> BatchFacts:
-        """Return a copy in pinned memory, for asynchronous copies to a GPU."""
         places = {name: one if one.is_pinned() else one.pin_memory() for name, one in self.places.items()}
         return replace(self, places=places)
 
 
 def collect_integers(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the integer tensors among inputs, also nested ones."""
     nested = {key: collect_integers(value) for key, value in inputs.items() if isinstance(value, Mapping)}
     flat = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and not v.is_floating_point()}
     return {**nested, **flat}
@@ -172,7 +170,6 @@ def join_cached(cached: Mapping[str, Any], fresh: Tensor | None) -> Tensor:
 
 
 def fresh_lengths(cached: Mapping[str, Any]) -> list[int]:
-    """Return the number of tokens of each item that is not cached."""
     return [n for n, is_cached in zip(cached["lengths"], cached["is_known"], strict=True) if not is_cached]
 
 

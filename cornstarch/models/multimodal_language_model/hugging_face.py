@@ -58,7 +58,7 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         self.warnings_issued: dict[str, Any] = {}
         self.model_tags: list[str] | None = None
-        self._config: MultimodalModelConfig | None = None
+        self._config = MultimodalModelConfig()
         self._generate_function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None = None
         self.register_state_dict_post_hook(_drop_tied_names)
         self.register_load_state_dict_post_hook(_accept_tied_names)
@@ -66,8 +66,6 @@ class HuggingFaceModel(nn.Module):
     @property
     def config(self) -> MultimodalModelConfig:
         """The configs of the parts as one: `text_config`, and `<name>_config` of each encoder."""
-        if self._config is None:
-            self._config = MultimodalModelConfig()
         encoders = {name: encoder.config[0] for name, encoder in self.encoders.items()}
         self._config.describe(getattr(unwrap(self.language_model), "config", None), encoders)
         return self._config
@@ -78,7 +76,6 @@ class HuggingFaceModel(nn.Module):
         return ("text", *self.encoders)
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the language model's head."""
         return unwrap(self.language_model).get_output_embeddings()  # type: ignore[operator]
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -86,7 +83,6 @@ class HuggingFaceModel(nn.Module):
         return unwrap(self.language_model).resize_token_embeddings(*args, **kwargs)  # type: ignore[operator]
 
     def tie_weights(self, **kwargs: Any) -> None:
-        """Tie the weights of each part."""
         self._call_parts("tie_weights", **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -119,7 +115,6 @@ class HuggingFaceModel(nn.Module):
         return ask is not None and bool(ask())
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Delegate to the language model."""
         return unwrap(self.language_model).prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[operator]
 
     def set_generate_function(self, function: Callable[[Tensor, Tensor | None, dict[str, Any]], Any] | None) -> None:
@@ -161,12 +156,10 @@ class HuggingFaceModel(nn.Module):
 
     @property
     def supports_gradient_checkpointing(self) -> bool:
-        """Whether some part supports gradient checkpointing."""
         return any(getattr(part, "supports_gradient_checkpointing", False) for part in self._bare_parts())
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether some part uses gradient checkpointing."""
         return any(getattr(part, "is_gradient_checkpointing", False) for part in self._bare_parts())
 
     def gradient_checkpointing_enable(
@@ -178,7 +171,6 @@ class HuggingFaceModel(nn.Module):
                 checkpoint_activations(part, gradient_checkpointing_kwargs or {"use_reentrant": False}, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Disable gradient checkpointing."""
         for part in self._bare_parts():
             if getattr(part, "supports_gradient_checkpointing", False):
                 part.gradient_checkpointing_disable()  # type: ignore[operator]

@@ -239,33 +239,16 @@ def replace_folder(target: Path) -> Iterator[Path]:
     if leftovers:
         names = ", ".join(path.name for path in leftovers)
         warnings.warn(f"An interrupted save left {names} in {target.parent}; remove what is not needed.", stacklevel=5)
-    try:
-        yield fresh
-        _swap(fresh, target)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-
-
-def _build_sibling(target: Path, kind: str) -> Path:
-    return target.with_name(f"{target.name}.{kind}.{secrets.token_hex(4)}")
-
-
-def _find_siblings(target: Path) -> Iterator[Path]:
-    """Yield the folders that interrupted saves of `target` left next to it, the newest content first."""
-    for kind in ("tmp", "old"):
-        yield from sorted(target.parent.glob(f"{glob.escape(target.name)}.{kind}.*"))
-
-
-def _swap(fresh: Path, target: Path) -> None:
     old = _build_sibling(target, "old")
     try:
+        yield fresh
         if target.exists():
             os.rename(target, old)
         os.rename(fresh, target)
     except BaseException:
         if old.exists() and not target.exists():
             os.rename(old, target)
+        shutil.rmtree(fresh, ignore_errors=True)
         raise
     sync(target.parent)  # the new folder is durable before the old one is removed
 
@@ -276,6 +259,16 @@ def _swap(fresh: Path, target: Path) -> None:
 
     if old.exists():
         shutil.rmtree(old, onerror=warn)
+
+
+def _build_sibling(target: Path, kind: str) -> Path:
+    return target.with_name(f"{target.name}.{kind}.{secrets.token_hex(4)}")
+
+
+def _find_siblings(target: Path) -> Iterator[Path]:
+    """Yield the folders that interrupted saves of `target` left next to it, the newest content first."""
+    for kind in ("tmp", "old"):
+        yield from sorted(target.parent.glob(f"{glob.escape(target.name)}.{kind}.*"))
 
 
 def finish_folder(fresh: Path, target: Path, description: dict[str, Any]) -> None:

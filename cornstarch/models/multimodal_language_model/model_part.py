@@ -318,7 +318,6 @@ def _base_modules(module: nn.Module, name: str = "", plain: str = "") -> Iterato
 
 
 def _save_adapters(model: Any, folder: Path) -> StoredAdapters:
-    """Write all adapters of a PEFT model in PEFT's format."""
     layers = [module for module in model.modules() if _is_from_peft(module)]
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         raise ConfigError(

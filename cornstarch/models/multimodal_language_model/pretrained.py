@@ -262,7 +262,6 @@ def _check_callbacks(
 def _rebuild_origin(
     stored: model_folder.StoredModel, sources: Mapping[str, model_part.ModuleSource]
 ) -> DecomposedModel:
-    """Build a decomposed model again, without weights."""
     try:
         origin = DecomposedOrigin(**stored.origin or {})
     except TypeError as error:

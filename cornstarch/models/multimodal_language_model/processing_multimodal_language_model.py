@@ -32,7 +32,6 @@ class MultimodalBatch(BatchFeature):
     """A batch whose `to` also reaches the inputs that are nested by modality."""
 
     def to(self, *args: Any, **kwargs: Any) -> MultimodalBatch:
-        """Move all tensors, and cast floating-point ones."""
         super().to(*args, **kwargs)
         for name, value in self.items():
             if isinstance(value, Mapping):
@@ -253,7 +252,6 @@ class MultimodalProcessor:
         return {key: value for key, value in outputs.items() if taken is None or key in taken}
 
     def _count(self, name: str, inputs: dict[str, Any], outputs: dict[str, Any]) -> ItemLengths:
-        """Return the number of tokens of each item of a modality."""
         items = self._get_items(name, inputs)
         dimensions = processors.get_item_dimensions(self.encoder_processors[name])
         n_items = tokenization.count_items(items, dimensions)
@@ -371,7 +369,6 @@ class MultimodalProcessor:
             )
 
     def _find_modality(self, kind: str) -> str:
-        """Return the one modality whose processor takes this kind of item."""
         arguments = {name: processors.get_item_argument(one) for name, one in self.encoder_processors.items()}
         kinds = {name: processors.get_item_kind(argument) for name, argument in arguments.items()}
         names = [name for name, found in kinds.items() if found == kind]

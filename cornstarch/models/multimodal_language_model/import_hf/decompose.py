@@ -105,7 +105,6 @@ class DecomposedModel(MultimodalModel):
         return flat
 
     def split_batch(self, batch: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-        """Return the inputs of each encoder that runs on this batch, and the rest for the language model."""
         flat = self._flatten(batch)
         for name in sorted(self._video_names.intersection(flat)):
             raise ConfigError(
@@ -119,7 +118,6 @@ class DecomposedModel(MultimodalModel):
         return encoder_inputs, {**rest, **shared}
 
     def merge(self, features: dict[str, EncoderFeatures], **inputs: Any) -> tuple[dict[str, Any], Any]:
-        """Return the language model's inputs, and the mask where plain causal attention is not enough."""
         text, rest = TextInputs.split(inputs)
         shared = {name: rest.pop(name) for name in self._forward_names.intersection(rest)}
         position_ids, spans = text.position_ids, None

@@ -121,7 +121,6 @@ class TowerEncoder(ModalEncoderModule):
             store[name] = getattr(projector, name)
 
     def _build_model(self) -> PreTrainedModel:
-        """Return a skeleton of the original model with this encoder's parts."""
         inner = copy_skeleton(self._inner)
         inner.training = self.training
         self.attach_to(inner)
@@ -166,7 +165,6 @@ class TowerEncoder(ModalEncoderModule):
     def features(
         self, inputs: dict[str, Any], on_host: Mapping[str, Any] | None = None, *, wrapper: nn.Module | None = None
     ) -> EncoderFeatures:
-        """Return this encoder's tokens per item, ready to be merged into the text."""
         output = (self if wrapper is None else wrapper)(**inputs)
         states = output if isinstance(output, (Tensor, list)) else getattr(output, self.modality.tokens)
         if not isinstance(states, Tensor):
@@ -216,7 +214,6 @@ class ForwardTail:
     head_name: str
 
     def __call__(self, text_model: Any, head: nn.Module, **inputs: Any) -> Any:
-        """Run the forward with this text model and this head."""
         whole = copy_skeleton(self.whole)
         whole.__dict__[whole.base_model_prefix] = _Body(self.inner, text_model)
         whole._modules[self.head_name] = head

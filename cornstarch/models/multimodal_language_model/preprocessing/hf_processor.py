@@ -306,12 +306,10 @@ class _RecordingTokenizer:
 
 
 def build_message(kind: str, items: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a conversation that consists of items only."""
     return [{"role": "user", "content": [{"type": kind, kind: item} for item in items]}]
 
 
 def collect_items(messages: Messages) -> dict[str, list[Any]]:
-    """Return the items of a conversation, by kind."""
     found: dict[str, list[Any]] = {}
     for message in messages:
         for part in message["content"]:
@@ -321,6 +319,5 @@ def collect_items(messages: Messages) -> dict[str, list[Any]]:
 
 
 def is_per_token(inputs: Mapping[str, Any], key: str) -> bool:
-    """Whether an entry of a batch of one has one value per token."""
     value = inputs[key]
     return isinstance(value, Tensor) and value.shape == inputs["input_ids"].shape

@@ -67,7 +67,6 @@ def get_keywords(processor: Any) -> set[str]:
 
 
 def get_item_argument(processor: Any) -> str:
-    """Return the name of the argument that takes the items."""
     if hasattr(processor, "image_processor"):  # a whole Hugging Face processor around one
         return "images"
     if hasattr(processor, "feature_extractor"):
@@ -81,7 +80,6 @@ def get_item_kind(name: str) -> str | None:
 
 
 def get_item_dimensions(processor: Any) -> int:
-    """Return the dimensions of one item that is given as an array."""
     own = getattr(processor, "item_dimensions", None)
     if isinstance(own, int):
         return own
@@ -111,7 +109,6 @@ def build_noise_item(processor: Any) -> Any:
 
 
 def build_noise_inputs(processor: Any) -> dict[str, Any]:
-    """Return the arguments with which a processor processes one item of noise."""
     rate = {"sampling_rate": _get_sampling_rate(processor)} if "sampling_rate" in get_keywords(processor) else {}
     return {get_item_argument(processor): [build_noise_item(processor)], **rate}
 

@@ -124,7 +124,6 @@ def count_items(items: Any, dimensions: int) -> int:
 
 
 def is_per_sample(items: Any) -> bool:
-    """Whether items come as one list per sample."""
     return (
         isinstance(items, (list, tuple))
         and len(items) > 0
