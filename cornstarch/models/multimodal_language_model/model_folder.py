@@ -43,9 +43,6 @@ _CODE_KEYS = ("auto_map", "megatron_config")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
-# --------------------------------------------------------------------------------------------- the description
-
-
 def _check_identifier(name: str) -> str:
     if not name.isidentifier():
         raise ValueError(f"{name!r} is not a plain name")
@@ -196,9 +193,6 @@ def parse_description(path: Path, content: dict[str, Any]) -> StoredModel:
     return stored
 
 
-# ---------------------------------------------------------------------------------------------------- writing
-
-
 def check_target(folder: str | os.PathLike[str]) -> Path:
     """Return the resolved target of a save; it may be missing, empty, or hold a Cornstarch model."""
     target = Path(folder).resolve()  # through links: the real folder is replaced, a link to it stays
@@ -315,9 +309,6 @@ def _list_files(folder: Path) -> list[str]:
 def _affects_loading(name: str) -> bool:
     """Whether transformers or PEFT would read weights from a file of this name."""
     return name.endswith((".safetensors", ".bin", ".index.json", "adapter_config.json"))
-
-
-# ---------------------------------------------------------------------------------------------------- reading
 
 
 def check_source(folder: str | os.PathLike[str]) -> Path:

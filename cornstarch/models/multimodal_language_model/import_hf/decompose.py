@@ -245,12 +245,12 @@ class DecomposedModel(MultimodalModel):
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Continue the text with the original's `generate` over the current parts; takes the original's arguments."""
-        adapters = getattr(self.language_model, "active_peft_config", None)
-        if (
-            self.preprocess_llm_callback is not None
-            or any(encoder.has_callbacks for encoder in self._towers.values())
-            or getattr(adapters, "is_prompt_learning", False)  # adds to the text model's inputs from outside
-        ):
+        towers, adapters = self.encoders.values(), getattr(self.language_model, "active_peft_config", None)
+        callbacks = [
+            one for tower in towers for one in (tower.preprocess_callback, tower.postprocess_projector_callback)
+        ]
+        adds_prompts = getattr(adapters, "is_prompt_learning", False)  # to the text model's inputs, from outside
+        if self.preprocess_llm_callback is not None or any(callbacks) or adds_prompts:
             return super().generate(input_ids, attention_mask, **kwargs)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, **self._flatten(kwargs)}
         self._add_type_ids(batch, {name: True for key, name in self._triggers.items() if key in batch})

@@ -96,10 +96,6 @@ class TowerEncoder(ModalEncoderModule):
     def trigger_names(self) -> tuple[str, ...]:
         return self.modality.inputs[:1]
 
-    @property
-    def has_callbacks(self) -> bool:
-        return bool(self.preprocess_callback or self.postprocess_projector_callback)
-
     def rename_inputs(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs unchanged: batch keys are the names of the method's arguments."""
         return given
@@ -120,16 +116,6 @@ class TowerEncoder(ModalEncoderModule):
             store: dict[str, Any] = inner._parameters if name in projector._parameters else inner._buffers
             store[name] = getattr(projector, name)
 
-    def _build_model(self) -> PreTrainedModel:
-        inner = copy_skeleton(self._inner)
-        inner.training = self.training
-        self.attach_to(inner)
-        single = len(self.modality.projectors) == 1
-        for name in self.modality.projectors:
-            module = inner._modules.pop(name)
-            inner.__dict__[name] = _ProjectorPart(self.projector, None if single else name, module)  # type: ignore[arg-type]
-        return inner
-
     def encode(self, inputs: dict[str, Any]) -> Any:
         if self.postprocess_module_callback is not None:
             raise ConfigError(
@@ -138,7 +124,12 @@ class TowerEncoder(ModalEncoderModule):
             )
         if self.preprocess_callback is not None:
             inputs = self.preprocess_callback(inputs)
-        inner = self._build_model()
+        inner, single = copy_skeleton(self._inner), len(self.modality.projectors) == 1
+        inner.training = self.training
+        self.attach_to(inner)
+        for name in self.modality.projectors:
+            module = inner._modules.pop(name)
+            inner.__dict__[name] = _ProjectorPart(self.projector, None if single else name, module)  # type: ignore[arg-type]
         if self.modality.method is not None:
             return getattr(inner, self.modality.method)(**{**self.modality.fixed_inputs, **inputs})
         # Without a method for features, the model runs on a sentence of placeholders.

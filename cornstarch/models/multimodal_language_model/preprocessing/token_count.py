@@ -61,8 +61,7 @@ class FeatureCounter:
         return self._any_encoder().rename_inputs(dict(outputs))
 
     def lengths(self, inputs: Mapping[str, Any]) -> list[int]:
-        claimed = self._apply_formula(inputs) if self._formula_holds else None
-        if claimed is not None:
+        if self._formula_holds and (claimed := self._apply_formula(inputs)) is not None:
             measured = self._measure(inputs)
             if measured is None or measured == TokenCounts(tuple(claimed), sum(claimed)):
                 return claimed
