@@ -115,8 +115,7 @@ class BatchFacts:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BatchFacts:
         """Return a copy whose indices are on a device; everything that decides control flow stays on the CPU."""
-        places = {name: one.to(device, non_blocking=non_blocking) for name, one in self.places.items()}
-        return replace(self, places=places)
+        return replace(self, places={k: one.to(device, non_blocking=non_blocking) for k, one in self.places.items()})
 
     def pin_memory(self) -> BatchFacts:
         places = {name: one if one.is_pinned() else one.pin_memory() for name, one in self.places.items()}

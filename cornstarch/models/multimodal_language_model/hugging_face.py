@@ -194,7 +194,7 @@ class HuggingFaceModel(nn.Module):
 
     def add_model_tags(self, tags: Sequence[str] | str) -> None:
         """Add tags for the model's page on the hub."""
-        given = [tags] if isinstance(tags, str) else list(tags)
+        given = [tags] if isinstance(tags, str) else tags
         self.model_tags = list(dict.fromkeys([*(self.model_tags or []), *given]))
 
     def save_pretrained(

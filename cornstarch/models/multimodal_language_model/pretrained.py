@@ -179,9 +179,8 @@ def from_pretrained(
         verify: Compare every file with its checksum first. Without it, configs may have been edited.
     """
     path = model_folder.check_source(folder)
-    stored = model_folder.parse_description(
-        path / model_folder.DESCRIPTION, model_folder.read_description(path, verify)
-    )
+    content = model_folder.read_description(path, verify)
+    stored = model_folder.parse_description(path / model_folder.DESCRIPTION, content)
     model_folder.check_files(path, stored.files, verify)
     model_folder.check_safe(path, stored, trust_remote_code)
     chosen, callback_modules = _check_callbacks(stored, callbacks or {})
@@ -201,12 +200,9 @@ def from_pretrained(
     stored_buffers = load_file(path / BUFFERS) if (path / BUFFERS).is_file() else {}
     parts = {}
     for name, part in stored.parts.items():
-        own_buffers = {
-            key.removeprefix(f"{name}."): b for key, b in stored_buffers.items() if key.startswith(f"{name}.")
-        }
-        loaded = model_part.load_part(
-            name, part, path / name, sources.get(name), own_buffers, wanted, trust_remote_code
-        )
+        prefix = f"{name}."
+        buffers = {key.removeprefix(prefix): one for key, one in stored_buffers.items() if key.startswith(prefix)}
+        loaded = model_part.load_part(name, part, path / name, sources.get(name), buffers, wanted, trust_remote_code)
         parts[name] = loaded if device is None else loaded.to(device)
     parts.update({name: parts[other] for name, other in stored.same_as.items()})
     model = _assemble(frame, stored, parts, chosen)
@@ -235,10 +231,8 @@ def _check_callbacks(
         if name not in allowed or unknown:
             what = f"callbacks[{name!r}]" + (f"[{unknown[0]!r}]" if unknown else "")
             raise ConfigError(f"{what}: this model knows { ({key: sorted(names) for key, names in allowed.items()}) }.")
-    missing = {
-        name: {key: "…" for key in keys if callbacks.get(name, {}).get(key) is None} for name, keys in needed.items()
-    }
-    missing = {name: keys for name, keys in missing.items() if keys}
+    absent = {name: [k for k in keys if callbacks.get(name, {}).get(k) is None] for name, keys in needed.items()}
+    missing = {name: dict.fromkeys(keys, "…") for name, keys in absent.items() if keys}
     if missing:
         raise ConfigError(
             "The model was saved with callbacks, which are functions and not part of the files. "

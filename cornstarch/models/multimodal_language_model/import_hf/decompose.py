@@ -246,9 +246,7 @@ class DecomposedModel(MultimodalModel):
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Continue the text with the original's `generate` over the current parts; takes the original's arguments."""
         towers, adapters = self.encoders.values(), getattr(self.language_model, "active_peft_config", None)
-        callbacks = [
-            one for tower in towers for one in (tower.preprocess_callback, tower.postprocess_projector_callback)
-        ]
+        callbacks = [one for t in towers for one in (t.preprocess_callback, t.postprocess_projector_callback)]
         adds_prompts = getattr(adapters, "is_prompt_learning", False)  # to the text model's inputs, from outside
         if self.preprocess_llm_callback is not None or any(callbacks) or adds_prompts:
             return super().generate(input_ids, attention_mask, **kwargs)

@@ -80,10 +80,8 @@ def get_item_kind(name: str) -> str | None:
 
 
 def get_item_dimensions(processor: Any) -> int:
-    own = getattr(processor, "item_dimensions", None)
-    if isinstance(own, int):
-        return own
-    return _DIMENSIONS.get(get_item_kind(get_item_argument(processor)) or "", 0)
+    known = _DIMENSIONS.get(get_item_kind(get_item_argument(processor)) or "", 0)
+    return getattr(processor, "item_dimensions", known)
 
 
 def name_items(processor: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
