@@ -77,10 +77,8 @@ class ModelSegment:
 def find_segments(
     part: nn.Module, call: Callable[[], Any], compute_dtype: torch.dtype, on_gpu: bool
 ) -> list[ModelSegment]:
-    """Return the segments of an encoder with its projector, a language model, or a whole model, in order.
-
-    `call` runs the part, which is on the meta device; the other arguments are those of `trace_memory`.
-    """
+    """Return the segments of an encoder with its projector, a language model, or a whole model, in order."""
+    # The arguments are those of `trace_memory`: `call` runs the part, which is on the meta device.
     try:
         found = analyze_model(part)
     except UnsupportedModelError:  # it cannot be cut

@@ -162,11 +162,9 @@ def trace_memory(
     casts_weights: bool = True,
     is_causal: bool = False,
 ) -> Trace:
-    """Run a module on the meta device, forward only, and return its operations and the tensors that autograd saves.
-
-    `compute_dtype` is the precision of autocast (float32: none), which copies weights (`casts_weights`) except where
-    FSDP gathers them in `param_dtype`; `on_gpu` simulates the kernels of a GPU.
-    """
+    """Run a module on the meta device, forward only, and return its operations and the tensors that autograd saves."""
+    # `compute_dtype` is the precision of autocast (float32: none), which copies weights (`casts_weights`) except where
+    # FSDP gathers them in `param_dtype`; `on_gpu` simulates the kernels of a GPU.
     tracer = Tracer(module, SavedTensors(module), is_causal)
     saved = tracer.trace.saved
     with ExitStack() as stack:

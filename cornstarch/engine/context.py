@@ -35,8 +35,7 @@ def check_process_group(what: str = "Make the trainer", otherwise: str = "use `c
     if distributed.is_single_process() and (world := current_world()).size > 1:
         raise ConfigError(
             f"This is process {world.rank} of {world.size}, but they do not know one another. {what} inside `with "
-            "cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or "
-            f"{otherwise}."
+            f"cornstarch.launch.start_process_group(cornstarch.launch.current_world(), device):`, or {otherwise}."
         )
 
 

@@ -51,11 +51,9 @@ def use_feature_cache(task: Task, config: RunConfig, placement: DevicePlacement)
 
 
 class FeatureCache:
-    """The cached features of a run's encoders: lookups by the collator, and a thread that writes new ones.
+    """The cached features of a run's encoders: lookups by the collator, and a thread that writes new ones."""
 
-    Build it when the model is on its device, in its precision, and not sharded yet.
-    """
-
+    # Built when the model is on its device, in its precision, and not sharded yet: the key has a digest of weights.
     def __init__(self, task: ConversationTask, config: RunConfig, placement: DevicePlacement) -> None:
         self.folder = config.features.folder or config.folder.absolute().parent / "feature_cache"
         self._space = feature_store.CacheFolder(self.folder, config.features.limit_bytes)

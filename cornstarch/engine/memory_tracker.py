@@ -89,10 +89,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class MemoryTracker:
-    """Compares, once in a run, the measured memory with the estimate.
-
-    Build it before the model is sharded. Call `measure` before each optimizer step, and read `line` afterwards.
-    """
+    """Compares, once in a run, the measured memory with the estimate; build it before the model is sharded."""
 
     def __init__(self, model: nn.Module, config: RunConfig, context: DistributedContext) -> None:
         self._model, self._context = model, context

@@ -121,11 +121,8 @@ def _iter_described_parts(model: nn.Module, config: ModelConfig, optimizer: Opti
 
 @torch.no_grad()
 def cast_parts(parts: list[ModelPart], computed_in: torch.dtype) -> None:
-    """Bring each part's weights into the precision in which they are kept.
-
-    By default weights that change are kept in float32, because small changes would be lost in fewer bits, and frozen
-    ones in the precision of the computation. Buffers stay as they are: positions and statistics need their precision.
-    """
+    """Bring each part's weights into the precision in which they are kept; buffers need the one that they have."""
+    # By default weights that change are kept in float32, because small changes would be lost in fewer bits.
     for part in parts:
         for parameter in part.parameters.values():
             if not parameter.is_floating_point():

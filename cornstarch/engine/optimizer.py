@@ -40,10 +40,7 @@ def register_optimizer(name: str, kind: type[torch.optim.Optimizer]) -> None:
 def make_optimizer(
     config: OptimizerConfig, parts: Sequence[ModelPart], only: Collection[str] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of all parts: a group for each part, its biases and norms in one without weight decay.
-
-    `only` names the parameters whose states this process holds; default: all.
-    """
+    """Return the optimizer of all parts, or of the parameters that `only` names: a group for each part."""
     kind = _optimizer_class(config)
     options = _options(config, kind)
     takes = inspect.signature(kind).parameters
@@ -101,6 +98,7 @@ def highest_rate(config: OptimizerConfig, parts: Sequence[ModelPart], replicas: 
 
 
 def _groups(part: ModelPart, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """Yield the groups of a part: its biases and norms are in one without weight decay."""
     trained = {name: parameter for name, parameter in part.trained.items() if only is None or name in only}
     for vectors in (False, True) if decays else (None,):
         options = {} if vectors is None else {"weight_decay": 0.0 if vectors else part.weight_decay}
@@ -151,10 +149,8 @@ def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:
 
 
 def rate_factor(config: ScheduleConfig, step: int, total: int) -> float:
-    """Return what the highest learning rate is multiplied by in a step, counted from 0.
-
-    The rate rises to its highest in the warm-up, whose steps all learn, and reaches `min_lr_ratio` after the last step.
-    """
+    """Return what the highest learning rate is multiplied by in a step, counted from 0."""
+    # It rises in the warm-up, whose steps all learn, and reaches `min_lr_ratio` after the last step.
     warmup = min(round(config.warmup * total) if config.warmup < 1 else int(config.warmup), total)
     if step < warmup:
         return (step + 1) / (warmup + 1)

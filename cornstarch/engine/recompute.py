@@ -101,16 +101,13 @@ def fit_activations(
     replicas: int,
     log: Callable[[str], None],
 ) -> Recomputation | None:
-    """Recompute as few layers of a whole model as `loop.activation_budget` requires; None without a budget in bytes.
-
-    The training data tells the number of items in a sample; the samples of a step are distributed over `replicas`.
-    """
+    """Recompute as few layers of a whole model as `loop.activation_budget` requires; None without a budget in bytes."""
     budget = config.loop.activation_bytes
     if budget is None:
         return None
     rows = -(-config.loop.batch_size // (config.loop.gradient_accumulation_steps * replicas))
     casts = config.parallel.data.param_dtype != placement.precision
-    items = 1  # the most of one kind in a sample
+    items = 1  # the most of one kind in a sample of the training data
     if isinstance(model, MultimodalModel) and model.encoders:
         for number in range(min(len(train), _INSPECTED)):
             with suppress(SampleError):

@@ -114,8 +114,7 @@ def find_whole_modules(stages: StageAssignment, packed: bool) -> dict[str, str]:
 
 def apply_mask_attention(language_model: nn.Module, device: torch.device) -> None:
     """Let a language model attend through masks as data, after checking that it, or its twin, really does."""
-    on_meta = is_on_meta(language_model)
-    if on_meta:
+    if on_meta := is_on_meta(language_model):
         attend_through_masks(_require_twin(language_model, 1, device))
     attend_through_masks(language_model)
     if on_meta:

@@ -162,10 +162,7 @@ class UnsynchronizedStepCounter(StepCounter):
 
 
 class RunFlops:
-    """Counts the FLOPs of a run's steps for the whole model, copied before it is sharded or compiled.
-
-    If that fails, it logs the reason once and counts nothing.
-    """
+    """Counts the FLOPs of a run's steps for the whole model; if that fails, logs the reason once and counts nothing."""
 
     def __init__(self, task: Task, config: RunConfig, log: Callable[[str], None]) -> None:
         self._task, self._config, self._log = task, config, log

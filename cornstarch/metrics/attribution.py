@@ -72,10 +72,8 @@ class Segment(NamedTuple):
 
 
 def attribute(trace: Mapping[str, Any], parts: Sequence[str], steps: int) -> dict[str, Any]:
-    """Return where the time of an average step went, of the `steps` recorded in a trace of torch's profiler.
-
-    `parts` names the ranges that have a forward and a backward, in the order of the table.
-    """
+    """Return where the time of an average step went, of the `steps` recorded in a trace of torch's profiler."""
+    # `parts` names the ranges that have a forward and a backward, in the order of the table.
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     window = next(one for one in events if one["name"] == RANGE + WINDOW and one.get("cat") == "user_annotation")
     begin, end, thread = window["ts"], window["ts"] + window["dur"], _thread(window)

@@ -267,11 +267,9 @@ _MLFLOW_WAIT = 60.0  # seconds, for a server at the end
 
 
 class MlflowTracker:
-    """Writes to `mlflow.db`, or to the server of MLFLOW_TRACKING_URI.
+    """Writes to `mlflow.db`, or to the server of MLFLOW_TRACKING_URI."""
 
-    Requests are sent by a thread, because MLflow retries a request that a server does not take for minutes.
-    """
-
+    # Requests are sent by a thread, because MLflow retries a request that a server does not take for minutes.
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when MLflow is imported
         from mlflow.exceptions import MlflowException

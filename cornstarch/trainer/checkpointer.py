@@ -77,10 +77,7 @@ class Checkpointer:
         """The step of the newest checkpoint."""
 
     def save(self, position: Position, metric: float | None) -> Path:
-        """Save a checkpoint; all ranks must call it. With `checkpoint.background` it is complete later: see `check`.
-
-        The seconds of `position` become those of rank 0. `metric` decides which checkpoint is the best one.
-        """
+        """Save a checkpoint; all ranks must call it. With `checkpoint.background` it is complete later: see `check`."""
         state = self._state
         own_tensors, own_data = state.capture_sync()
         with state.replica_sync.use_averaged_weights():
@@ -163,9 +160,9 @@ def load_run(folder: Path, which: CheckpointChoice | int = "best", device: str =
 
 
 def export_run(run: LoadedRun, folder: Path, *, compare: bool = True) -> float | None:
-    """Write the model to a new folder, load it again, and return the largest difference of the logits.
+    """Write the model to a new folder, load it, and return the largest difference of logits, relative to the largest.
 
-    The difference is relative to the largest logit. Raise ConfigError if it is more than rounding.
+    Raise ConfigError if it is more than rounding.
     """
     batch = _comparison_batch(run) if compare else None
     try:

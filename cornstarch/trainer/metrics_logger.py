@@ -96,8 +96,7 @@ class MetricsLogger:
             previous = {"started": previous.get("started")}
         kept = ("started", "evaluation", "best", "shuffled", "answers")
         self._summary.update({key: previous[key] for key in kept if previous.get(key)})
-        evaluation = previous.get("evaluation")
-        if evaluation:
+        if evaluation := previous.get("evaluation"):
             self.last_evaluation_step = evaluation["step"]
             self.last_evaluation = _strip_record(evaluation)
 

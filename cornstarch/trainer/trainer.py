@@ -303,8 +303,7 @@ class Trainer:
         if self.position.step >= self.total_steps:
             return
 
-        def steps_ahead() -> int:
-            """Return for how many steps batches may be drawn at once."""
+        def steps_ahead() -> int:  # for how many steps batches may be drawn at once
             is_single = any(callback.wants_single_steps for callback in self.callbacks)
             return 1 if is_single else self.total_steps - self.position.step
 
