@@ -36,7 +36,7 @@ def run_guide(folder: str) -> Said:
             found = run_page(PAGE.read_text(encoding="utf-8"), str(PAGE))
     finally:
         os.chdir(before)
-    return Said(found["results"], [norm.item() for norm in found["norms"]], found["told"])
+    return Said(found["results"], [norm.item() for norm in found["norms"]], found["run_norms"])
 
 
 def _the_group_that_is_there(*_: Any) -> AbstractContextManager[torch.device]:
