@@ -1,8 +1,7 @@
 """What `Booster.boost` returns: this rank's part of a parallel model, one training step of it, and its optimizer.
 
-The user's optimizer stays the same object, so that a learning-rate scheduler keeps its reference. Its groups list the
-parameters of this rank. While it steps, they are split further: by device mesh, because a fused kernel takes one mesh
-only, and with ZeRO-1 to the parameters that this rank owns.
+The user's optimizer stays the same object, so that a learning-rate scheduler keeps its reference. While it steps, its
+groups are split: by device mesh, because a fused kernel takes one mesh only, and with ZeRO-1 to the rank's parameters.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from cornstarch.parallel.ddp_fsdp import drop_idle_gradients
 
 Inputs = Mapping[str, Any]
 Criterion = Callable[[Any, Any], Tensor]  # takes the model's output and the microbatch; returns its mean loss
-
-_MAX_CHECKSUM = 2**20  # checksums of batches are smaller, so that their squares add up exactly
 
 
 class _StepTotals(NamedTuple):
@@ -69,7 +66,12 @@ class BoostedModel(nn.Module):
             module.stand_in(name, torch.device("cpu")) for name in module.encoder_names
         )
         self._random = _RandomStream(context.device, self.replica.token_shard)
-        parallel.set_call(self._call)
+
+        def call(model: nn.Module, inputs: Inputs) -> Any:
+            with context.placement.forward_context():
+                return model(**context.placement.move_batch(inputs))
+
+        parallel.set_call(call)
 
     @property
     def has_loss(self) -> bool:
@@ -108,16 +110,10 @@ class BoostedModel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    # -------------------------------------------------------------------------------------------- a step
-
     def step(
         self, batch: Any, criterion: Criterion, *, scale: float, loss: bool, outputs: bool, everywhere: bool
     ) -> dict[str, Any]:
-        """Run forward and backward on a batch; under `torch.no_grad`, forward alone.
-
-        `scale` is the loss scale of fp16. `loss` and `outputs` say what is returned; with `everywhere`, ranks without
-        the last stage return the loss, too.
-        """
+        """Run forward and backward on a batch; under `torch.no_grad`, forward alone. The rest as `execute_pipeline`."""
         microbatches = self._splitter.split(batch)
         counts = [self._tokens(one) for one in microbatches]
         totals = self._sum_over_replicas(microbatches, counts)
@@ -139,11 +135,9 @@ class BoostedModel(nn.Module):
             total = total / self.replica.loss_copies
             dist.all_reduce(total)
         is_returned = loss and (self.has_loss or everywhere)
-        return {"loss": total if is_returned else None, "outputs": losses.join_outputs()}
-
-    def _call(self, model: nn.Module, inputs: Inputs) -> Any:
-        with self.placement.forward_context():
-            return model(**self.placement.move_batch(inputs))
+        parts = [losses.outputs[number] for number in sorted(losses.outputs)]
+        joined = join_outputs(parts, losses.weights, losses.sizes) if parts else None
+        return {"loss": total if is_returned else None, "outputs": joined}
 
     def _sum_over_replicas(self, microbatches: Sequence[Inputs], counts: Sequence[int]) -> _StepTotals:
         """Sum up the batches of all replicas; refuse batches that do not go together, on all ranks alike."""
@@ -199,9 +193,9 @@ class _StepLosses:
     totals: _StepTotals
 
     def __post_init__(self) -> None:
-        self._sizes = [count_samples(one) for one in self.microbatches]
-        self._weights = [0.0] * len(self.microbatches)
-        self._outputs: dict[int, Any] = {}
+        self.sizes = [count_samples(one) for one in self.microbatches]
+        self.weights = [0.0] * len(self.microbatches)
+        self.outputs: dict[int, Any] = {}
         self._by_tokens: bool | None = None
         self.total = torch.zeros((), device=self.model.device)
 
@@ -219,7 +213,7 @@ class _StepLosses:
             what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ConfigError(f"The criterion returned {what} for microbatch {number}; expected one number: the loss.")
         loss = loss.reshape(())
-        weight = self._weights[number] = self._weight(number, loss, output)
+        weight = self.weights[number] = self._weight(number, loss, output)
         if not weight:
             # A mean over no token is NaN. A zero that depends on the output sends gradients the same way as any loss.
             logits = getattr(output, "logits", None)
@@ -229,7 +223,7 @@ class _StepLosses:
         part = loss * weight
         self.total = self.total + part.detach().float()
         if self.keeps_outputs:
-            self._outputs[number] = detach_output(output)
+            self.outputs[number] = detach_output(output)
         return part * (self.model.replica.token_shards * self.scale)
 
     def _weight(self, number: int, loss: Tensor, output: Any) -> float:
@@ -246,12 +240,7 @@ class _StepLosses:
         self._by_tokens = by_tokens
         if by_tokens:
             return self.counts[number] / max(self.totals.tokens, 1.0)
-        return self._sizes[number] / max(self.totals.samples, 1.0)
-
-    def join_outputs(self) -> Any:
-        """Return the outputs of this replica's batch; None if they were not asked for."""
-        ordered = [self._outputs[number] for number in sorted(self._outputs)]
-        return join_outputs(ordered, self._weights, self._sizes) if ordered else None
+        return self.sizes[number] / max(self.totals.samples, 1.0)
 
 
 class _RandomStream:
@@ -277,18 +266,17 @@ class _RandomStream:
 
 def _checksum(microbatches: Sequence[Inputs]) -> int:
     """Return a number that most likely differs for other batches."""
-    shapes = [_describe_shapes(one) for one in microbatches]
-    checksum = zlib.crc32(json.dumps(shapes, sort_keys=True).encode())
+
+    def describe(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): describe(one) for key, one in value.items()}
+        return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+
+    checksum = zlib.crc32(json.dumps([describe(one) for one in microbatches], sort_keys=True).encode())
     for one in microbatches:
         if isinstance(ids := one.get("input_ids"), Tensor):
             checksum = zlib.crc32(ids.detach().cpu().contiguous().numpy().tobytes(), checksum)
-    return checksum % _MAX_CHECKSUM
-
-
-def _describe_shapes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _describe_shapes(one) for key, one in value.items()}
-    return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    return checksum % 2**20  # small, so that the squares of checksums add up exactly
 
 
 # ---------------------------------------------------------------------------------------------------- the optimizer

@@ -82,14 +82,19 @@ class Booster:
             raise ConfigError("This booster has a model already. Make another Booster for another model.")
         self._check(model, optimizer, lr_scheduler)
         layout = self.plugin.layout()
-        placement = self._place_model(model)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError("The model is on the meta device, without weights. Load them before boost.")
+        device = get_device(model)
+        if torch.cuda.is_available() and "nccl" in _backends():
+            device = torch.device("cuda", torch.cuda.current_device())
+        model.to(device)
         if optimizer is not None:
             self._optimizer = BoostedOptimizer(optimizer, named_parameters(model))
             self._check_optimizer(optimizer, model, layout)
         here = layout.place(distributed.rank())
         loader = None if dataloader is None else distribute_loader(dataloader, here.dp, layout.dp)
         self._warn(model, layout)
-        boosted = self._boosted = self._build_model(model, layout, placement)
+        boosted = self._boosted = self._build_model(model, layout, device)
         self.loss_scale = self.plugin.loss_scale()
         if self._optimizer is not None:
             self._attach_optimizer(self._optimizer, boosted)
@@ -127,16 +132,6 @@ class Booster:
         ):
             raise ConfigError("precision = fp16 needs trained weights in fp32: load the model in float32.")
 
-    def _place_model(self, model: nn.Module) -> DevicePlacement:
-        """Move the model to this process's device; return the device and the precision."""
-        if any(parameter.is_meta for parameter in model.parameters()):
-            raise ConfigError("The model is on the meta device, without weights. Load them before boost.")
-        device = get_device(model)
-        if torch.cuda.is_available() and "nccl" in _backends():
-            device = torch.device("cuda", torch.cuda.current_device())
-        model.to(device)
-        return DevicePlacement(device, self.plugin.precision or "fp32")
-
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout) -> None:
         """Refuse an optimizer whose step on a shard differs from that on the whole parameter."""
         kind: Any = type(optimizer)
@@ -171,9 +166,9 @@ class Booster:
                 stacklevel=3,
             )
 
-    def _build_model(self, model: nn.Module, layout: Layout, placement: DevicePlacement) -> BoostedModel:
+    def _build_model(self, model: nn.Module, layout: Layout, device: torch.device) -> BoostedModel:
         plugin = self.plugin
-        context = DistributedContext(layout, placement)
+        context = DistributedContext(layout, DevicePlacement(device, plugin.precision or "fp32"))
 
         def set_stand_ins(model: nn.Module) -> None:
             if plugin.processor is not None and isinstance(model, MultimodalModel):
@@ -200,14 +195,8 @@ class Booster:
             group = None if pipeline is None else pipeline.data_group
             owned = OwnedParameters(stepped, group, is_stage=pipeline is not None)
         optimizer.replace_parameters(parameters, None if owned is None else owned.names)
-        step = TrainStep(
-            boosted.parallel,
-            list(trained.values()),
-            max_grad_norm=self.plugin.max_norm or None,
-            loss_scale=self.loss_scale,
-            owned=owned,
-        )
-        optimizer.attach(step)
+        limits: dict[str, Any] = {"max_grad_norm": self.plugin.max_norm or None, "loss_scale": self.loss_scale}
+        optimizer.attach(TrainStep(boosted.parallel, list(trained.values()), owned=owned, **limits))
 
     def execute_pipeline(
         self,
@@ -322,13 +311,12 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _check_options(options: dict[str, Any]) -> None:
     known = {"prefix", "size_per_shard", "gather_dtensor", "use_safetensors", "use_async"}
-    unknown = sorted(set(options) - known)
-    if unknown:
+    if unknown := sorted(set(options) - known):
         raise ConfigError(f"{unknown[0]} is no option here; expected some of {', '.join(sorted(known))}.")
 
 
 def _backends() -> str:
-    if distributed.is_single_process() and not dist.is_initialized():
+    if not dist.is_initialized():
         return ""
     with suppress(AttributeError):
         return str(dist.get_backend_config())

@@ -47,10 +47,7 @@ class _BatchItems(NamedTuple):
 
 
 class MicrobatchSplitter:
-    """Splits batches into `microbatches` parts, or into parts of `size` samples.
-
-    It is built from the whole model, before `parallelize`.
-    """
+    """Splits batches into `microbatches` parts, or parts of `size` samples. Built from the whole model."""
 
     def __init__(self, model: nn.Module, microbatches: int | None, size: int | None) -> None:
         self._model, self._microbatches, self._size = model, microbatches, size
@@ -255,11 +252,9 @@ def detach_output(output: Any) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any], weights: Sequence[float], sizes: Sequence[int]) -> Any:
-    """Return the outputs of microbatches, which have `sizes` samples, as one.
-
-    Tensors with a row for each sample are concatenated; scalars, such as losses, are averaged with the weights of the
-    microbatches. Anything else stays a list with an entry for each microbatch.
-    """
+    """Return the outputs of microbatches, which have `sizes` samples, as one."""
+    # Tensors with a row for each sample are concatenated; scalars, such as losses, are averaged with the weights of the
+    # microbatches. Anything else stays a list with an entry for each microbatch.
 
     def join(tensors: Sequence[Tensor]) -> Any:
         if not tensors[0].dim():
@@ -331,10 +326,8 @@ def build_replica_loader(
 
 
 def distribute_loader(loader: Any, index: int, count: int) -> Any:
-    """Return a loader that yields the batches of one of `count` replicas, unless it already does.
-
-    Samples of a `DataLoader` with torch's own sampler are distributed; of any other loader, batches are.
-    """
+    """Return a loader that yields the batches of one of `count` replicas, unless it already does."""
+    # Samples of a `DataLoader` with torch's own sampler are distributed; of any other loader, batches are.
     if not isinstance(loader, data.DataLoader):
         return loader if count == 1 else ReplicaBatches(loader, index, count)
     sampler: Any = loader.sampler

@@ -25,6 +25,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec, flatten_payload
+from cornstarch.pipeline.model_analysis import count_parameters, has_parameters
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.runtime import Inputs, Runtime, StepExecution
 from cornstarch.pipeline.stage import FunctionLayer, call_with_single_input
@@ -113,7 +114,7 @@ class Pipe(nn.Module):
 
 def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhaseRuntime:
     stages = distributed.world_size()
-    costs = [float(sum(parameter.numel() for parameter in layer.parameters())) for layer in layers]
+    costs = [float(count_parameters(layer)) for layer in layers]
     if stages > len(layers):
         raise ConfigError(
             f"{len(layers)} layers cannot be split over {stages} processes: each has one stage of the pipe, with at "
@@ -126,9 +127,6 @@ def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhaseRuntime:
     return _TwoPhaseRuntime(parallel.pipeline)
 
 
-# ---------------------------------------------------------------------------------------------------- two phases
-
-
 class _TwoPhaseRuntime(Runtime):
     """Stops between the last forward and the first backward, where the caller computes the loss."""
 
@@ -138,14 +136,13 @@ class _TwoPhaseRuntime(Runtime):
         self._pipeline, self._group, self._device = pipeline, pipeline.channel.group, pipeline.device
         self._output_forms: dict[Any, TensorSpec] = {}
         pipeline.set_call(call_with_single_input)
-        (program,) = pipeline.programs.values()
-        program.register_forward_pre_hook(self._set_recompute)
+        layers: Any = pipeline.model
 
-    def _set_recompute(self, _: nn.Module, given: tuple[Any, ...]) -> None:
-        """Choose whether the layers recompute the next chunk."""
-        layers = self._pipeline.model
-        assert isinstance(layers, SequentialLayers)
-        layers.interval = len(layers) if given[0].get(_RECOMPUTE) else 0
+        def set_recompute(_: nn.Module, given: tuple[Any, ...]) -> None:
+            layers.interval = len(layers) if given[0].get(_RECOMPUTE) else 0
+
+        (program,) = pipeline.programs.values()
+        program.register_forward_pre_hook(set_recompute)
 
     def requires_grad(self, input: Tensor) -> bool:
         if input.requires_grad and not self.graph.wants_gradient(0):
@@ -237,8 +234,7 @@ class _PipeFunction(torch.autograd.Function):
         ctx.stages.end(run)
         found = None
         if ctx.needs_input_grad[2]:
-            own = [torch.zeros_like(one) if one.grad is None else one.grad for one in ctx.parts]
-            found = torch.cat(own)
+            found = torch.cat([torch.zeros_like(one) if one.grad is None else one.grad for one in ctx.parts])
             ctx.stages.broadcast(found, 0)
         return None, None, found, None
 
@@ -284,18 +280,12 @@ def _call_layers(layers: Sequence[nn.Module], input: Any) -> Any:
 
 
 def _modify_input(layers: Sequence[nn.Module]) -> bool:
-    """Return whether layers may modify their input in place, as `nn.ReLU(inplace=True)` does."""
-    for layer in layers:
-        if any(getattr(part, "inplace", False) for part in layer.modules()):
-            return True
-        if any(True for _ in layer.parameters()):
-            return False
-    return False
+    """Return whether a layer up to the first with parameters works in place, as `nn.ReLU(inplace=True)` does."""
+    last = next((number for number, layer in enumerate(layers) if has_parameters(layer)), len(layers))
+    return any(getattr(part, "inplace", False) for layer in layers[: last + 1] for part in layer.modules())
 
 
-def _build_recompute_contexts(
-    layers: Sequence[nn.Module],
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _build_recompute_contexts(layers: Sequence[nn.Module]) -> tuple[Any, Any]:
     first, again = build_checkpoint_contexts()
     return first, _freeze_statistics(layers, again)
 
@@ -323,10 +313,7 @@ def _find_batch_norms(layers: Iterable[nn.Module]) -> list[Any]:
 
 
 class DeferredBatchNorm:
-    """Updates the running statistics of batch norms once for all microbatches, as if these were one batch.
-
-    Each microbatch is still normalized by itself.
-    """
+    """Updates the running statistics of batch norms once for all microbatches; each is still normalized by itself."""
 
     def __init__(self, layers: nn.Module) -> None:
         self._sums: dict[Any, tuple[Tensor, Tensor, int]] = {}

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
+from cornstarch.api.microbatches import build_replica_loader
 from cornstarch.api.pipe import SequentialLayers, build_chain_layout, parallelize_chain
 from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.engine.train_step import TrainStep
@@ -293,14 +294,15 @@ class PipelineEngine:
 
     def _run(self, data_iter: Iterator[Any] | None, run: Callable[..., Any]) -> Tensor:
         pairs = self._draw(data_iter if data_iter is not None else self.data)
+        move = partial(map_tensors, lambda tensor: tensor.to(self.module.device))
         losses: list[Tensor] = []
 
         def finish(m: int, output: Any) -> Tensor:
-            loss = self._compute_loss(output, self._move(pairs[m][1]))
+            loss = self._compute_loss(output, move(pairs[m][1]))
             losses.append(loss.detach())
             return loss / len(pairs)
 
-        run([{"input": self._move(inputs)} for inputs, _ in pairs], finish)
+        run([{"input": move(inputs)} for inputs, _ in pairs], finish)
         own = float(torch.stack(losses).mean()) if losses else 0.0
         (total,) = distributed.sum_over_ranks([own])
         return torch.tensor(total / self.module.replicas)
@@ -322,9 +324,6 @@ class PipelineEngine:
             found.append((pair[0], pair[1]))
         return found
 
-    def _move(self, value: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self.module.device), value)
-
     def _compute_loss(self, output: Any, labels: Any) -> Tensor:
         loss = output if self.module.loss_fn is None else self.module.loss_fn(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -344,12 +343,6 @@ def _iterate_forever(
         raise ConfigError(
             f"training_data has {samples} samples: too few for a microbatch of {size} on {model.replicas} replicas."
         )
-    sampler: DistributedSampler[Any] = DistributedSampler(data, model.replicas, model.replica, drop_last=True)
-    loader = DataLoader(data, size, sampler=sampler, collate_fn=collate, drop_last=True)
-
-    def iterate() -> Iterator[Any]:
-        for epoch in itertools.count():
-            sampler.set_epoch(epoch)
-            yield from loader
-
-    return iterate()
+    options = {"batch_size": size, "collate_fn": collate, "drop_last": True}
+    loader = build_replica_loader(data, model.replica, model.replicas, shuffle=True, seed=0, options=options)
+    return itertools.chain.from_iterable(itertools.repeat(loader))

@@ -96,15 +96,13 @@ class ModalParallelPlugin:
         self.sequence_parallelism_mode: CpMode | None = None
         mode, old = sequence_parallelism_mode, sequence_parallelism
         if sp_size > 1:
-            if mode is not None and old is not None and mode != old:
+            modes = [one for one in (mode, old) if one is not None] or ["ring_attn"]
+            if modes[0] != modes[-1]:
                 raise ConfigError(
                     f"sequence_parallelism_mode = {mode!r} and sequence_parallelism = {old!r}, its old name, differ. "
                     "Give one of them."
                 )
-            chosen = mode if mode is not None else old
-            self.sequence_parallelism_mode = _check_choice(
-                "sequence_parallelism_mode", "ring_attn" if chosen is None else chosen, get_args(CpMode)
-            )
+            self.sequence_parallelism_mode = _check_choice("sequence_parallelism_mode", modes[0], get_args(CpMode))
         self.context_parallel_distribution_mode: CpDistribution = _check_choice(
             "context_parallel_distribution_mode", context_parallel_distribution_mode, get_args(CpDistribution)
         )
@@ -208,9 +206,7 @@ class MultimodalParallelPlugin:
     ) -> None:
         self.encoder_plugins = dict(encoder_plugins or {})
         self.language_model_plugin = language_model_plugin
-        self.precision: Precision | None = (
-            None if precision is None else _check_choice("precision", precision, get_args(Precision))
-        )
+        self.precision: Precision | None = _check_choice("precision", precision, (*get_args(Precision), None))
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or max_norm < 0:
             raise ConfigError(f"max_norm = {max_norm!r}: expected a number above 0, or 0 for any norm.")
@@ -316,8 +312,8 @@ def _check_positive(name: str, size: Any) -> None:
         raise ConfigError(f"{name}={size!r}): expected a whole number of at least 1.")
 
 
-def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> Any:
+def _check_choice(name: str, value: Any, known: tuple[str | None, ...]) -> Any:
     word = value.value if isinstance(value, Enum) else value
     if word not in known:
-        raise ConfigError(f"{name} = {word!r}: expected one of {', '.join(known)}.")
+        raise ConfigError(f"{name} = {word!r}: expected one of {', '.join(filter(None, known))}.")
     return word

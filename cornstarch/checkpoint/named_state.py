@@ -25,7 +25,7 @@ from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unf
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.tensor import original_boxes
-from cornstarch.pipeline.stages import get_original_names
+from cornstarch.pipeline.stages import ORIGINAL_NAMES
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "param_names"}  # they choose a kernel, not the result
@@ -48,7 +48,7 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
 def _whole_name(model: nn.Module, name: str) -> str:
     """Return the name of a parameter in the whole model, without wrappers: a tied head is named like the embedding."""
     original = _original_name(model, name)
-    return get_original_names(model).get(original, original)
+    return str(model.__dict__.get(ORIGINAL_NAMES, {}).get(original, original))
 
 
 def _original_name(model: nn.Module, name: str) -> str:

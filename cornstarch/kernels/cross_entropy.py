@@ -51,16 +51,12 @@ RowNormalizer = tuple[Tensor, Tensor]
 
 
 class VocabShard(Protocol):
-    """The part of the vocabulary on this rank, under tensor parallelism."""
+    """The part of the vocabulary on this rank, under tensor parallelism: its first id, and reductions in place."""
 
     @property
     def first(self) -> int: ...
-
-    def largest(self, values: Tensor) -> None:
-        """Replace values by their maximum over all ranks."""
-
-    def add_up(self, values: Tensor) -> None:
-        """Replace values by their sum over all ranks."""
+    def largest(self, values: Tensor) -> None: ...
+    def add_up(self, values: Tensor) -> None: ...
 
 
 def linear_cross_entropy(

@@ -109,11 +109,9 @@ def _quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> _Fp8Matri
 
 
 def compute_scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the largest powers of two that keep positive numbers in the range of a type, and their inverses.
-
-    Computed from the bits of the numbers alone. A division is not exact in compiled kernels: where it decides between
-    two powers of two, one kernel would scale by one of them and another kernel scale back by the other.
-    """
+    """Return the largest powers of two that keep positive numbers in the range of a type, and their inverses."""
+    # Computed from the bits of the numbers alone. A division is not exact in compiled kernels: where it decides between
+    # two powers of two, one kernel would scale by one of them and another kernel scale back by the other.
     # Both FP8 types end at 1.75 · 2^top. `power` is a number's exponent, plus one if it is above 1.75 · 2^exponent.
     top = math.frexp(torch.finfo(dtype).max)[1] - 1
     power = (largest.view(torch.int32) + 0x1FFFFF) >> 23
@@ -159,10 +157,8 @@ class _Product(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def _product(rows: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-    """Return rows times a weight.
-
-    When torch 2.11 compiles an autograd function itself, it treats the output as a constant, because an FP8 product has
-    no gradient of its own. As one call in the graph, the function is traced with its backward pass.
-    """
+    """Return rows times a weight."""
+    # When torch 2.11 compiles an autograd function itself, it treats the output as a constant, because an FP8 product
+    # has no gradient of its own. As one call in the graph, the function is traced with its backward pass.
     product: Tensor = _Product.apply(rows, weight, scaling)
     return product

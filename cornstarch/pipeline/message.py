@@ -93,7 +93,6 @@ def flatten_payload(payload: Payload) -> tuple[PayloadSpec, list[Tensor]]:
 
 
 def unflatten_payload(spec: PayloadSpec, tensors: Sequence[Tensor]) -> Payload:
-    """Return the payload of a spec and its tensors."""
     return _unflatten(spec.tree, tensors)
 
 

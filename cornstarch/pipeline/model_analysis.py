@@ -166,11 +166,8 @@ def _find_side_modules(model: nn.Module, layers: Sequence[str], called: set[str]
 
 
 def _find_layer_lists(model: nn.Module, calls: Sequence[str]) -> dict[str, list[str]]:
-    """Return the module lists whose elements are called once and in order; lists inside a layer are left out.
-
-    Some batches may skip elements, such as cross-attention layers when there are no images. A user's own module without
-    such a list is treated as a list of the children that its forward calls once each.
-    """
+    """Return the module lists whose elements are called once and in order; lists inside a layer are left out."""
+    # Some batches may skip elements, such as cross-attention layers when there are no images.
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or not has_parameters(module):
@@ -184,6 +181,7 @@ def _find_layer_lists(model: nn.Module, calls: Sequence[str]) -> dict[str, list[
             found[name] = elements
     if found or isinstance(model, PreTrainedModel):
         return found
+    # A user's own module: its forward may call its children one after the other, each once.
     children = {name for name, child in model.named_children() if has_parameters(child)}
     chain = [call for call in calls if call in children]
     return {"": chain} if len(chain) > 1 and len(set(chain)) == len(chain) else {}
@@ -203,9 +201,9 @@ def _choose_layers(model: nn.Module, calls: Sequence[str], lists: dict[str, list
                 )
     if not lists:
         advice = " Let its forward call modules one after the other, each once, or those of an nn.ModuleList."
+        advice = "" if isinstance(model, PreTrainedModel) else advice
         raise UnsupportedModelError(
-            f"{kind} cannot be cut into stages: it has no list of layers called one by one."
-            f"{'' if isinstance(model, PreTrainedModel) else advice}"
+            f"{kind} cannot be cut into stages: it has no list of layers called one by one.{advice}"
         )
     # transformers marks the layers that it can checkpoint: those are layers even if another list is larger.
     blocks = {
@@ -340,37 +338,25 @@ def _build_analysis(model: nn.Module, recorder: _DataflowRecorder) -> ModelAnaly
         for segment in set().union(*(readers[id(tensor)] for tensor in result.copies)):
             if segment > result.segment:
                 last_reader[result.name] = max(last_reader.get(result.name, 0), segment)
-    return ModelAnalysis(
-        get_class_name(model),
-        recorder.layers,
-        _build_side_modules(model, recorder, readers),
-        last_reader,
-        modified=frozenset(one.name for one in recorder.results if any(tensor._version for tensor in one.returned)),
-        barred=_find_barred_boundaries(model, recorder, readers),
-    )
-
-
-def _build_side_modules(
-    model: nn.Module, recorder: _DataflowRecorder, readers: Mapping[int, set[int]]
-) -> dict[str, SideModule]:
-    uncalled = [name for name in recorder.side_modules if name not in recorder.calls]
-    found = {}
-    for name in (*recorder.calls, *uncalled):
+    side_modules = {}
+    for name in dict.fromkeys([*recorder.calls, *recorder.side_modules]):
         module = model.get_submodule(name)
         # Of a parameter that has another name outside the module, nobody knows which name was read.
         named = model.named_parameters(remove_duplicate=False)
         outside = {id(parameter) for other, parameter in named if not other.startswith(f"{name}.")}
         reads = [readers.get(id(p), set()) for p in module.parameters() if id(p) not in outside]
-        uses = recorder.calls.get(name, set()).union(*reads)
-        found[name] = SideModule(frozenset(uses), has_parameters(module), name in recorder.called_by_layers)
-    return found
+        uses = frozenset(recorder.calls.get(name, set()).union(*reads))
+        side_modules[name] = SideModule(uses, has_parameters(module), name in recorder.called_by_layers)
+    modified = frozenset(one.name for one in recorder.results if any(tensor._version for tensor in one.returned))
+    barred = _find_barred_boundaries(model, recorder, readers)
+    return ModelAnalysis(get_class_name(model), recorder.layers, side_modules, last_reader, modified, barred)
 
 
 def _find_barred_boundaries(
     model: nn.Module, recorder: _DataflowRecorder, readers: Mapping[int, set[int]]
 ) -> dict[int, str]:
     """Return the boundaries that something crosses without being a module's result, and why."""
-    homes: dict[int, set[int]] = {}
+    homes: dict[int, set[int]] = {}  # by `id` of a parameter: the layers that have it
     barred = dict(recorder.unsendable)
     for number, name in enumerate(recorder.layers):
         for parameter in model.get_submodule(name).parameters():

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 1.0  # how much later than a closed connection the reason for it may be published
 _UNUSED_TAG = 2**20
 _PREFIX = "cornstarch/pipeline"
+
+P2PGroup = Any  # a process group or one of its backends: it sends and receives
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,6 @@ def _hash_input(value: Any, tokens: tuple[int, ...] | None) -> Hashable:
 
 
 # ---------------------------------------------------------------------------------------------------- failures
-
-
-class P2PGroup(Protocol):
-    """The point-to-point operations of a process group, or of one of its backends."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Any: ...
 
 
 class FailureSignal:
@@ -166,10 +159,8 @@ def _poll(reference: weakref.ref[FailureSignal], stopped: threading.Event) -> No
 
 
 def abort_group(group: P2PGroup) -> None:
-    """End all waiting in a group: in this process, and, by closed connections, in those that wait for this one.
-
-    Destroying the group is not enough: connections stay open as long as a thread or a traceback refers to a message.
-    """
+    """End all waiting in a group: in this process, and, by closed connections, in those that wait for this one."""
+    # Destroying the group is not enough: connections stay open as long as a thread or a traceback refers to a message.
     if isinstance(group, dist.ProcessGroup) and "nccl" in dist.get_backend_config(group):
         with suppress(RuntimeError):
             group.abort()
@@ -235,15 +226,14 @@ class P2PChannel:
         self.other_groups: list[dist.ProcessGroup] = []
         """Further groups in which this process may wait for others; they are aborted with the channel."""
         self.failure_signal = FailureSignal(self.abort)
-        second: Any = group
+        second: P2PGroup = group
         if dist.get_backend(group) == "gloo":
             # A second group of the same processes, so that data between two ranks flow in one direction per group: a
             # gloo thread spins as long as data arrive on a connection on which the process is writing. Not by
             # `new_group`, which derives the name of a group from the number of groups that this process has created,
             # which differs between processes.
             ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
-            prefix = f"{_PREFIX}/lines/{self.failure_signal.number}/{ranks}"
-            store = dist.PrefixStore(prefix, default_store())
+            store = dist.PrefixStore(f"{_PREFIX}/lines/{self.failure_signal.number}/{ranks}", default_store())
             second = dist.ProcessGroupGloo(store, group.rank(), group.size(), _TIMEOUT)
         self._groups: dict[bool, P2PGroup] = {True: group, False: second}
         self._peers: dict[tuple[int, bool], tuple[P2PGroup, int]] = {}
@@ -281,9 +271,6 @@ class P2PChannel:
     def limit_in_flight(self, limit: int) -> None:
         while len(self._sent) > limit:
             self.release(*next(iter(self._sent)))
-
-    def flush(self) -> None:
-        self.limit_in_flight(0)
 
     def abort(self, reason: str) -> None:
         """End all waiting for other processes, and their waiting for this one."""
@@ -360,10 +347,6 @@ class StageEdge:
             self.channel.send(spec, tensors, rank, self._tag(_FORWARD), microbatch)
         return spec
 
-    def release_payload(self, microbatch: int) -> None:
-        self.channel.release(self._tag(_HEADER), microbatch)
-        self.channel.release(self._tag(_FORWARD), microbatch)
-
     def post_receive(self, key: Hashable) -> PendingReceive | None:
         spec = self._specs.get(key)
         if spec is None or self.forward_from is None:
@@ -390,6 +373,10 @@ class StageEdge:
     def send_gradients(self, spec: PayloadSpec, gradients: Sequence[Tensor], microbatch: int) -> None:
         for rank in self.backward_to:
             self.channel.send(spec.gradients, gradients, rank, self._tag(_BACKWARD), microbatch)
+
+    def release_payload(self, microbatch: int) -> None:
+        self.channel.release(self._tag(_HEADER), microbatch)
+        self.channel.release(self._tag(_FORWARD), microbatch)
 
     def release_gradients(self, microbatch: int) -> None:
         self.channel.release(self._tag(_BACKWARD), microbatch)

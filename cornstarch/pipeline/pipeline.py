@@ -41,8 +41,8 @@ class Pipeline:
     Built in three steps by `engine.parallelize`, because data parallelism comes between the last two: the constructor
     assigns stages and opens the process groups, `split` cuts the model, `connect` links the stages.
 
-    `microbatches` are those of a step; a step with fewer may use another schedule. `computing` makes the context in
-    which forward passes run, for autocast.
+    `microbatches` are those of a step; a step with fewer may use another schedule. `forward_context` makes the context
+    of forward passes (autocast).
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Pipeline:
         groups: StageGroups,
         device: torch.device,
         microbatches: int = 1,
-        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._stages, self.model, self.layout, self.device = stages, stages.model, stages.layout, device
-        self._computing, self.microbatches = computing, microbatches
+        self._forward_context, self.microbatches = forward_context, microbatches
         self.place_of_rank, self.place = stages.place_of_rank, stages.place
         self.templates, self.graph = stages.templates, stages.graph
         # Refuse a number of microbatches that the schedule cannot run before any weight changes.
@@ -72,7 +72,7 @@ class Pipeline:
         `prepare_copy` is applied to each copy of the model where a rank has several stages of one module; a copy is
         made before attention masks are routed, which cannot be copied.
         """
-        own = self._stages.own()
+        own = self.graph.at(self.place)
         modules = [self.graph.nodes[number].module for number in own]
         if len(set(modules)) == len(modules):
             self.programs = {number: self._program(number, self.model) for number in own}
@@ -108,7 +108,7 @@ class Pipeline:
                 tied |= {f"{prefix}{name}": part.model.get_parameter(own) for own, name in part.tied.items()}
         own = {id(parameter): name for name, parameter in self.model.named_parameters()}
         originals = {own[id(parameter)]: name for name, parameter in tied.items()}
-        stage_assignment.set_original_names(self.model, originals)
+        self.model.__dict__[stage_assignment.ORIGINAL_NAMES] = originals
         self._ties = stage_assignment.find_tied_parameters(tied, self.layout)
         self.channel.other_groups += [tie.group for tie in self._ties]
         self.channel.other_groups += [self.data_group] if self.meshes.data.size() > 1 else []
@@ -147,7 +147,7 @@ class Pipeline:
             sources = {s: self.graph.nodes[s].module for s in self.graph.predecessors(number)}
             runs_encoders = node.index == 0 and bool(self._stages.inside())
             program = LanguageProgram(model, part, sources, runs_encoders=runs_encoders)
-        program.forward_context = self._computing
+        program.forward_context = self._forward_context
         return program
 
     def _give_up_modules(self, model: nn.Module, own: set[str], programs: Iterable[StageProgram]) -> None:
@@ -213,10 +213,8 @@ class Pipeline:
 
     @contextmanager
     def gradients_meet(self) -> Iterator[None]:
-        """Run a block that computes gradients, then reduce them over replicas, and over stages with tied weights.
-
-        FSDP reduces those of sharded parameters itself, with the last backward pass.
-        """
+        """Run a block that computes gradients, then reduce them over replicas, and over stages with tied weights."""
+        # FSDP reduces those of sharded parameters itself, with the last backward pass.
         with stage_assignment.sum_tied_gradients(self._ties):
             yield
             if self.layout.plan.data.kind in ("ddp", "zero1") and self.meshes.data.size() > 1:
@@ -233,16 +231,9 @@ class Pipeline:
                 if microbatches == self.microbatches:
                     raise
                 schedule = make_schedule(self.graph, microbatches, "1f1b")  # the last step of an epoch may have fewer
-            self._runtimes[microbatches] = Runtime(
-                schedule,
-                self.place,
-                self.programs,
-                self.edges,
-                self.channel,
-                self._takes_part,
-                self._before_backward,
-                self._list_inputs_by_value(),
-            )
+            local = self.place, self.programs, self.edges, self.channel
+            hooks = self._takes_part, self._before_backward, self._list_inputs_by_value()
+            self._runtimes[microbatches] = Runtime(schedule, *local, *hooks)
         return self._runtimes[microbatches]
 
     def _list_inputs_by_value(self) -> tuple[str, ...]:
@@ -250,18 +241,16 @@ class Pipeline:
         plans = self.layout.plan.modules.values()
         if not any(plan.cp > 1 and plan.cp_distribution in ("auto", "makespan_min") for plan in plans):
             return ()
-        is_causal = not isinstance(self.model, MultimodalModel) or all(
-            encoder.attention == "causal" for encoder in self.model.encoders.values()
-        )
+        encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
+        is_causal = all(encoder.attention == "causal" for encoder in encoders)
         return ("attention_mask", "documents") if is_causal else ("attention_mask", "documents", "input_ids")
 
     def _takes_part(self, stage: int, inputs: Inputs) -> bool:
         name = self.graph.nodes[stage].module
         if not isinstance(self.model, MultimodalModel) or self._stages.is_last(name):
             return True
-        return self.model.stand_in(name, self.device) is not None or name in stage_program.split_encoder_inputs(
-            self.model, inputs
-        )
+        has_stand_in = self.model.stand_in(name, self.device) is not None
+        return has_stand_in or name in stage_program.split_encoder_inputs(self.model, inputs)
 
     def _before_backward(self, stage: int, is_last: bool) -> None:
         program = self.programs[stage]
@@ -290,16 +279,14 @@ class Pipeline:
         self.channel.close()
 
 
-# ---------------------------------------------------------------------------------------------------- greedy decoding
+# Greedy decoding.
 
 
 @torch.no_grad()
 def _generate(pipeline: Pipeline, input_ids: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Continue left-padded prompts with the most likely tokens; the result includes the prompts.
-
-    All processes of a replica must call it, and all get the result. There is no KV cache: each token costs a forward
-    pass of the whole sequence. To generate much, load a checkpoint in one process, or export it.
-    """
+    """Continue left-padded prompts with the most likely tokens; the result includes the prompts."""
+    # All processes of a replica must call it, and all get the result. There is no KV cache: each token costs a forward
+    # pass of the whole sequence. To generate much, load a checkpoint in one process, or export it.
     batch = {name: value for name, value in options.items() if isinstance(value, Tensor | dict)}
     settings = {name: value for name, value in options.items() if name not in batch and value is not None}
     unknown = sorted(settings.keys() - _GENERATE_OPTIONS)

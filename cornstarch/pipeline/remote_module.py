@@ -26,10 +26,9 @@ _CallResults = dict[str, list[Any]]  # by the name of a layer or another module:
 
 
 class StageDone(Exception):
-    """Ends the forward of a model when all layers of a stage have run; carries the payload for the next stage.
+    """Ends the forward of a model when all layers of a stage have run; carries the payload for the next stage."""
 
-    It is not an error, but torch runs its `always_call` hooks only for subclasses of `Exception`.
-    """
+    # Not an error, but torch runs its `always_call` hooks only for subclasses of `Exception`.
 
     def __init__(self, payload: dict[str, Any]) -> None:
         super().__init__("the stage is done")
@@ -61,10 +60,7 @@ class StageForward:
     @contextmanager
     def open(self, received: Mapping[str, Any] | None) -> Iterator[None]:
         assert not self.is_open, "a stage runs one microbatch at a time"
-        if (received is None) != self.is_first:
-            raise ConfigError(
-                "The first stage receives nothing; every other stage receives what the one before it returned."
-            )
+        check_received(received, self.is_first)
         if received is not None:
             self.received, self.precisions = dict(received["results"]), dict(received["precisions"])
         # Results that later stages read are passed on, whether or not this stage reads them.
@@ -114,6 +110,13 @@ class StageForward:
         if entry is not None:
             self._recorded[_ENTRY] = [entry]
         return StageDone({"results": dict(self._recorded), "precisions": dict(self.precisions)})
+
+
+def check_received(received: Any, is_first: bool) -> None:
+    if is_first != (received is None):
+        raise ConfigError(
+            "The first stage receives nothing; every other stage receives what the one before it returned."
+        )
 
 
 def _get_float_dtypes(result: Any) -> list[torch.dtype]:
@@ -227,26 +230,20 @@ class ShapePlaceholder(RemoteModule):
 
 
 def _call_without_weights(module: nn.Module, device: torch.device, inputs: Any, options: Any) -> Any:
-    state: dict[str, Tensor] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    def move(tensor: Tensor) -> Tensor:
         if tensor.is_meta and device.type != "meta":
-            state[name] = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        else:
-            state[name] = tensor.detach().to(device)
+            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return tensor.detach().to(device)
+
+    state = {name: move(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     return torch.func.functional_call(module, state, inputs, options)
 
 
 def _get_shape_key(value: Any) -> tuple[Any, ...] | None:
     """Return everything that the shapes of results depend on, or None if that is unknown."""
-    found: list[Any] = []
-    for leaf in leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append((tuple(leaf.shape), leaf.dtype))
-        elif leaf is None or isinstance(leaf, bool | int | float | str | torch.dtype | torch.device):
-            found.append(leaf)
-        else:
-            return None
-    return tuple(found)
+    plain = bool | int | float | str | torch.dtype | torch.device | None
+    found = [(tuple(one.shape), one.dtype) if isinstance(one, Tensor) else one for one in leaves(value)]
+    return tuple(found) if all(isinstance(one, tuple | plain) for one in found) else None
 
 
 def replace_parameters(modules: Iterable[nn.Module], replace: Callable[[nn.Parameter], nn.Parameter | None]) -> None:
@@ -267,11 +264,10 @@ def record_calls(module: nn.Module, name: str, forward: StageForward) -> None:
     """Record a side module's results where it runs, and replay them where an earlier stage has run it."""
 
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        if not forward.is_open:
-            return None
-        if not forward.has_started and name in forward.received:
+        if forward.is_open and not forward.has_started and name in forward.received:
             return forward.replay(name)
-        forward.record(name, output)
+        if forward.is_open:
+            forward.record(name, output)
         return None
 
     module.register_forward_hook(leave)
@@ -283,12 +279,11 @@ def replace_input(layer: nn.Module, forward: StageForward) -> None:
 
     def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if forward.is_open:
-            place = next((number for number, value in enumerate(inputs) if _is_activation(value)), None)
-            if place is not None:
-                inputs = (*inputs[:place], forward.replay(_ENTRY), *inputs[place + 1 :])
-            else:
-                name = next(name for name, value in options.items() if _is_activation(value))
-                options = {**options, name: forward.replay(_ENTRY)}
+            named: dict[Any, Any] = {**dict(enumerate(inputs)), **options}
+            place = next(place for place, value in named.items() if _is_activation(value))
+            named[place] = forward.replay(_ENTRY)
+            inputs = tuple(named.pop(number) for number in range(len(inputs)))
+            options = named
         return original_call(self, *inputs, **options)
 
     override_class(layer, __call__=call)  # not a hook: hooks run inside activation checkpointing, before FSDP's own

@@ -100,11 +100,8 @@ class Runtime:
         self.acknowledged = self._find_acknowledged_gradients()
 
     def _find_acknowledged_gradients(self) -> dict[tuple[int, int], list[int]]:
-        """Return, by (source stage, microbatch), whose gradients the source needs since its previous forward.
-
-        When the payload of that microbatch arrives, the source has received those gradients: they can be released
-        without a message that says so.
-        """
+        """Return, by (source stage, microbatch), the gradients that the source has when it sends the microbatch."""
+        # They can be released when its payload arrives, without a message that says so.
         found: dict[tuple[int, int], list[int]] = {}
         for source in {source for source, target in self.edges if target in self.programs}:
             needed: list[int] = []
@@ -125,8 +122,7 @@ class Runtime:
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         """Run forward only, without keeping anything for backward."""
-        stages = sorted(self.programs)
-        actions = [Action(Kind.F, s, m) for m in range(len(microbatches)) for s in stages]
+        actions = [Action(Kind.F, s, m) for m in range(len(microbatches)) for s in sorted(self.programs)]
         with torch.no_grad():
             self._run(actions, microbatches, finish)
 
@@ -144,7 +140,7 @@ class Runtime:
             with nullcontext() if channel is None else channel.failure_signal.watch():
                 work()
                 if channel is not None:
-                    channel.flush()
+                    channel.limit_in_flight(0)
         except BaseException as error:
             rank = dist.get_rank() if dist.is_initialized() else 0
             nodes, at = self.graph.nodes, None if step is None else step.current
@@ -361,10 +357,8 @@ class StepExecution:
 
 
 def uses_weight_twice(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
-    """Return whether a weight occurs several times in a graph, as a tied embedding does in a stage with both ends.
-
-    The gradient of such a weight cannot be deferred: the graph between its occurrences would be traversed twice.
-    """
+    """Return whether a weight occurs several times in a graph, as a tied embedding does in a stage with both ends."""
+    # The gradient of such a weight cannot be deferred: the graph between its occurrences would be traversed twice.
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen, weights, received = set(nodes), set(), set(map(id, inputs))
     while nodes:

@@ -44,12 +44,11 @@ Gradients = dict[str, Tensor | None]
 
 _MAX_TWIN_PARAMETERS = 20_000_000  # a model of at most this size may be copied as it is
 _MAX_VERIFIED_STAGES = 4
-_IRRELEVANT_OPTIONS = ("_name_or_path", "dtype", "transformers_version", "architectures")
 
 # Results by class and options, and for modules without a config by object; refusals are remembered, too.
 _analyses: dict[tuple[Any, ...], ModelAnalysis | UnsupportedModelError] = {}
 _module_analyses: WeakKeyDictionary[nn.Module, ModelAnalysis | UnsupportedModelError] = WeakKeyDictionary()
-_embedding_stage_errors: dict[tuple[Any, ...], str | None] = {}
+_embedding_stage_errors: dict[tuple[Any, ...], str] = {}
 
 
 def cut(
@@ -155,7 +154,8 @@ def copy_analysis(target: nn.Module, source: nn.Module) -> None:
 
 
 def _get_cache_key(inner: PreTrainedModel, make_inputs: MakeInputs | None) -> tuple[Any, ...]:
-    options = {name: value for name, value in inner.config.to_dict().items() if name not in _IRRELEVANT_OPTIONS}
+    irrelevant = ("_name_or_path", "dtype", "transformers_version", "architectures")
+    options = {name: value for name, value in inner.config.to_dict().items() if name not in irrelevant}
     return (type(inner), repr(sorted(options.items())), make_inputs)
 
 
@@ -165,7 +165,8 @@ def _use_first_twin(inner: nn.Module, prepare: Callable[[nn.Module], T], verify:
     for build_twin in _list_twin_builders(inner):
         with _use_cpu_float32():
             try:
-                twin = build_twin()
+                twin = build_twin().eval()
+                _fill_parameters(twin)
                 prepared = prepare(twin)
             except UnsupportedModelError:
                 raise
@@ -232,9 +233,7 @@ def _list_twin_builders(inner: nn.Module) -> Iterator[Callable[[], nn.Module]]:
 
 def _build_twin(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
     config._attn_implementation = "eager"
-    twin = kind(config).float().eval()
-    _fill_parameters(twin)
-    return twin
+    return kind(config).float()
 
 
 def _align_widths(config: PreTrainedConfig, twin: PreTrainedConfig) -> PreTrainedConfig:
@@ -254,9 +253,7 @@ def _copy_as_twin(inner: nn.Module) -> nn.Module:
         twin = twin.to_empty(device="cpu")
         for tensor in (*twin.parameters(), *twin.buffers()):
             tensor.data.zero_()
-    twin = twin.to("cpu").eval()
-    _fill_parameters(twin)
-    return twin
+    return twin.to("cpu")
 
 
 def _fill_parameters(twin: nn.Module) -> None:
@@ -303,26 +300,23 @@ def _verify_analysis(twin: nn.Module, batch: dict[str, Any], found: ModelAnalysi
 
 
 def check_embedding_stage(inner: nn.Module) -> None:
-    """Raise `UnsupportedModelError` unless a first stage may have embeddings only, and no layer.
-
-    The second stage then receives the input of the first layer, and nothing else. Whether that is enough is verified on
-    a small copy, once for a class and its options.
-    """
+    """Raise `UnsupportedModelError` unless a first stage may have embeddings only, and no layer."""
+    # The second stage then receives only the input of the first layer. A small copy verifies that this is enough.
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"{type(inner).__name__}: every stage of such a module needs a layer.")
     key = _get_cache_key(inner, None)
     if key not in _embedding_stage_errors:
+        error = ""
         try:
             _use_first_twin(
                 inner,
                 lambda twin: (_get_batch(copy.deepcopy(twin), None), analyze_model(twin)),
                 lambda twin, found: verify_split(twin, *found, [0, 0, *found[1].boundaries[:1]]),
             )
-        except UnsupportedModelError as error:
-            _embedding_stage_errors[key] = str(error)
-        else:
-            _embedding_stage_errors[key] = None
-    if (reason := _embedding_stage_errors[key]) is not None:
+        except UnsupportedModelError as found:
+            error = str(found)
+        _embedding_stage_errors[key] = error
+    if reason := _embedding_stage_errors[key]:
         raise UnsupportedModelError(f"{type(inner).__name__} cannot begin with a stage without layers: {reason}")
 
 
@@ -342,8 +336,7 @@ def verify_split(
         found = run_staged(stages, inputs)
     except Exception as error:
         raise UnsupportedModelError(f"a stage of a small copy fails: {type(error).__name__}: {error}") from error
-    difference = find_first_difference(found, expected)
-    if difference:
+    if difference := _find_first_difference(found, expected):
         raise UnsupportedModelError(f"a small copy computes something else when it is cut: {difference}")
 
 
@@ -372,16 +365,13 @@ def run_staged(stages: Sequence[StageModule], inputs: Mapping[str, Any]) -> Grad
     for sent, arrived in reversed(edges):
         pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if s.requires_grad and a.grad is not None]
         if pairs:
-            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(*zip(*pairs, strict=True))
     total: Gradients = {"loss": loss.detach()}
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
             listed = stage.tied.get(name, name)
-            known = total.get(listed)
-            if known is not None and parameter.grad is not None:
-                total[listed] = known + parameter.grad
-            else:
-                total[listed] = parameter.grad if known is None else known
+            parts = [one for one in (total.get(listed), parameter.grad) if one is not None]
+            total[listed] = sum(parts[1:], parts[0]) if parts else None
     return total
 
 
@@ -398,7 +388,7 @@ def compute_probe_loss(output: Any) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def find_first_difference(found: Gradients, expected: Gradients) -> str:
+def _find_first_difference(found: Gradients, expected: Gradients) -> str:
     """Describe where two results differ beyond rounding; "" if they do not."""
     if found.keys() != expected.keys():
         return f"other parameters: {', '.join(sorted(found.keys() ^ expected.keys())[:3])}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,14 +36,14 @@ class StageModule(nn.Module):
     Random numbers that are drawn before the layers must be the same on all stages: seed each microbatch.
     """
 
-    def __init__(self, model: nn.Module, stage_forward: StageForward, tied: Mapping[str, str], call: Call) -> None:
+    stage_forward: StageForward  # not of a `SequentialStage`
+
+    def __init__(self, model: nn.Module, first: bool, last: bool, tied: Mapping[str, str], call: Call) -> None:
         super().__init__()
-        self.model = model
-        self.first, self.last = stage_forward.is_first, stage_forward.end is None
+        self.model, self.first, self.last, self.call = model, first, last, call
         self.tied = dict(tied)
         """Parameters of this stage that other stages also have, by the name under which the model lists them. The
         gradients of all parameters with the same listed name must be summed."""
-        self.stage_forward, self.call = stage_forward, call
 
     def forward(self, inputs: Mapping[str, Any], received: Payload | None = None) -> Payload | Any:
         """Run the stage on one microbatch.
@@ -64,23 +65,24 @@ class StageModule(nn.Module):
         return output
 
     def extra_repr(self) -> str:
-        return f"segments {self.stage_forward.start} to {self.stage_forward.end or 'the last'}"
+        forward = self.__dict__.get("stage_forward")
+        return "" if forward is None else f"segments {forward.start} to {forward.end or 'the last'}"
 
 
 def _list_segments(starts: Sequence[int], layers: int) -> list[range]:
     """Return the segments of each stage; none, if it has embeddings only."""
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], layers + 1], strict=True)]
+    return [range(start, end) for start, end in pairwise([*starts, layers + 1])]
 
 
 def map_modules_to_stages(analysis: ModelAnalysis, starts: Sequence[int]) -> dict[str, set[int]]:
     """Return the stages that have each layer and each side module; `starts` has the first segment of each stage."""
     segments = _list_segments(starts, len(analysis.layers))
 
-    def find_stages(uses: frozenset[int]) -> set[int]:
+    def find_stages(uses: Set[int]) -> set[int]:
         found = {stage for stage, own in enumerate(segments) if not uses.isdisjoint(own)}
         return found or set(range(len(starts)))  # all stages, if it is unknown where a module is used
 
-    stages = {name: find_stages(frozenset({number})) for number, name in enumerate(analysis.layers)}
+    stages = {name: find_stages({number}) for number, name in enumerate(analysis.layers)}
     for name, side in analysis.side_modules.items():
         if not segments[0] and 0 in side.uses and not side.in_layer:  # the first stage has embeddings only
             later = side.uses - {0}
@@ -99,7 +101,7 @@ def map_parameters_to_stages(model: nn.Module, analysis: ModelAnalysis, starts: 
     return found
 
 
-def find_tied_names(
+def _find_shared_parameters(
     model: nn.Module, stages: Mapping[str, set[int]], stage: int, everywhere: set[int]
 ) -> dict[str, str]:
     """Return the parameters of a stage that other stages also have, with the names under which the model lists them.
@@ -133,17 +135,18 @@ def build_stage(
 ) -> StageModule:
     """Turn a model into one of its stages, in place: the parameters of other stages are freed."""
     stages = map_modules_to_stages(analysis, starts)
-    tied = find_tied_names(model, stages, stage, set(range(len(starts))))
-    segments = _list_segments(starts, len(analysis.layers))
-    here = segments[stage]
+    here = _list_segments(starts, len(analysis.layers))[stage]
     # A stage of embeddings only also sends the results that are read behind the first layer.
     end = None if stage == len(starts) - 1 else max(1, here.stop)
     forward = StageForward(analysis, here.start, end, is_first=stage == 0)
+    tied = _find_shared_parameters(model, stages, stage, set(range(len(starts))))
     if len(starts) > 1:
         own = {name for name, owners in stages.items() if stage in owners}
         _replace_remote_modules(model, analysis, here, forward, own)
         _adapt_pretrained_models(model)
-    return StageModule(model, forward, tied, call)
+    built = StageModule(model, stage == 0, end is None, tied, call)
+    built.stage_forward = forward
+    return built
 
 
 def _replace_remote_modules(
@@ -213,8 +216,8 @@ def _adapt_pretrained_models(model: nn.Module) -> None:
             "that see both ways) before it is cut"
         )
 
-    def get_first() -> Any:
-        return next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    def read_first(name: str) -> property:
+        return property(lambda _: getattr(next(p for p in model.parameters() if p.is_floating_point()), name))
 
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
@@ -227,9 +230,7 @@ def _adapt_pretrained_models(model: nn.Module) -> None:
             here = dict(part.named_parameters(remove_duplicate=False))
             part.all_tied_weights_keys = {a: b for a, b in keys.items() if a in here and b in here}
         if not has_parameters(part):  # dtype and device are read from parameters
-            remote_module.override_class(
-                part, dtype=property(lambda _: get_first().dtype), device=property(lambda _: get_first().device)
-            )
+            remote_module.override_class(part, dtype=read_first("dtype"), device=read_first("device"))
 
 
 class FunctionLayer(nn.Module):
@@ -249,38 +250,26 @@ class FunctionLayer(nn.Module):
 class SequentialStage(StageModule):
     """One stage of an `nn.Sequential`; `model` is an `nn.Sequential` of its own layers."""
 
-    def __init__(self, model: nn.Module, first: bool, last: bool, tied: Mapping[str, str], call: Call | None) -> None:
-        nn.Module.__init__(self)
-        self.model, self.first, self.last = model, first, last
-        self.tied = dict(tied)
-        self.call = call or call_with_single_input
-
     @classmethod
     def of(cls, model: nn.Module, starts: Sequence[int], stage: int, call: Call | None) -> SequentialStage:
         """Turn an `nn.Sequential` into one of its stages, in place."""
         names = list(model._modules)
-        ends = [*starts[1:], len(names)]
-        stages = {name: {s for s, end in enumerate(ends) if starts[s] <= n < end} for n, name in enumerate(names)}
-        tied = find_tied_names(model, stages, stage, set(range(len(starts))))
+        segments = _list_segments(starts, len(names) - 1)
+        stages = {name: {s for s, own in enumerate(segments) if n in own} for n, name in enumerate(names)}
+        tied = _find_shared_parameters(model, stages, stage, set(range(len(starts))))
         for name in names:
             if stage not in stages[name]:
                 del model._modules[name]
-        return cls(model, stage == 0, stage == len(starts) - 1, tied, call)
+        return cls(model, stage == 0, stage == len(starts) - 1, tied, call or call_with_single_input)
 
     def forward(self, inputs: Mapping[str, Any], received: Payload | None = None) -> Payload | Any:
         """Run the layers of the stage on the batch, or on the output of the previous stage."""
-        if self.first != (received is None):
-            raise ConfigError(
-                "The first stage receives nothing; every other stage receives what the one before it returned."
-            )
+        remote_module.check_received(received, self.first)
         if self.first:
             return self.call(self.model, inputs)
         # Received tensors are leaves that require a gradient: autograd forbids to modify them in place.
         writes = any(getattr(layer, "inplace", False) for layer in self.model.modules())
         return self.model(map_tensors(Tensor.clone, received) if writes else received)
-
-    def extra_repr(self) -> str:
-        return ""
 
 
 def call_with_single_input(model: nn.Module, inputs: Mapping[str, Any]) -> Any:

@@ -94,9 +94,8 @@ class LanguageProgram(StageProgram):
     ) -> None:
         super().__init__(model, part)
         self.sources, self.runs_encoders = dict(sources), runs_encoders
-        if not runs_encoders:
-            for name, encoder in model.encoders.items():
-                _check_single_output(name, encoder)
+        for name, encoder in {} if runs_encoders else model.encoders.items():
+            _check_single_output(name, encoder)
 
     def forward(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
         assert isinstance(self.model, MultimodalModel)
@@ -118,10 +117,7 @@ class LanguageProgram(StageProgram):
     def _collect_features(
         self, inputs: Inputs, received: Mapping[int, Payload]
     ) -> tuple[dict[str, EncoderFeatures], list[Tensor]]:
-        """Return the tokens of the batch's modalities, and the outputs for dummy inputs of the other modalities.
-
-        The latter must stay in the graph, so that all ranks run the same backward.
-        """
+        """Return the tokens of the batch's modalities, and the outputs for dummy inputs of the other modalities."""
         assert isinstance(self.model, MultimodalModel)
         own = split_encoder_inputs(self.model, inputs)
         if self.runs_encoders:
@@ -134,7 +130,7 @@ class LanguageProgram(StageProgram):
             if (name := self.sources[stage]) in own:
                 features[name] = found
             else:
-                touched += found.tensors()
+                touched += found.tensors()  # they stay in the graph, so that all ranks run the same backward
         return {name: features[name] for name in self.model.encoders if name in features}, touched
 
     def _build_dummy_features(self, tokens: Mapping[str, Any]) -> dict[str, EncoderFeatures]:

@@ -30,15 +30,16 @@ from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
 from cornstarch.plan.stage_graph import places_of, stage_graph
 from cornstarch.schedule.graph import StageGraph
 
-_ORIGINAL_NAMES = "_cornstarch_whole_names"
+# The attribute of a model with the names of tied parameters in the whole model, by local name, if it has any: a tied
+# head is the table of embeddings there.
+ORIGINAL_NAMES = "_cornstarch_whole_names"
 
 
 class StageAssignment:
     """The stages of a model, and which of them belong to this rank.
 
-    Building one changes nothing and asks no other rank, so it also works on a model on the meta device. `bind` carries
-    the assignment over to the real model, so that the balancing of layers over stages happens once. The `requires_grad`
-    flags of the model are set. Without a template, the stages of a module are balanced by cost.
+    Building one changes nothing and asks no other rank, so it also works on a model on the meta device; `bind` carries
+    it over to the real model. The `requires_grad` flags are set. Without a template, stages are balanced by cost.
     """
 
     def __init__(
@@ -53,9 +54,8 @@ class StageAssignment:
                 "gradients when the backward pass is taken apart. Use 1f1b or gpipe."
             )
         self.place_of_rank = layout.place(distributed.rank())
-        self.templates = {
-            name: self._template(name, plan, templates or {}) for name, plan in layout.plan.modules.items()
-        }
+        given, plans = templates or {}, layout.plan.modules.items()
+        self.templates = {name: self._template(name, plan, given.get(name)) for name, plan in plans}
         self.graph = self._build_graph()
         self.ranks = places_of(layout, self.place_of_rank.dp)
         """The ranks of every place in this rank's replica."""
@@ -114,15 +114,11 @@ class StageAssignment:
                 if name not in plans:
                     yield name, encoder, list(plans.values())[-1]
 
-    def own(self) -> list[int]:
-        return [number for number, node in enumerate(self.graph.nodes) if node.place == self.place]
-
     def local_parameters(self) -> set[int]:
         """Return the parameters that this process's stages have, by `id`: all others may do without memory here."""
         found: set[int] = set()
         inside = False
-        for number in self.own():
-            node = self.graph.nodes[number]
+        for node in (self.graph.nodes[number] for number in self.graph.at(self.place)):
             module, template = self.module(node.module), self.templates[node.module]
             if template is None:
                 found.update(map(id, module.parameters()))
@@ -139,26 +135,23 @@ class StageAssignment:
                 found.update(id(parameter) for encoder in encoders for parameter in encoder.parameters())
         return found
 
-    def _template(
-        self, name: str, plan: ModulePlan, given: Mapping[str, PipelineTemplate | None]
-    ) -> PipelineTemplate | None:
+    def _template(self, name: str, plan: ModulePlan, template: PipelineTemplate | None) -> PipelineTemplate | None:
         stages = plan.stages * plan.virtual_stages
-        template = given.get(name)
-        if template is None:
-            if stages == 1:
-                return None
-            if plan.layers is not None:
-                try:
-                    return PipelineTemplate.of_layers(self.module(name), plan.layers)
-                except ConfigError as error:
-                    raise ConfigError(f"parallel.modules.{name}.{error}") from None
-            encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
-            upstream = self.is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
-            return PipelineTemplate.split(self.module(name), stages, trained_upstream=upstream)
-        template.check(self.module(name))
-        if template.num_stages != stages:
-            raise ConfigError(f"{name}: the template has {template.num_stages} stages, the plan {stages}.")
-        return template
+        if template is not None:
+            template.check(self.module(name))
+            if template.num_stages != stages:
+                raise ConfigError(f"{name}: the template has {template.num_stages} stages, the plan {stages}.")
+            return template
+        if stages == 1:
+            return None
+        if plan.layers is not None:
+            try:
+                return PipelineTemplate.of_layers(self.module(name), plan.layers)
+            except ConfigError as error:
+                raise ConfigError(f"parallel.modules.{name}.{error}") from None
+        encoders = self.model.encoders.values() if isinstance(self.model, MultimodalModel) else ()
+        upstream = self.is_last(name) and any(p.requires_grad for one in encoders for p in one.parameters())
+        return PipelineTemplate.split(self.module(name), stages, trained_upstream=upstream)
 
 
 class StageGroups:
@@ -177,20 +170,13 @@ class StageGroups:
 
 
 def release_remote_parameters(model: nn.Module, held: set[int]) -> None:
-    """Move all parameters except the local ones (given by `id`) to the meta device, in place.
-
-    Ties and `requires_grad` flags survive. Buffers are small and stay.
-    """
-    bare: dict[int, nn.Parameter] = {}
-
-    def release(parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) in held or parameter.is_meta:
-            return parameter
-        if id(parameter) not in bare:
-            bare[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        return bare[id(parameter)]
-
-    replace_parameters(model.modules(), release)
+    """Move all parameters except those in `held` (by `id`) to the meta device, with their ties and `requires_grad`."""
+    released = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+        if id(parameter) not in held and not parameter.is_meta
+    }
+    replace_parameters(model.modules(), lambda parameter: released.get(id(parameter), parameter))
 
 
 def _trains(module: nn.Module, template: PipelineTemplate | None) -> list[bool]:
@@ -237,10 +223,8 @@ def find_tied_parameters(named: Mapping[str, nn.Parameter], layout: Layout) -> l
 
 @contextmanager
 def sum_tied_gradients(ties: Sequence[TiedParameter]) -> Iterator[None]:
-    """Run a block that computes gradients, and sum those of tied parameters over the stages that have them.
-
-    Gradients from before the block were summed already; they are set aside, so that they are not summed again.
-    """
+    """Run a block that computes gradients, and sum those of tied parameters over the stages that have them."""
+    # Gradients from before the block were summed already; they are set aside, so that they are not summed again.
     trained = [tie for tie in ties if tie.parameter.requires_grad]
     earlier = [tie.parameter.grad for tie in trained]
     for tie in trained:
@@ -253,14 +237,3 @@ def sum_tied_gradients(ties: Sequence[TiedParameter]) -> Iterator[None]:
         dist.all_reduce(distributed.to_local_tensor(parameter.grad), group=tie.group)
         if before is not None:
             parameter.grad = parameter.grad + before
-
-
-def set_original_names(model: nn.Module, names: Mapping[str, str]) -> None:
-    """Store, by local name, the name of a parameter in the whole model: a tied head is the table of embeddings."""
-    model.__dict__[_ORIGINAL_NAMES] = dict(names)
-
-
-def get_original_names(model: nn.Module) -> Mapping[str, str]:
-    """Return the names that `set_original_names` stored; most models have none."""
-    found: Mapping[str, str] = model.__dict__.get(_ORIGINAL_NAMES, {})
-    return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ BALANCE_METHODS = ("parameters", "flops", "time", "uniform")
 _TIMED_PASSES = 3  # the fastest counts
 
 
+@dataclass(repr=False)
 class PipelineTemplate:
     """The modules of each stage of a model, by name.
 
@@ -32,16 +35,18 @@ class PipelineTemplate:
         modules_per_stage: The names of the modules of each stage; together they are those of `get_modules`, in order.
     """
 
-    def __init__(self, model_name: str, modules_per_stage: Sequence[Sequence[str]]) -> None:
-        if not modules_per_stage or isinstance(modules_per_stage, str):
+    model_name: str
+    modules_per_stage: Sequence[Sequence[str]]
+
+    def __post_init__(self) -> None:
+        if not self.modules_per_stage or isinstance(self.modules_per_stage, str):
             raise ConfigError("A pipeline template has no stages: give the names of the modules of each.")
-        for number, names in enumerate(modules_per_stage):
+        for number, names in enumerate(self.modules_per_stage):
             if isinstance(names, str) or not all(isinstance(name, str) for name in names):
                 raise ConfigError(f"modules_per_stage[{number}] = {names!r}: expected a list of names of modules.")
             if not names:
                 raise ConfigError(f"modules_per_stage[{number}] is empty: every stage needs a module.")
-        self.model_name = model_name
-        self.modules_per_stage = [list(names) for names in modules_per_stage]
+        self.modules_per_stage = [list(names) for names in self.modules_per_stage]
 
     @property
     def num_stages(self) -> int:
@@ -54,11 +59,6 @@ class PipelineTemplate:
 
     def __repr__(self) -> str:
         return f"PipelineTemplate({self.model_name}, {self.num_stages} stages)"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PipelineTemplate):
-            return NotImplemented
-        return (self.model_name, self.modules_per_stage) == (other.model_name, other.modules_per_stage)
 
     def __hash__(self) -> int:
         return hash((self.model_name, tuple(map(tuple, self.modules_per_stage))))
@@ -135,10 +135,9 @@ class PipelineTemplate:
     def _from_starts(cls, model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int]) -> PipelineTemplate:
         listed = find_wrapped_model(model).list_template_names(analysis)
         segments = [analysis.segment_of(name) for name in analysis.modules]
-        ends = [*starts[1:], len(analysis.layers) + 1]
         stages = [
             [name for name, segment in zip(listed, segments, strict=True) if start <= segment < end]
-            for start, end in zip(starts, ends, strict=True)
+            for start, end in pairwise([*starts, len(analysis.layers) + 1])
         ]
         return cls(cls.get_model_name(model), stages)
 
@@ -149,9 +148,8 @@ class PipelineTemplate:
     def starts(self, model: nn.Module, known: ModelAnalysis) -> list[int]:
         """Return the segment with which each stage begins; see `model_analysis`."""
         wrapped = find_wrapped_model(model)
-        if self.model_name != wrapped.class_name:
-            advice = "Make one of its modules: PipelineTemplate.get_modules."
-            raise ConfigError(f"{self!r} is not for {wrapped.class_name}. {advice}")
+        if self.model_name != (name := wrapped.class_name):
+            raise ConfigError(f"{self!r} is not for {name}. Make one of its modules: PipelineTemplate.get_modules.")
         # Modules without parameters (dropout, rotary embeddings) are on every stage, wherever they are listed.
         free = {wrapped.get_template_name(n) for n, one in known.side_modules.items() if not one.has_parameters}
         stages = [[name for name in names if name not in free] for names in self.modules_per_stage]
@@ -169,8 +167,7 @@ class PipelineTemplate:
             if name in seen:
                 raise ConfigError(f"{self!r}: {name} is there twice, in stage {seen[name]} and in stage {stage}.")
             seen[name] = stage
-        missing = [name for name in expected if name not in seen]
-        if missing:
+        if missing := [name for name in expected if name not in seen]:
             before = expected[: expected.index(missing[0])]
             where = f"behind {before[-1]} in stage {seen[before[-1]]}" if before else "at the beginning of stage 0"
             raise ConfigError(f"{self!r}: {_shorten(missing)} missing; {missing[0]} belongs {where}.")
@@ -184,13 +181,11 @@ class PipelineTemplate:
     def _find_starts(self, stages: Sequence[Sequence[str]], known: ModelAnalysis, wrapped: WrappedModel) -> list[int]:
         segments = {wrapped.get_template_name(name): known.segment_of(name) for name in known.modules}
         layers = [wrapped.get_template_name(name) for name in known.layers]
+        if not all(stages):
+            raise ConfigError(f"{self!r}: stage {[*map(bool, stages)].index(False)} has no module with parameters.")
         starts = [0]
-        for number, names in enumerate(stages):
-            if not names:
-                raise ConfigError(f"{self!r}: stage {number} has no module with parameters.")
-            if number == 0:
-                continue
-            last, first = stages[number - 1][-1], names[0]
+        for number, (before, names) in enumerate(pairwise(stages), 1):
+            last, first = before[-1], names[0]
             start = segments[first]
             if number == 1 and first == layers[0]:  # the first stage has embeddings only
                 check_embedding_stage(wrapped.inner)
@@ -239,10 +234,9 @@ def _compute_segment_costs(
 
 
 def _count_flops(module: nn.Module) -> float:
-    """Return the floating-point operations for one token: two for each parameter that is multiplied.
-
-    Embeddings are looked up, not multiplied; of experts that are stacked in one tensor, only the chosen ones are read.
-    """
+    """Return the floating-point operations for one token: two for each parameter that is multiplied."""
+    # Embeddings are looked up, not multiplied; of experts that are stacked in one tensor, only the chosen ones are
+    # read.
     total = 0.0
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -298,6 +292,5 @@ def balance_stages(costs: Sequence[float], boundaries: Sequence[int], stages: in
         raise ConfigError(f"{stages!r} stages: expected a number from 1.")
     if stages > len(places):
         raise ConfigError(f"{name} can be cut into at most {len(places)} stages; {stages} were asked for.")
-    ends = [*places[1:], len(costs)]
-    pieces = [sum(costs[start:end]) for start, end in zip(places, ends, strict=True)]
+    pieces = [sum(costs[start:end]) for start, end in pairwise([*places, len(costs)])]
     return [places[first] for first in best_cut(pieces, stages)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from cornstarch.schedule.graph import StageGraph
+from cornstarch.schedule.graph import Backward, StageGraph
 
 
 class Kind(StrEnum):
@@ -30,6 +30,12 @@ class Kind(StrEnum):
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 SEND_OF_RECEIVE = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
+_BACKWARD_KINDS: dict[Backward, tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {  # whole, and split
+    "none": ((), ()),
+    "input": ((Kind.I,), (Kind.I,)),
+    "weight": ((Kind.B,), (Kind.W,)),
+    "both": ((Kind.B,), (Kind.I, Kind.W)),
+}
 
 
 class Action(NamedTuple):
@@ -44,26 +50,14 @@ class Action(NamedTuple):
 
 
 def get_backward_kinds(graph: StageGraph, stage: int, split: bool = False) -> tuple[Kind, ...]:
-    """Return the actions of a stage's backward, in order.
-
-    split: whether the gradients of inputs and weights are separate actions, where there are both.
-    """
-    backward = graph.backward(stage)
-    if backward == "none":
-        return ()
-    if backward == "input":
-        return (Kind.I,)
-    if not split:
-        return (Kind.B,)
-    return (Kind.I, Kind.W) if backward == "both" else (Kind.W,)
+    """Return the actions of a stage's backward, in order; `split` separates gradients of inputs and of weights."""
+    return _BACKWARD_KINDS[graph.backward(stage)][split]
 
 
 def get_duration(graph: StageGraph, kind: Kind, stage: int) -> float:
-    """Return the duration of an action; transfers take no time of the place itself.
-
-    A stage before which nothing is trained sends no gradient, but gradients pass through its layers up to the first
-    one: its whole backward takes both times, whether it is called `B` or `W`.
-    """
+    """Return the duration of an action; transfers take no time of the place itself."""
+    # A stage before which nothing is trained sends no gradient, but gradients pass through its layers up to the first
+    # one: its whole backward takes both times, whether it is called `B` or `W`.
     node = graph.nodes[stage]
     if kind is Kind.F:
         return node.forward
@@ -109,16 +103,13 @@ def get_transfers(graph: StageGraph, action: Action) -> tuple[list[Action], list
     nodes, place = graph.nodes, graph.nodes[action.stage].place
     before = [other for other in graph.predecessors(stage) if nodes[other].place != place]
     after = [other for other in graph.successors(stage) if nodes[other].place != place]
-    if kind is Kind.F:
-        received = [Action(Kind.RECV_F, stage, microbatch, other) for other in before]
-        return received, [Action(Kind.SEND_F, stage, microbatch, other) for other in after]
-    received, sent = [], []
-    if kind is not Kind.W or graph.backward(stage) == "weight":
-        received = [Action(Kind.RECV_B, stage, microbatch, other) for other in after]
-    if kind is not Kind.W:
-        back = [other for other in before if graph.sends_gradient(other, stage)]
-        sent = [Action(Kind.SEND_B, stage, microbatch, other) for other in back]
-    return received, sent
+    receive, send, sources, targets = Kind.RECV_F, Kind.SEND_F, before, after
+    if kind is not Kind.F:
+        receive, send = Kind.RECV_B, Kind.SEND_B
+        sources = after if kind is not Kind.W or graph.backward(stage) == "weight" else []
+        targets = [other for other in before if kind is not Kind.W and graph.sends_gradient(other, stage)]
+    received = [Action(receive, stage, microbatch, other) for other in sources]
+    return received, [Action(send, stage, microbatch, other) for other in targets]
 
 
 @dataclass(frozen=True)
@@ -132,12 +123,10 @@ class Schedule:
     reason: str = ""  # why this policy was chosen, if it was chosen automatically
 
     def with_transfers(self) -> Schedule:
-        """Return the schedule with sends and receives between different places.
-
-        A value is sent right after the computation that produces it, and received right before the one that needs it.
-        Places wait in receives, but not in sends, so they cannot deadlock. Along each edge, messages are sent and
-        received in the same order; messages of different edges between two places may overtake one another.
-        """
+        """Return the schedule with sends and receives between different places."""
+        # A value is sent right after the computation that produces it, and received right before the one that needs it.
+        # Places wait in receives, but not in sends, so they cannot deadlock. Along each edge, messages are sent and
+        # received in the same order; messages of different edges between two places may overtake one another.
         lists: list[list[Action]] = [[] for _ in self.actions]
         for mine, found in zip(self.actions, lists, strict=True):
             for action in mine:
@@ -176,8 +165,7 @@ class Schedule:
                 for kind in split if is_split else whole:
                     if not found.pop(Action(kind, stage, m), 0):
                         raise ValueError(f"{Action(kind, stage, m)} is missing.")
-        rest = [action for action, count in found.items() if count]
-        if rest:
+        if rest := [action for action, count in found.items() if count]:
             backward = self.graph.backward(rest[0].stage)
             raise ValueError(f"{rest[0]} is superfluous: the backward of its stage computes {backward}.")
 
@@ -219,11 +207,9 @@ class DeadlockError(ValueError):
 def compute_times(
     graph: StageGraph, actions: Sequence[Sequence[Action]], transfer: TransferTimes = 0
 ) -> list[list[TimeSpan]]:
-    """Return beginning and end of every action, by place, if each place runs its actions in order.
-
-    Receives wait, sends do not. A result of another place arrives `transfer` later; meanwhile, the place that needs it
-    may compute, as long as its next action needs something else. Costs that are fractions are added up exactly.
-    """
+    """Return beginning and end of every action, by place, if each place runs its actions in order."""
+    # Receives wait, sends do not. A result of another place arrives `transfer` later; meanwhile, the place that needs
+    # it may compute, as long as its next action needs something else. Costs that are fractions are added up exactly.
     rules = _ActionRules(graph, actions, transfer)
     ends: list[float | None] = [None] * (len(rules.indices) * rules.microbatches)
     waiting: dict[int, list[int]] = {}  # the places that wait for a result
@@ -284,9 +270,7 @@ class _ActionRules:
 def _get_lag(graph: StageGraph, transfer: TransferTimes, one: int, other: int) -> float:
     if graph.nodes[one].place == graph.nodes[other].place:
         return 0
-    if not isinstance(transfer, Mapping):
-        return transfer
-    return transfer.get((one, other), transfer.get((other, one), 0))
+    return transfer.get((one, other), transfer.get((other, one), 0)) if isinstance(transfer, Mapping) else transfer
 
 
 def _describe_deadlock(

@@ -27,10 +27,8 @@ _END = -1
 
 
 def get_warmup_depths(graph: StageGraph) -> list[int]:
-    """Return the forwards before each stage's first backward with 1F1B: one for each stage to the end, and its own.
-
-    With equal stages, the first gradient then arrives just when another forward would exceed the memory.
-    """
+    """Return the forwards before each stage's first backward with 1F1B: one for each stage to the end, and its own."""
+    # With equal stages, the first gradient then arrives just when another forward would exceed the memory.
     return [graph.distance(stage) + 1 for stage in range(len(graph.nodes))]
 
 

@@ -76,10 +76,8 @@ def pause_garbage_collection() -> Iterator[None]:
 
 
 def count_in_flight(schedule: Schedule) -> list[int]:
-    """Return, by stage, the largest number of microbatches whose activations are kept at once.
-
-    They are kept from the forward to the end of the backward; a stage without a backward keeps none.
-    """
+    """Return, by stage, the largest number of microbatches whose activations are kept at once."""
+    # They are kept from the forward to the end of the backward; a stage without a backward keeps none.
     graph = schedule.graph
     backward = [graph.backward(stage) for stage in range(len(graph.nodes))]
     count, most = [0] * len(graph.nodes), [0] * len(graph.nodes)
@@ -108,10 +106,8 @@ def _replace_backwards(graph: StageGraph, actions: Sequence[Action], split: bool
 
 
 def _order_interleaved(graph: StageGraph, microbatches: int) -> PlaceOrder:
-    """Return the interleaved order for modules with several stages per place, and 1F1B for the others.
-
-    Modules are processed from the end, because the warm-up of each depends on the warm-up of the modules behind it.
-    """
+    """Return the interleaved order for modules with several stages per place, and 1F1B for the others."""
+    # Modules are processed from the end, because the warm-up of each depends on the warm-up of the modules behind it.
     modules: dict[str, list[int]] = {}
     for stage in sorted(range(len(graph.nodes)), key=graph.distance):
         modules.setdefault(graph.nodes[stage].module, []).append(stage)
@@ -181,11 +177,9 @@ def _build_interleaved_lines(
 
 
 def _order_zero_bubble(graph: StageGraph, microbatches: int, one_f_one_b: PlaceOrder) -> tuple[PlaceActions, float]:
-    """Return the fastest of some orders, in simulation with the graph's costs, and its makespan: at most that of 1F1B.
-
-    No stage has more microbatches in flight than the first stage of its module has with 1F1B. Of equally fast orders
-    the first is taken; an order that reaches the lower bound ends the search.
-    """
+    """Return the fastest of some orders in simulation with the graph's costs, and its makespan: at most 1F1B's."""
+    # No stage has more microbatches in flight than the first stage of its module has with 1F1B. Of equally fast orders
+    # the first is taken; an order that reaches the lower bound ends the search.
     best: PlaceActions = ()
     shortest = float("inf")
     bound = compute_lower_bound(graph, microbatches)
@@ -228,11 +222,9 @@ def _split_backwards(graph: StageGraph, actions: PlaceActions) -> PlaceActions:
 
 
 def compute_lower_bound(graph: StageGraph, microbatches: int) -> float:
-    """Return a makespan that no order can beat.
-
-    A place does all its work after its first input can arrive. Apart from gradients of weights, the last actions of a
-    stage are gradients of inputs, after all its forwards; from there gradients travel back to the first weights.
-    """
+    """Return a makespan that no order can beat."""
+    # A place does all its work after its first input can arrive. Apart from gradients of weights, the last actions of a
+    # stage are gradients of inputs, after all its forwards; from there gradients travel back to the first weights.
     earliest: dict[int, float] = {}
     back: dict[int, float] = {}  # from the end of a stage's input gradients to the end of its and all earlier backwards
     kinds = [(Kind.F, *get_backward_kinds(graph, stage, split=True)) for stage in range(len(graph.nodes))]
@@ -262,10 +254,8 @@ def _order_1f1b(graph: StageGraph, microbatches: int) -> PlaceOrder:
 
 
 def _build_auto(graph: StageGraph, microbatches: int) -> Schedule:
-    """Return the fastest schedule in simulation whose memory does not grow with the number of microbatches.
-
-    Of equally fast ones the first is taken: it is the simplest.
-    """
+    """Return the fastest schedule in simulation whose memory does not grow with the number of microbatches."""
+    # Of equally fast ones the first is taken: it is the simplest.
     found = {"1f1b": add_makespan(graph, _order_1f1b(graph, microbatches))}
     left_out = ""
     stages = [(node.module, node.place) for node in graph.nodes]

@@ -81,7 +81,7 @@ def posted() -> list[list[float]]:
     for one in own:
         one.zero_()
     found = [one.double().flatten().tolist() for one in arrival.wait()]
-    post.flush()
+    post.limit_in_flight(0)
     dist.barrier()
     post.close()
     return found
