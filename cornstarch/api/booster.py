@@ -116,20 +116,17 @@ class Booster:
             raise ConfigError("The lr_scheduler is of another optimizer than the one that is boosted.")
         there = list(model.encoder_names) if isinstance(model, MultimodalModel) else []
         given = list(self.plugin.encoder_plugins)
-        for name in there:
-            if name not in given:
-                raise ConfigError(
-                    f"The {name} encoder has no plugin: encoder_plugins has {', '.join(given) or 'none'}. Add "
-                    f"encoder_plugins={{{name!r}: ModalParallelPlugin(…)}}."
-                )
-        for name in given:
-            if name not in there:
-                raise ConfigError(
-                    f"encoder_plugins[{name!r}]: the model has no such encoder; it has {', '.join(there) or 'none'}."
-                )
-        if self.plugin.precision == "fp16" and any(
-            parameter.dtype == torch.float16 for parameter in model.parameters() if parameter.requires_grad
-        ):
+        if missing := [name for name in there if name not in given]:
+            raise ConfigError(
+                f"The {missing[0]} encoder has no plugin: encoder_plugins has {', '.join(given) or 'none'}. Add "
+                f"encoder_plugins={{{missing[0]!r}: ModalParallelPlugin(…)}}."
+            )
+        if unknown := [name for name in given if name not in there]:
+            raise ConfigError(
+                f"encoder_plugins[{unknown[0]!r}]: the model has no such encoder; it has {', '.join(there) or 'none'}."
+            )
+        trained = (parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        if self.plugin.precision == "fp16" and torch.float16 in trained:
             raise ConfigError("precision = fp16 needs trained weights in fp32: load the model in float32.")
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout) -> None:
@@ -158,6 +155,7 @@ class Booster:
                 check_loss(model, layout)
             except ConfigError as error:
                 warnings.warn(f"{str(error).partition('.')[0]}. Each replica computes its own.", stacklevel=3)
+        # On all ranks: what cannot be cut is refused.
         untested = find_untested_modules(model, layout) if layout.world > 1 else []
         if untested and distributed.rank() == 0:
             warnings.warn(

@@ -9,6 +9,7 @@ text says which items belong to which sample: each sample has as many placeholde
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -130,14 +131,9 @@ class MicrobatchSplitter:
                 f"The batch cannot be cut: without input_ids it is unknown which {name} items belong to which sample."
             )
         merge.check_placeholders(name, tokens, EncoderFeatures(torch.empty(sum(lengths), 0), list(lengths)))
-        # The first item of each sample, and the number of all items; the counts are known to match.
+        # The counts are known to match: a sample ends with the item that has its last token.
         ends = [0, *accumulate(lengths)]
-        starts, item, wanted = [0], 0, 0
-        for count in tokens.sum(-1).tolist():
-            wanted += count
-            while item < len(lengths) and ends[item] < wanted:
-                item += 1
-            starts.append(item)
+        starts = [0, *(bisect_left(ends, tokens_so_far) for tokens_so_far in accumulate(tokens.sum(-1).tolist()))]
         starts[-1] = len(lengths)
         return _BatchItems(name, starts, patches)
 
@@ -163,10 +159,8 @@ class MicrobatchSplitter:
 
 
 def count_samples(batch: Batch) -> int:
-    for key in _TEXT:
-        if isinstance(value := batch.get(key), Tensor) and value.dim():
-            return len(value)
-    found = next((value for value in batch.values() if isinstance(value, Tensor) and value.dim()), None)
+    values = (*(batch.get(key) for key in _TEXT), *batch.values())
+    found = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
     if found is None:
         raise ConfigError(f"The batch has no tensor whose rows are samples; it has {', '.join(batch) or 'nothing'}.")
     return len(found)

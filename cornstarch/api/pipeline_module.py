@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -229,37 +230,28 @@ def initialize(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = optimizer if isinstance(optimizer, Optimizer) or optimizer is None or not trained else optimizer(trained)
     used = made if isinstance(made, Optimizer) else None
-    return PipelineEngine(
-        model,
-        used,
-        microbatches,
-        gradient_clipping=gradient_clipping,
-        is_trained=optimizer is not None,
-        lr_scheduler=lr_scheduler(used) if lr_scheduler and used is not None else None,
-        data=None if training_data is None else _iterate_forever(model, training_data, microbatch_size, collate_fn),
-    )
+    data = None if training_data is None else _iterate_forever(model, training_data, microbatch_size, collate_fn)
+    scheduler = lr_scheduler(used) if lr_scheduler and used is not None else None
+    return PipelineEngine(model, used, microbatches, gradient_clipping, optimizer is not None, scheduler, data)
 
 
+@dataclass(eq=False)
 class PipelineEngine:
     """Trains the stages of a `PipelineModule`; `initialize` returns one."""
 
-    def __init__(
-        self,
-        model: PipelineModule,
-        optimizer: Optimizer | None,
-        microbatches: int,
-        *,
-        gradient_clipping: float | None = None,
-        is_trained: bool = True,
-        lr_scheduler: Any = None,
-        data: Iterator[Any] | None = None,
-    ) -> None:
-        self.module, self.optimizer, self.microbatches = model, optimizer, microbatches
-        self.gradient_clipping, self.is_trained = gradient_clipping, is_trained
-        self.lr_scheduler, self.data = lr_scheduler, data
-        self.step = 0  # the number of optimizer steps so far
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._train_step = TrainStep(model.parallel, trained, optimizer, max_grad_norm=gradient_clipping)
+    module: PipelineModule
+    optimizer: Optimizer | None
+    microbatches: int
+    gradient_clipping: float | None = None
+    is_trained: bool = True
+    lr_scheduler: Any = None
+    data: Iterator[Any] | None = None
+    step: int = 0  # the number of optimizer steps so far
+
+    def __post_init__(self) -> None:
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        clipping = self.gradient_clipping
+        self._train_step = TrainStep(self.module.parallel, trained, self.optimizer, max_grad_norm=clipping)
 
     @property
     def global_steps(self) -> int:

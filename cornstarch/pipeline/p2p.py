@@ -68,10 +68,8 @@ class Route:
 
 
 def compute_shape_signature(inputs: Mapping[str, Any], training: bool, by_value: Collection[str] = ()) -> Hashable:
-    """Return a key for the shapes between stages: the shapes of the inputs, and the values of those that are sizes.
-
-    by_value: names of inputs with one number per token whose values also determine sizes.
-    """
+    """Return a key for the shapes between stages: the shapes of the inputs, and the values of those that are sizes."""
+    # by_value: inputs with one number per token whose values also determine sizes.
     ids = inputs.get("input_ids")
     tokens = tuple(ids.shape) if isinstance(ids, Tensor) else None
     values = tuple(_hash_input(inputs.get(name), None) for name in by_value)
@@ -113,10 +111,8 @@ class FailureSignal:
         self._thread: threading.Thread | None = None
 
     def report(self, message: str, is_echo: bool) -> str:
-        """Publish a failure; return the first one that any process has published.
-
-        is_echo: whether it is a connection that another process closed, which probably publishes the reason.
-        """
+        """Publish a failure; return the first one that any process has published."""
+        # An echo is a connection that another process closed, which probably publishes the reason.
         deadline = time.monotonic() + _GRACE_SECONDS
         while is_echo and self.get_report() is None and time.monotonic() < deadline:
             time.sleep(0.02)

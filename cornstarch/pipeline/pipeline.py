@@ -67,18 +67,15 @@ class Pipeline:
         self.events: list[ActionEvent] = []  # what this process did in the last step, and when
 
     def split(self, prepare_copy: Callable[[nn.Module], None]) -> None:
-        """Cut the model, in place, to this rank's stages.
-
-        `prepare_copy` is applied to each copy of the model where a rank has several stages of one module; a copy is
-        made before attention masks are routed, which cannot be copied.
-        """
+        """Cut the model, in place, to this rank's stages; `prepare_copy` is applied to each copy of it."""
         own = self.graph.at(self.place)
         modules = [self.graph.nodes[number].module for number in own]
         if len(set(modules)) == len(modules):
             self.programs = {number: self._program(number, self.model) for number in own}
             self._give_up_modules(self.model, set(modules), self.programs.values())
         else:
-            # Several stages of one module: each runs a copy of the model that shares its parameters.
+            # Several stages of one module: each runs a copy of the model that shares its parameters. Routed attention
+            # masks cannot be copied, so `prepare_copy` routes them afterwards.
             for number, name in zip(own, modules, strict=True):
                 copy = stage_program.copy_with_shared_parameters(self.model, self.meshes)
                 prepare_copy(copy)

@@ -36,9 +36,8 @@ Inputs = Mapping[str, Any]
 Finish = Callable[[int, Any], "Tensor | None"]
 """Takes the index of a microbatch and the output of the last stage; returns the loss, from which backward starts."""
 
-
+# The forward of a stage: takes inputs and received payloads; returns a payload, or on the last stage any output.
 StageFunction = Callable[[Inputs, Mapping[int, Payload]], Any]
-"""The forward of a stage: takes inputs and received payloads; returns a payload, or on the last stage any output."""
 
 
 class StageError(RuntimeError):
@@ -70,25 +69,20 @@ class _MicrobatchState:
 class Runtime:
     """Runs the stages of one place.
 
-    Args:
-        programs: The stages of this process's place, by number.
-        edges: The edges between a stage here and a stage of another place, by (source, target).
-        is_active: Whether a stage computes anything for a microbatch. All processes of a replica must give the same
-            answer for all stages. Default: always.
-        before_backward: Called before each backward with the stage and whether it is the stage's last of the step.
-        by_value: Names of inputs with one number per token whose values determine sizes between stages.
+    `is_active` says whether a stage computes anything for a microbatch (default: always); all processes of a replica
+    must give the same answer for all stages.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         place: int,
-        programs: Mapping[int, StageFunction],
-        edges: Mapping[tuple[int, int], StageEdge],
+        programs: Mapping[int, StageFunction],  # the stages of this process's place, by number
+        edges: Mapping[tuple[int, int], StageEdge],  # to and from other places, by (source, target)
         channel: P2PChannel | None,
         is_active: Callable[[int, Inputs], bool] | None = None,
-        before_backward: Callable[[int, bool], None] | None = None,
-        by_value: Collection[str] = (),
+        before_backward: Callable[[int, bool], None] | None = None,  # stage, and whether it is its last of the step
+        by_value: Collection[str] = (),  # see `compute_shape_signature`
     ) -> None:
         self.schedule, self.graph, self.by_value = schedule, schedule.graph, by_value
         self.place, self.programs, self.edges, self.channel = place, dict(programs), dict(edges), channel

@@ -365,7 +365,7 @@ def run_staged(stages: Sequence[StageModule], inputs: Mapping[str, Any]) -> Grad
     for sent, arrived in reversed(edges):
         pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if s.requires_grad and a.grad is not None]
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
+            torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
     total: Gradients = {"loss": loss.detach()}
     for stage in stages:
         for name, parameter in stage.model.named_parameters():

@@ -46,12 +46,7 @@ class StageModule(nn.Module):
         gradients of all parameters with the same listed name must be summed."""
 
     def forward(self, inputs: Mapping[str, Any], received: Payload | None = None) -> Payload | Any:
-        """Run the stage on one microbatch.
-
-        Args:
-            inputs: The batch, as the whole model takes it.
-            received: The payload of the previous stage; None on the first stage.
-        """
+        """Run the stage on a microbatch, as the whole model takes it, and on the payload of the previous stage."""
         with self.stage_forward.open(received):
             try:
                 output = self.call(self.model, inputs)
@@ -104,10 +99,7 @@ def map_parameters_to_stages(model: nn.Module, analysis: ModelAnalysis, starts: 
 def _find_shared_parameters(
     model: nn.Module, stages: Mapping[str, set[int]], stage: int, everywhere: set[int]
 ) -> dict[str, str]:
-    """Return the parameters of a stage that other stages also have, with the names under which the model lists them.
-
-    `stages` says which stages have each module; parameters outside these modules are on the stages `everywhere`.
-    """
+    """Return the parameters of a stage that other stages also have, with the names under which the model lists them."""
     listed = {id(parameter): name for name, parameter in model.named_parameters()}
     own: dict[str, str] = {}  # one name for each parameter, also if it has several on this stage
     owners_of: dict[str, set[int]] = {}
@@ -122,7 +114,7 @@ def _find_shared_parameters(
 def _find_owners(
     model: nn.Module, stages: Mapping[str, set[int]], everywhere: set[int]
 ) -> Iterator[tuple[str, nn.Parameter, set[int]]]:
-    """Yield every name of a parameter, the parameter, and the stages that have it under this name."""
+    """Yield every name of a parameter, the parameter, and the stages that have it: those of its module in `stages`."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         prefix = name
         while prefix and prefix not in stages:

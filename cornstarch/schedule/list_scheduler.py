@@ -85,10 +85,8 @@ def add_makespan(graph: StageGraph, found: PlaceOrder) -> tuple[PlaceActions, fl
 def merge_lines(
     graph: StageGraph, lines: Sequence[Sequence[Action]], limits: Sequence[int] | None = None
 ) -> tuple[PlaceActions, float]:
-    """Return the actions of all lines, by place, in the order in which places would take them, and the makespan.
-
-    limits: by stage, how many microbatches may be in flight; a forward beyond that waits for a backward.
-    """
+    """Return the actions of all lines, by place, in the order in which places would take them, and the makespan."""
+    # limits: by stage, how many microbatches may be in flight; a forward beyond that waits for a backward.
     run = _ListScheduler(graph, lines, limits)
     while run.events:
         run.advance()
