@@ -117,18 +117,3 @@ def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = N
             layer.__dict__["forward"] = replacement
         count += 1
     return count
-
-
-def uncompile_layers(layers: Iterable[nn.Module]) -> None:
-    """Undo `compile_layers`."""
-    for layer in layers:
-        found = layer.__dict__.get("forward")
-        if isinstance(found, CheckpointedForward) and isinstance(found.inner, CompiledForward):
-            found.inner = found.inner.plain
-        for module in layer.modules():
-            found = module.__dict__.get("forward")
-            if isinstance(found, CompiledForward | UncompiledForward):
-                bound_by_class = getattr(found.plain, "__func__", None) is type(module).forward
-                module.__dict__.pop("forward")
-                if not bound_by_class:
-                    module.__dict__["forward"] = found.plain

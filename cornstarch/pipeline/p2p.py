@@ -300,7 +300,7 @@ class StageEdge:
     forward_from: int | None = None
     backward_to: list[int] = field(default_factory=list)
     backward_from: list[int] = field(default_factory=list)
-    _specs: dict[Hashable, PayloadSpec] = field(default_factory=dict)
+    specs: dict[Hashable, PayloadSpec] = field(default_factory=dict)  # those that both ends know, by signature
 
     @classmethod
     def for_rank(cls, rank: int, route: Route, channel: P2PChannel, number: int, name: str) -> StageEdge:
@@ -317,12 +317,9 @@ class StageEdge:
     def _tag(self, kind: int) -> int:
         return self.number * _TAGS + kind
 
-    def get_spec(self, key: Hashable) -> PayloadSpec | None:
-        return self._specs.get(key)
-
     def send(self, key: Hashable, spec: PayloadSpec, tensors: Sequence[Tensor], microbatch: int) -> PayloadSpec:
         """Send a payload forward; return its spec, or the remembered one that equals it."""
-        known = self._specs.get(key)
+        known = self.specs.get(key)
         if known is None:
             self._remember(key, spec)
             content = torch.frombuffer(bytearray(spec.to_json()), dtype=torch.uint8).to(self.channel.device)
@@ -344,7 +341,7 @@ class StageEdge:
         return spec
 
     def post_receive(self, key: Hashable) -> PendingReceive | None:
-        spec = self._specs.get(key)
+        spec = self.specs.get(key)
         if spec is None or self.forward_from is None:
             return None
         return PendingReceive(self.channel, spec, self.forward_from, self._tag(_FORWARD))
@@ -352,19 +349,19 @@ class StageEdge:
     def receive(self, key: Hashable, pending: PendingReceive | None) -> tuple[PayloadSpec, list[Tensor]]:
         """Wait for the next payload; return its spec and tensors."""
         assert self.forward_from is not None
-        if pending is None and key not in self._specs:
+        if pending is None and key not in self.specs:
             source, tag = self.forward_from, self._tag(_HEADER)
             (length,) = PendingReceive(self.channel, _vector_spec(torch.int64, 1), source, tag).wait()
             (content,) = PendingReceive(self.channel, _vector_spec(torch.uint8, int(length)), source, tag).wait()
             self._remember(key, PayloadSpec.from_json(bytes(content.cpu().numpy())))
         pending = pending or self.post_receive(key)
         assert pending is not None
-        return self._specs[key], pending.wait()
+        return self.specs[key], pending.wait()
 
     def _remember(self, key: Hashable, spec: PayloadSpec) -> None:
-        if len(self._specs) >= _MAX_SPECS:  # both ends see the same keys in the same order, and so forget the same
-            self._specs.pop(next(iter(self._specs)))
-        self._specs[key] = spec
+        if len(self.specs) >= _MAX_SPECS:  # both ends see the same keys in the same order, and so forget the same
+            self.specs.pop(next(iter(self.specs)))
+        self.specs[key] = spec
 
     def send_gradients(self, spec: PayloadSpec, gradients: Sequence[Tensor], microbatch: int) -> None:
         for rank in self.backward_to:
@@ -381,14 +378,6 @@ class StageEdge:
         """Post the receives of the gradients of a payload that was sent."""
         tag = self._tag(_BACKWARD)
         return [PendingReceive(self.channel, spec.gradients, rank, tag) for rank in self.backward_from]
-
-    @staticmethod
-    def wait_gradients(pending: Sequence[PendingReceive]) -> list[Tensor]:
-        """Wait for the gradients; return their mean if several ranks send some (one for each cp rank)."""
-        received = [one.wait() for one in pending]
-        if len(received) == 1:
-            return received[0]
-        return [torch.stack(parts).mean(0) for parts in zip(*received, strict=True)]
 
 
 def _vector_spec(dtype: torch.dtype, length: int) -> PayloadSpec:

@@ -22,7 +22,7 @@ from cornstarch.parallel.distributed import average_gradients
 from cornstarch.pipeline import stage_program
 from cornstarch.pipeline import stages as stage_assignment
 from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge
-from cornstarch.pipeline.remote_module import RemoteModule, free_parameters
+from cornstarch.pipeline.remote_module import RemoteModule, free_parameters, replace_parameters
 from cornstarch.pipeline.runtime import ActionEvent, Finish, Runtime
 from cornstarch.pipeline.split import analyze_model, cut
 from cornstarch.pipeline.stage import StageModule
@@ -53,7 +53,7 @@ class Pipeline:
         microbatches: int = 1,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._stages, self.model, self.layout, self.device = stages, stages.model, stages.layout, device
+        self.stages, self.model, self.layout, self.device = stages, stages.model, stages.layout, device
         self._forward_context, self.microbatches = forward_context, microbatches
         self.place_of_rank, self.place = stages.place_of_rank, stages.place
         self.templates, self.graph = stages.templates, stages.graph
@@ -81,7 +81,9 @@ class Pipeline:
                 prepare_copy(copy)
                 self.programs[number] = self._program(number, copy)
                 self._give_up_modules(copy, {name}, [self.programs[number]])
-            stage_program.drop_remote_parameters(self.model, self.programs.values())
+            # The model itself is not run: it lists only the parameters of this process's stages.
+            kept = {id(parameter) for program in self.programs.values() for parameter in program.parameters()}
+            replace_parameters(self.model.modules(), lambda one: one if id(one) in kept else None)
         if lost := [name for name, parameter in self.model.named_parameters() if parameter.is_meta]:
             raise RuntimeError(f"{lost[0]} belongs to this process's stages, but has no weights.")
 
@@ -100,7 +102,7 @@ class Pipeline:
         for number, program in self.programs.items():
             module, part, prefix = self.graph.nodes[number].module, program.part, ""
             if isinstance(self.model, MultimodalModel):
-                prefix = "language_model." if self._stages.is_last(module) else f"{module}_encoder."
+                prefix = "language_model." if self.stages.is_last(module) else f"{module}_encoder."
             if isinstance(part, StageModule):
                 tied |= {f"{prefix}{name}": part.model.get_parameter(own) for own, name in part.tied.items()}
         own = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -112,7 +114,7 @@ class Pipeline:
         for number, (source, target) in enumerate(self.graph.edges):
             a, b = self.graph.nodes[source], self.graph.nodes[target]
             if a.place != b.place and self.place in (a.place, b.place):
-                ranks = self._stages.ranks
+                ranks = self.stages.ranks
                 route = Route.between(ranks[a.place], ranks[b.place], a.module == b.module)
                 edge = StageEdge.for_rank(distributed.rank(), route, self.channel, number, str(a))
                 self.edges[source, target] = edge
@@ -121,7 +123,7 @@ class Pipeline:
 
     def _program(self, number: int, model: nn.Module) -> StageProgram:
         node = self.graph.nodes[number]
-        template, module = self.templates[node.module], self._stages.module(node.module, model)
+        template, module = self.templates[node.module], self.stages.module(node.module, model)
         program: StageProgram | None = None
 
         def call(model: nn.Module, inputs: Inputs) -> Any:
@@ -137,12 +139,12 @@ class Pipeline:
                 layers = min(starts[node.index + 1], len(known.layers)) - starts[node.index]
                 set_expected_layers(module, max(0, layers))
         if not isinstance(model, MultimodalModel):
-            program = stage_program.ModelProgram(model, part)
-        elif not self._stages.is_last(node.module):
+            program = StageProgram(model, part)
+        elif not self.stages.is_last(node.module):
             program = stage_program.EncoderProgram(model, node.module, part)
         else:
             sources = {s: self.graph.nodes[s].module for s in self.graph.predecessors(number)}
-            runs_encoders = node.index == 0 and bool(self._stages.inside())
+            runs_encoders = node.index == 0 and bool(self.stages.inside())
             program = LanguageProgram(model, part, sources, runs_encoders=runs_encoders)
         program.forward_context = self._forward_context
         return program
@@ -160,7 +162,7 @@ class Pipeline:
         for name, encoder in model.encoders.items():
             if name not in own and not runs_encoders:
                 setattr(model, f"{name}_encoder", replace(encoder, f"{name}_encoder"))
-        if not any(map(self._stages.is_last, own)):
+        if not any(map(self.stages.is_last, own)):
             model.language_model = replace(model.language_model, LANGUAGE_MODEL)
 
     @property
@@ -191,9 +193,6 @@ class Pipeline:
                 stack.enter_context(use_eval_mode(program))
                 stack.enter_context(use_whole_rows(program))
             yield
-
-    def move_batch(self, inputs: Inputs) -> dict[str, Any]:
-        return stage_program.move_to_device(inputs, self.device)
 
     def train(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         """Do forward and backward of all microbatches, the same in all processes of a replica, and reduce gradients.
@@ -244,7 +243,7 @@ class Pipeline:
 
     def _takes_part(self, stage: int, inputs: Inputs) -> bool:
         name = self.graph.nodes[stage].module
-        if not isinstance(self.model, MultimodalModel) or self._stages.is_last(name):
+        if not isinstance(self.model, MultimodalModel) or self.stages.is_last(name):
             return True
         has_stand_in = self.model.stand_in(name, self.device) is not None
         return has_stand_in or name in stage_program.split_encoder_inputs(self.model, inputs)
@@ -266,11 +265,6 @@ class Pipeline:
     def holders(self) -> int:
         """The number of processes that work on the same stages, in all replicas."""
         return self.meshes.data.size() * (1 if self.meshes.tensor is None else self.meshes.tensor.size())
-
-    @property
-    def rank_with_loss(self) -> int:
-        """The first rank of the last stage, in this process's replica."""
-        return int(self._stages.ranks[self.graph.nodes[self.graph.sink].place].flat[0])
 
     def close(self) -> None:
         self.channel.close()
@@ -319,11 +313,12 @@ def _compute_next_token(pipeline: Pipeline, inputs: Inputs, prompt: int) -> Tens
         found.copy_(logits.argmax(-1))
 
     with ExitStack() as stack:
-        call = pipeline.use_call(lambda model, given: model(**pipeline.move_batch(given)).logits[:, -1])
-        stack.enter_context(call)
+        move = partial(stage_program.move_to_device, device=pipeline.device)
+        stack.enter_context(pipeline.use_call(lambda model, given: model(**move(given)).logits[:, -1]))
         for program in pipeline.programs.values():
             if isinstance(program.model, MultimodalModel):
                 stack.enter_context(program.model.use_prompt_length(prompt))
         pipeline.forward([inputs], finish)
-    dist.broadcast(found, pipeline.rank_with_loss, group=pipeline.channel.group)
+    last = pipeline.stages.ranks[pipeline.graph.nodes[pipeline.graph.sink].place].flat[0]
+    dist.broadcast(found, int(last), group=pipeline.channel.group)
     return found

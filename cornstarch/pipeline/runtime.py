@@ -238,7 +238,7 @@ class StepExecution:
                 edge = self.runtime.edges.get((stage, target))
                 if edge is None or (stage, target, m) in self._gradients:
                     continue
-                spec = edge.get_spec(self._keys[m]) if state is None else state.spec
+                spec = edge.specs.get(self._keys[m]) if state is None else state.spec
                 if spec is None:
                     return False  # the forward comes first
                 self._gradients[stage, target, m] = edge.post_gradient_receives(spec)
@@ -341,9 +341,11 @@ class StepExecution:
                 pending = edge.post_gradient_receives(state.spec)
             else:
                 self._pending_bytes -= state.spec.gradients.num_bytes
-            gradients = edge.wait_gradients(pending)
+            received = [one.wait() for one in pending]
             edge.release_payload(m)  # gradients for it are here, so it has arrived
-        return gradients
+        if len(received) == 1:
+            return received[0]
+        return [torch.stack(parts).mean(0) for parts in zip(*received, strict=True)]  # one from each cp rank
 
     def _get_weights(self, stage: int) -> list[nn.Parameter]:
         program: Any = self.runtime.programs[stage]

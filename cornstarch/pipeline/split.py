@@ -166,7 +166,10 @@ def _use_first_twin(inner: nn.Module, prepare: Callable[[nn.Module], T], verify:
         with _use_cpu_float32():
             try:
                 twin = build_twin().eval()
-                _fill_parameters(twin)
+                with torch.no_grad():  # finite values: some models leave parameters uninitialized
+                    for parameter in (one for one in twin.parameters() if one.is_floating_point()):
+                        parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-10, 10)
+                add_noise(twin)
                 prepared = prepare(twin)
             except UnsupportedModelError:
                 raise
@@ -254,15 +257,6 @@ def _copy_as_twin(inner: nn.Module) -> nn.Module:
         for tensor in (*twin.parameters(), *twin.buffers()):
             tensor.data.zero_()
     return twin.to("cpu")
-
-
-def _fill_parameters(twin: nn.Module) -> None:
-    """Give all parameters different finite values; some models leave parameters uninitialized."""
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            if parameter.is_floating_point():
-                parameter.nan_to_num_(0.0, 0.0, 0.0).clamp_(-10, 10)
-    add_noise(twin)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ _LANGUAGE_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels", "in
 
 
 class StageProgram(nn.Module):
-    """The computation of one stage. `model` owns all its parameters; `call` is run on it, and can be changed."""
+    """The computation of one stage, here of a model without encoders. `model` owns all its parameters."""
 
     part: StageModule | None
 
@@ -36,17 +36,13 @@ class StageProgram(nn.Module):
         super().__init__()
         self.model = model
         self.__dict__["part"] = part  # not a submodule: it has the same modules, and parameters need one name
-        self.call: Call | None = None
+        self.call: Call | None = None  # is run on `model`
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Returns the context of forward passes (autocast); `call` brings its own."""
 
     def run(self, _: nn.Module, inputs: Inputs) -> Any:
         """Run `call`; the stage module inside ends it where the stage ends."""
         return self.model(**inputs) if self.call is None else self.call(self.model, inputs)
-
-
-class ModelProgram(StageProgram):
-    """A stage of a model that has no encoders, or all of it."""
 
     def forward(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
         if self.part is None:
@@ -177,9 +173,6 @@ def _to_list(lengths: Tensor | None) -> list[int] | None:
     return None if lengths is None else lengths.tolist()
 
 
-# Several stages of one model in one process: each has a copy of the model, and all copies have the same parameters.
-
-
 def copy_with_shared_parameters(model: nn.Module, meshes: StageMeshes) -> nn.Module:
     """Return a copy of a model that has the same parameters and buffers, and uses the same process groups."""
     shared: list[Any] = [*model.parameters(), *model.buffers(), *meshes.all_meshes()]
@@ -190,12 +183,6 @@ def copy_with_shared_parameters(model: nn.Module, meshes: StageMeshes) -> nn.Mod
     else:
         copy_analysis(copied, model)
     return copied
-
-
-def drop_remote_parameters(model: nn.Module, programs: Iterable[StageProgram]) -> None:
-    """Let a model that is not run itself list only the parameters of this process's stages."""
-    own = {id(parameter) for program in programs for parameter in program.parameters()}
-    replace_parameters(model.modules(), lambda parameter: parameter if id(parameter) in own else None)
 
 
 def register_stage_parameters(model: nn.Module, programs: Iterable[StageProgram]) -> None:

@@ -26,19 +26,14 @@ from cornstarch.engine.recompute import (
     trace_layers,
 )
 from cornstarch.errors import ConfigError
-from cornstarch.kernels.compile import (
-    CheckpointedForward,
-    CompiledForward,
-    checkpoint_layer,
-    compile_layers,
-    uncompile_layers,
-)
+from cornstarch.kernels.compile import CheckpointedForward, CompiledForward, checkpoint_layer, compile_layers
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.tasks.build import build_calls
 from cornstarch.train import RunConfig, load_config
 from tests import zoo
+from tests.kernels.uncompile import uncompile_layers
 from tests.trainer.tiny import losses, tiny_config, trainer_of
 
 ROWS, TOKENS, LAYERS = 2, 48, 6
