@@ -180,7 +180,7 @@ def ours(case: Case) -> Seat:
     optimizer = Sgd(layers.parameters())
     post = P2PChannel(dist.new_group(backend="gloo"), CPU)
     route = Route.between(np.array([[0]]), np.array([[1]]), is_same_module=True)
-    edges = {(0, 1): StageEdge.for_rank(rank, route, post, 0, "model 0")}
+    edges = {(0, 1): StageEdge(rank, route, post, 0, "model 0")}
     schedule = make_schedule(StageGraph.chain(STAGES), MICROBATCHES, "1f1b")
     runtime = Runtime(schedule, rank, {rank: Stage(layers)}, edges, post)
     inputs, targets = case.data()

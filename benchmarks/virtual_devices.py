@@ -121,7 +121,7 @@ def _edges(graph: StageGraph, place: int, post: P2PChannel) -> dict[tuple[int, i
         a, b = graph.nodes[source].place, graph.nodes[target].place
         if a != b and place in (a, b):
             route = Route.between(np.array([[a]]), np.array([[b]]), is_same_module=True)
-            found[source, target] = StageEdge.for_rank(place, route, post, number, str(graph.nodes[source]))
+            found[source, target] = StageEdge(place, route, post, number, str(graph.nodes[source]))
     return found
 
 

@@ -26,7 +26,6 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.pipeline.message import PayloadSpec, TensorSpec, flatten_payload
 from cornstarch.pipeline.model_analysis import count_parameters, has_parameters
-from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.runtime import Inputs, Runtime, StepExecution
 from cornstarch.pipeline.stage import FunctionLayer, call_with_single_input
 from cornstarch.pipeline.stage_program import get_device
@@ -74,9 +73,7 @@ class Pipe(nn.Module):
         self.chunks, self.checkpoint = chunks, checkpoint
         self.module = SequentialLayers.of({name: layer for name, layer in module._modules.items() if layer is not None})
         """The layers of this process, under their original names."""
-        self._stages: _TwoPhaseRuntime | None = (
-            _split_layers(self.module, chunks) if distributed.world_size() > 1 else None
-        )
+        self._stages = _TwoPhaseRuntime(self.module, chunks) if distributed.world_size() > 1 else None
         self._statistics = DeferredBatchNorm(self.module) if deferred_batch_norm else None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -112,31 +109,26 @@ class Pipe(nn.Module):
             self._statistics.commit()
 
 
-def _split_layers(layers: SequentialLayers, chunks: int) -> _TwoPhaseRuntime:
-    stages = distributed.world_size()
-    costs = [float(count_parameters(layer)) for layer in layers]
-    if stages > len(layers):
-        raise ConfigError(
-            f"{len(layers)} layers cannot be split over {stages} processes: each has one stage of the pipe, with at "
-            f"least one layer. Start at most {len(layers)} processes."
-        )
-    starts = balance_stages(costs, range(1, len(layers)), stages, "The pipe")
-    layout = build_chain_layout(stages, "gpipe")
-    parallel = parallelize_chain(layers, layout, starts, get_device(layers), microbatches=chunks)
-    assert parallel.pipeline is not None
-    return _TwoPhaseRuntime(parallel.pipeline)
-
-
 class _TwoPhaseRuntime(Runtime):
     """Stops between the last forward and the first backward, where the caller computes the loss."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        schedule = make_schedule(pipeline.graph, pipeline.microbatches, "gpipe")
+    def __init__(self, layers: SequentialLayers, chunks: int) -> None:
+        stages = distributed.world_size()
+        if stages > len(layers):
+            raise ConfigError(
+                f"{len(layers)} layers cannot be split over {stages} processes: each has one stage of the pipe, with "
+                f"at least one layer. Start at most {len(layers)} processes."
+            )
+        costs = [float(count_parameters(layer)) for layer in layers]
+        starts = balance_stages(costs, range(1, len(layers)), stages, "The pipe")
+        layout = build_chain_layout(stages, "gpipe")
+        pipeline = parallelize_chain(layers, layout, starts, get_device(layers), microbatches=chunks).pipeline
+        assert pipeline is not None
+        schedule = make_schedule(pipeline.graph, chunks, "gpipe")
         super().__init__(schedule, pipeline.place, pipeline.programs, pipeline.edges, pipeline.channel)
         self._pipeline, self._group, self._device = pipeline, pipeline.channel.group, pipeline.device
         self._output_forms: dict[Any, TensorSpec] = {}
         pipeline.set_call(call_with_single_input)
-        layers: Any = pipeline.model
 
         def set_recompute(_: nn.Module, given: tuple[Any, ...]) -> None:
             layers.interval = len(layers) if given[0].get(_RECOMPUTE) else 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def guess_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
     first = model.main_input_name
     if first not in taken:
         first = next(name for name in taken if name != "self")
-    for made in _MAKERS.get(first, _make_text)(model.config):
+    for made in _make_batches(first, model.config):
         made = {name: value for name, value in made.items() if name in taken}
         if "use_cache" in taken:
             made["use_cache"] = False
@@ -56,15 +55,6 @@ def _make_ids(config: PreTrainedConfig) -> Tensor:
     return torch.randint(min(3, words - 1), words, (_ROWS, _TOKENS), generator=noise)
 
 
-def _make_text(config: PreTrainedConfig) -> Iterator[Inputs]:
-    ids, mask = _make_ids(config), torch.ones(_ROWS, _TOKENS, dtype=torch.long)
-    mask[-1, -_PADDING:] = 0
-    text = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    yield text
-    # One row, for classifiers that need a padding token for several rows, and have none.
-    yield {name: value[:1] for name, value in text.items()}
-
-
 def _get_channels(config: PreTrainedConfig) -> int:
     return _get_size(config, 3, "num_channels", "in_channels", "in_chans")
 
@@ -73,21 +63,45 @@ def _get_patch_size(config: PreTrainedConfig) -> int:
     return _get_channels(config) * _get_size(config, 8, "patch_size", "spatial_patch_size") ** 2
 
 
-def _make_pixels(config: PreTrainedConfig) -> Iterator[Inputs]:
-    side = _get_size(config, 32, "image_size", "img_size", "input_size")
-    yield {"pixel_values": _draw(_get_channels(config), side, side)}
-    yield from _make_patch_grids("pixel_values", config)
-    side = int(_get_size(config, 16, "num_patches") ** 0.5)
-    mask = torch.ones(_ROWS, side * side, dtype=torch.long)
-    shapes = torch.tensor([[side, side]] * _ROWS)
-    pixels = _draw(side * side, _get_patch_size(config))
-    yield {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-    yield from _make_video("pixel_values", config)
+def _make_batches(name: str, config: PreTrainedConfig) -> Iterator[Inputs]:
+    """Yield batches for a model whose main input has this name."""
+    match name:
+        case "input_features":
+            bins, longest = _get_size(config, 80, *_BINS), 2 * _get_size(config, 32, "max_source_positions")
+            for has_bins_first, length in ((True, longest), (False, longest), (True, 64), (False, 64), (True, 128)):
+                sound = _draw(bins, length) if has_bins_first else _draw(length, bins)
+                mask = torch.ones(_ROWS, length, dtype=torch.long)
+                yield {name: sound, "input_features_mask": mask, "mask": mask}
+        case "input_values":
+            spectrogram = _get_size(config, 64, "max_length"), _get_size(config, 80, "num_mel_bins")
+            for shape in ((2000,), (1, 2000), spectrogram):
+                yield {name: _draw(*shape)}
+        case "hidden_states":
+            yield from _make_patch_grids(name, config)
+        case "pixel_values_videos":
+            yield _make_video(name, config)
+        case "pixel_values":
+            side = _get_size(config, 32, "image_size", "img_size", "input_size")
+            yield {name: _draw(_get_channels(config), side, side)}
+            yield from _make_patch_grids(name, config)
+            side = int(_get_size(config, 16, "num_patches") ** 0.5)
+            mask = torch.ones(_ROWS, side * side, dtype=torch.long)
+            shapes = torch.tensor([[side, side]] * _ROWS)
+            pixels = _draw(side * side, _get_patch_size(config))
+            yield {name: pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+            yield _make_video(name, config)
+        case _:
+            ids, mask = _make_ids(config), torch.ones(_ROWS, _TOKENS, dtype=torch.long)
+            mask[-1, -_PADDING:] = 0
+            text = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+            yield text
+            # One row, for classifiers that need a padding token for several rows, and have none.
+            yield {key: value[:1] for key, value in text.items()}
 
 
-def _make_video(name: str, config: PreTrainedConfig) -> Iterator[Inputs]:
+def _make_video(name: str, config: PreTrainedConfig) -> Inputs:
     side, frames = _get_size(config, 32, "image_size"), _get_size(config, 2, "num_frames")
-    yield {name: _draw(frames, _get_channels(config), side, side)}
+    return {name: _draw(frames, _get_channels(config), side, side)}
 
 
 def _make_patch_grids(name: str, config: PreTrainedConfig) -> Iterator[Inputs]:
@@ -95,26 +109,3 @@ def _make_patch_grids(name: str, config: PreTrainedConfig) -> Iterator[Inputs]:
     for depth in (_get_size(config, 2, "temporal_patch_size"), 1):
         patches = _draw(_GRID[1] * _GRID[2], depth * _get_patch_size(config)).flatten(0, 1)
         yield {name: patches, "grid_thw": grid, "image_grid_thw": grid, "merge_sizes": sizes}
-
-
-def _make_spectrogram(config: PreTrainedConfig) -> Iterator[Inputs]:
-    bins, longest = _get_size(config, 80, *_BINS), 2 * _get_size(config, 32, "max_source_positions")
-    for has_bins_first, length in ((True, longest), (False, longest), (True, 64), (False, 64), (True, 128)):
-        sound = _draw(bins, length) if has_bins_first else _draw(length, bins)
-        mask = torch.ones(_ROWS, length, dtype=torch.long)
-        yield {"input_features": sound, "input_features_mask": mask, "mask": mask}
-
-
-def _make_waveform(config: PreTrainedConfig) -> Iterator[Inputs]:
-    spectrogram = _get_size(config, 64, "max_length"), _get_size(config, 80, "num_mel_bins")
-    for shape in ((2000,), (1, 2000), spectrogram):
-        yield {"input_values": _draw(*shape)}
-
-
-_MAKERS: dict[str, Callable[[PreTrainedConfig], Iterator[Inputs]]] = {
-    "pixel_values": _make_pixels,
-    "pixel_values_videos": partial(_make_video, "pixel_values_videos"),
-    "hidden_states": partial(_make_patch_grids, "hidden_states"),
-    "input_features": _make_spectrogram,
-    "input_values": _make_waveform,
-}

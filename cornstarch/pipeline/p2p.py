@@ -22,7 +22,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -180,25 +180,25 @@ class PendingReceive:
         group, peer = channel.get_group(rank, sends=False)
         layout = spec.messages
         packed = {index for index, _, _ in layout.packed}
-        self._carriage = channel.carriage
+        self._transport = channel.transport
         self._tensors: list[Any] = [
-            None if i in packed else self._carriage.allocate_receive(one.shape, one.dtype)
+            None if i in packed else self._transport.allocate_receive(one.shape, one.dtype)
             for i, one in enumerate(spec.tensors)
         ]
         # One tag carries several messages, which arrive in the order in which they were sent: separate, then packed.
         self._works = [group.recv([self._tensors[index]], peer, tag) for index in layout.separate]
         self._packed: Tensor | None = None
         if layout.packed:
-            self._packed = self._carriage.allocate_receive((layout.packed_bytes,), torch.uint8)
+            self._packed = self._transport.allocate_receive((layout.packed_bytes,), torch.uint8)
             self._works.append(group.recv([self._packed], peer, tag))
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
         self._works = []
-        self._tensors = [None if one is None else self._carriage.finish_receive(one) for one in self._tensors]
+        self._tensors = [None if one is None else self._transport.finish_receive(one) for one in self._tensors]
         if self._packed is not None:
-            packed = self._carriage.finish_receive(self._packed)
+            packed = self._transport.finish_receive(self._packed)
             for index, begin, end in self.spec.messages.packed:
                 one = self.spec.tensors[index]
                 # Copy: autograd would count a view as modified when a layer writes to another tensor of the message.
@@ -217,7 +217,7 @@ class P2PChannel:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self.carriage = TensorTransport.of(group, device)
+        self.transport = TensorTransport.of(group, device)
         self.failure: str | None = None  # why the channel was aborted or closed, if it was
         self.other_groups: list[dist.ProcessGroup] = []
         """Further groups in which this process may wait for others; they are aborted with the channel."""
@@ -247,9 +247,9 @@ class P2PChannel:
     def send(self, spec: PayloadSpec, tensors: Sequence[Tensor], rank: int, tag: int, microbatch: int) -> None:
         """Start to send tensors, which must not be changed before they are released."""
         layout = spec.messages
-        messages = [self.carriage.prepare_send(tensors[index].detach()) for index in layout.separate]
+        messages = [self.transport.prepare_send(tensors[index].detach()) for index in layout.separate]
         if layout.packed:
-            packed = self.carriage.allocate_receive((layout.packed_bytes,), torch.uint8)
+            packed = self.transport.allocate_receive((layout.packed_bytes,), torch.uint8)
             for index, begin, end in layout.packed:
                 one = spec.tensors[index]
                 packed[begin:end].view(one.dtype).view(one.shape).copy_(tensors[index].detach())
@@ -289,30 +289,19 @@ class P2PChannel:
 # ---------------------------------------------------------------------------------------------------- edges
 
 
-@dataclass
 class StageEdge:
-    """One edge of the stage graph, as a process at one of its ends sees it."""
+    """One edge of the stage graph, as a process at one of its ends sees it.
 
-    channel: P2PChannel
-    number: int  # the index of the edge, the same in all processes: it determines the tags
-    name: str  # the name of the source stage, for error messages
-    forward_to: list[int] = field(default_factory=list)
-    forward_from: int | None = None
-    backward_to: list[int] = field(default_factory=list)
-    backward_from: list[int] = field(default_factory=list)
-    specs: dict[Hashable, PayloadSpec] = field(default_factory=dict)  # those that both ends know, by signature
+    `number` is the same in all processes and determines the tags; `name` is that of the source stage, for errors.
+    """
 
-    @classmethod
-    def for_rank(cls, rank: int, route: Route, channel: P2PChannel, number: int, name: str) -> StageEdge:
-        return cls(
-            channel,
-            number,
-            name,
-            [b for a, b in route.forward if a == rank],
-            next((a for a, b in route.forward if b == rank), None),
-            [b for a, b in route.backward if a == rank],
-            [a for a, b in route.backward if b == rank],
-        )
+    def __init__(self, rank: int, route: Route, channel: P2PChannel, number: int, name: str) -> None:
+        self.channel, self.number, self.name = channel, number, name
+        self.forward_to = [b for a, b in route.forward if a == rank]
+        self.forward_from = next((a for a, b in route.forward if b == rank), None)
+        self.backward_to = [b for a, b in route.backward if a == rank]
+        self.backward_from = [a for a, b in route.backward if b == rank]
+        self.specs: dict[Hashable, PayloadSpec] = {}  # those that both ends know, by shape signature
 
     def _tag(self, kind: int) -> int:
         return self.number * _TAGS + kind

@@ -116,7 +116,7 @@ class Pipeline:
             if a.place != b.place and self.place in (a.place, b.place):
                 ranks = self.stages.ranks
                 route = Route.between(ranks[a.place], ranks[b.place], a.module == b.module)
-                edge = StageEdge.for_rank(distributed.rank(), route, self.channel, number, str(a))
+                edge = StageEdge(distributed.rank(), route, self.channel, number, str(a))
                 self.edges[source, target] = edge
         if isinstance(self.model, MultimodalModel):
             self.model.set_generate_function(partial(_generate, self))

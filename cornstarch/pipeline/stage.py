@@ -87,13 +87,10 @@ def map_modules_to_stages(analysis: ModelAnalysis, starts: Sequence[int]) -> dic
     return stages
 
 
-def map_parameters_to_stages(model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int]) -> dict[int, set[int]]:
-    """Return the stages that have each parameter of a whole model, by the `id` of the parameter."""
-    stages = map_modules_to_stages(analysis, starts)
-    found: dict[int, set[int]] = {}
-    for _, parameter, owners in _find_owners(model, stages, set(range(len(starts)))):
-        found.setdefault(id(parameter), set()).update(owners)
-    return found
+def find_parameters(model: nn.Module, analysis: ModelAnalysis, starts: Sequence[int], stage: int) -> set[int]:
+    """Return the parameters of a whole model that a stage has, by `id`."""
+    found = _find_owners(model, map_modules_to_stages(analysis, starts), set(range(len(starts))))
+    return {id(parameter) for _, parameter, owners in found if stage in owners}
 
 
 def _find_shared_parameters(

@@ -23,7 +23,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.mesh import StageMeshes
 from cornstarch.pipeline.remote_module import replace_parameters
 from cornstarch.pipeline.split import analyze_model
-from cornstarch.pipeline.stage import map_modules_to_stages, map_parameters_to_stages
+from cornstarch.pipeline.stage import find_parameters, map_modules_to_stages
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL, ModulePlan
@@ -124,8 +124,7 @@ class StageAssignment:
                 found.update(map(id, module.parameters()))
             else:
                 known = analyze_model(module)
-                stages = map_parameters_to_stages(module, known, template.starts(module, known))
-                found |= {parameter for parameter, having in stages.items() if node.index in having}
+                found |= find_parameters(module, known, template.starts(module, known), node.index)
             inside |= self.is_last(node.module) and node.index == 0 and bool(self.inside())
         if isinstance(self.model, MultimodalModel):
             encoders = list(self.model.encoders.values())

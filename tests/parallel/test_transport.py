@@ -74,7 +74,7 @@ def posted() -> list[list[float]]:
     """Send to the other process, large tensors and small ones, and spoil them at once; return what arrives."""
     rank = dist.get_rank()
     post = P2PChannel(dist.new_group(backend="gloo"), CPU)
-    post.carriage = THROUGH_CPU
+    post.transport = THROUGH_CPU
     own = tensors(rank)
     arrival = PendingReceive(post, FORM, 1 - rank, tag=1)
     post.send(FORM, own, 1 - rank, tag=1, microbatch=0)

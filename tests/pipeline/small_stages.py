@@ -108,7 +108,7 @@ def build_runtime(
         a, b = graph.nodes[source].place, graph.nodes[target].place
         if a != b and place in (a, b):
             route = Route.between(np.array([[a]]), np.array([[b]]), is_same_module=True)
-            edges[source, target] = StageEdge.for_rank(place, route, channel, number, str(graph.nodes[source]))
+            edges[source, target] = StageEdge(place, route, channel, number, str(graph.nodes[source]))
     schedule = make_schedule(graph, count, policy)
     return Runtime(schedule, place, own, edges, channel, lambda stage, inputs: is_active(graph, stage, inputs))
 
