@@ -208,8 +208,8 @@ def ours_by_batches(case: Case) -> Seat:
     optimizer = Sgd(model.parameters())
     engine = initialize(model, optimizer, microbatches=MICROBATCHES)
     pairs = list(zip(*case.data(), strict=True))
-    assert model.pipeline is not None
-    return Seat(lambda: engine.train_batch(iter(pairs)), optimizer, model.pipeline.close)
+    assert model.parallel.pipeline is not None
+    return Seat(lambda: engine.train_batch(iter(pairs)), optimizer, model.parallel.pipeline.close)
 
 
 def with_torch(case: Case) -> Seat:

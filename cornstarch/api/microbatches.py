@@ -201,9 +201,6 @@ def _slice_items(key: str, value: Any, items: _BatchItems, samples: int, start: 
     )
 
 
-# ---------------------------------------------------------------------------------------------------- weights
-
-
 class TokenCounter:
     """Counts the tokens over which a model's own loss is the mean. It is built from the whole model."""
 
@@ -233,9 +230,6 @@ class TokenCounter:
         if labels.dim() > 1 and self._shifts:
             labels = labels[:, 1:]
         return int((labels != IGNORE_INDEX).sum()) if not labels.is_floating_point() else len(labels)
-
-
-# ---------------------------------------------------------------------------------------------------- outputs
 
 
 def detach_output(output: Any) -> Any:
@@ -274,8 +268,6 @@ def _map_tensors(outputs: Sequence[Any], change: Any) -> Any:
         return type(first)(_map_tensors(list(ones), change) for ones in zip(*outputs, strict=True))
     return first if len(outputs) == 1 or all(one is first or one == first for one in outputs) else list(outputs)
 
-
-# ---------------------------------------------------------------------------------------------------- loaders
 
 # Options of a loader that is rebuilt with another sampler.
 _KEPT = (

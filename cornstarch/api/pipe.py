@@ -231,7 +231,6 @@ class _PipeFunction(torch.autograd.Function):
         return None, None, found, None
 
 
-# ---------------------------------------------------------------------------------------------------- chains of layers
 # What `Pipe` and `PipelineModule` have in common.
 
 

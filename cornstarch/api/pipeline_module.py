@@ -26,7 +26,6 @@ from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
-from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.stage import call_with_single_input
 from cornstarch.pipeline.stage_program import get_device
 from cornstarch.pipeline.template import balance_stages
@@ -121,14 +120,6 @@ class PipelineModule(nn.Module):
         self.parallel.set_call(call_with_single_input)
         self.layers.interval = activation_checkpoint_interval
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        return self.parallel.pipeline
-
-    @property
-    def has_loss(self) -> bool:
-        return self.parallel.has_loss
-
     def forward(self, input: Any) -> Any:
         """Run all layers, if one process has them."""
         if self.num_stages > 1:
@@ -189,9 +180,6 @@ def _layer_costs(layers: Sequence[Layer], built: Sequence[Any], method: str) -> 
         there = ", ".join(dict.fromkeys(names))
         raise ConfigError(f"partition_method = {method!r}: no layer has such a name; there are {there}.")
     return [float(one) for one in found]
-
-
-# ---------------------------------------------------------------------------------------------------- the engine
 
 
 def initialize(

@@ -22,8 +22,6 @@ _STATISTICS_BLOCK = 8192
 _GRADIENT_BLOCK = 4096
 _ADAMW_BLOCK = 2048
 
-# ------------------------------------------------------------------------------------------------ cross-entropy
-
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _row_statistics_kernel(

@@ -191,8 +191,6 @@ class Schedule:
         return "\n".join(f"place {place}: {' '.join(map(str, mine))}" for place, mine in enumerate(self.actions))
 
 
-# ---------------------------------------------------------------------------------------------------- times
-
 TimeSpan = tuple[float, float]  # beginning and end
 
 TransferTimes = float | Mapping[tuple[int, int], float]
