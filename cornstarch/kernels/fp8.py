@@ -81,7 +81,6 @@ class Fp8Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-#
 # Both factors of a product are given with the summed dimension last: a [M, K] and b [N, K] make a · bᵀ. FP8 kernels
 # need this layout in memory, too.
 

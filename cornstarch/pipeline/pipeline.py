@@ -124,15 +124,9 @@ class Pipeline:
     def _program(self, number: int, model: nn.Module) -> StageProgram:
         node = self.graph.nodes[number]
         template, module = self.templates[node.module], self.stages.module(node.module, model)
-        program: StageProgram | None = None
-
-        def call(model: nn.Module, inputs: Inputs) -> Any:
-            assert program is not None
-            return program.run(model, inputs)
-
         part: StageModule | None = None
         if template is not None:
-            part = cut(module, template, node.index, call=call)
+            part = cut(module, template, node.index)
             if has_sharded_tokens(module):
                 known = analyze_model(module)
                 starts = [*template.starts(module, known), len(known.layers)]
@@ -147,6 +141,8 @@ class Pipeline:
             runs_encoders = node.index == 0 and bool(self.stages.inside())
             program = LanguageProgram(model, part, sources, runs_encoders=runs_encoders)
         program.forward_context = self._forward_context
+        if part is not None:
+            part.call = program.run
         return program
 
     def _give_up_modules(self, model: nn.Module, own: set[str], programs: Iterable[StageProgram]) -> None:

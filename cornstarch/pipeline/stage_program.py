@@ -53,6 +53,7 @@ class StageProgram(nn.Module):
 class EncoderProgram(StageProgram):
     """A stage of the encoder `name` of `whole`; the last stage projects, and sends tokens."""
 
+    model: ModalEncoderModule
     whole: MultimodalModel
 
     def __init__(self, whole: MultimodalModel, name: str, part: StageModule | None) -> None:
@@ -62,7 +63,6 @@ class EncoderProgram(StageProgram):
         _check_single_output(name, whole.encoders[name])
 
     def run(self, _: nn.Module, inputs: Inputs) -> Any:
-        assert isinstance(self.model, ModalEncoderModule)
         with self.forward_context():
             return self.model.features(dict(inputs))
 
@@ -85,6 +85,8 @@ class LanguageProgram(StageProgram):
     tokens here, by stage number; with `runs_encoders` the encoders run inside this stage.
     """
 
+    model: MultimodalModel
+
     def __init__(
         self, model: MultimodalModel, part: StageModule | None, sources: Mapping[int, str], runs_encoders: bool
     ) -> None:
@@ -94,7 +96,6 @@ class LanguageProgram(StageProgram):
             _check_single_output(name, encoder)
 
     def forward(self, inputs: Inputs, received: Mapping[int, Payload]) -> Any:
-        assert isinstance(self.model, MultimodalModel)
         if self.part is None or self.part.first:
             features, touched = self._collect_features(inputs, received)
             before = None
@@ -114,7 +115,6 @@ class LanguageProgram(StageProgram):
         self, inputs: Inputs, received: Mapping[int, Payload]
     ) -> tuple[dict[str, EncoderFeatures], list[Tensor]]:
         """Return the tokens of the batch's modalities, and the outputs for dummy inputs of the other modalities."""
-        assert isinstance(self.model, MultimodalModel)
         own = split_encoder_inputs(self.model, inputs)
         if self.runs_encoders:
             with self.forward_context():
@@ -131,7 +131,6 @@ class LanguageProgram(StageProgram):
 
     def _build_dummy_features(self, tokens: Mapping[str, Any]) -> dict[str, EncoderFeatures]:
         """Return placeholder features: only their number matters, because the first stage has merged their values."""
-        assert isinstance(self.model, MultimodalModel)
         table = self.model.language_model.get_input_embeddings().weight  # type: ignore[operator]
         zero = torch.zeros((), dtype=table.dtype, device=get_device(self))
         return {
