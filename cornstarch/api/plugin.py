@@ -109,7 +109,6 @@ class ModalParallelPlugin:
         self.module_plan()  # refuses contradictory arguments now
 
     def module_plan(self) -> ModulePlan:
-        """Return the plan of the module."""
         return ModulePlan(
             tp=self.tp_size,
             cp=self.sp_size,
@@ -251,7 +250,6 @@ class MultimodalParallelPlugin:
         yield LANGUAGE_MODEL, self.language_model_plugin
 
     def plan(self) -> Plan:
-        """Return the plan of the whole model."""
         modules = {}
         for name, plugin in self._modules():
             if not isinstance(plugin, ModalParallelPlugin):
@@ -266,12 +264,10 @@ class MultimodalParallelPlugin:
         return plan
 
     def templates(self) -> dict[str, PipelineTemplate]:
-        """Return the given templates by module."""
         found = {name: plugin.pipeline_template for name, plugin in self._modules()}
         return {name: template for name, template in found.items() if template is not None}
 
     def layout(self) -> Layout:
-        """Return the layout of the plan on all processes."""
         return build_layout(self.plan())
 
     @property

@@ -155,7 +155,6 @@ class _Product(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def _product(rows: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
-    """Return rows times a weight."""
     # When torch 2.11 compiles an autograd function itself, it treats the output as a constant, because an FP8 product
     # has no gradient of its own. As one call in the graph, the function is traced with its backward pass.
     product: Tensor = _Product.apply(rows, weight, scaling)

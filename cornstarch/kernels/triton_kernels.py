@@ -97,7 +97,6 @@ def scale(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def compute_row_statistics(
     logits: Tensor, labels: Tensor, transform: LogitTransform, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, per row, the maximum, the sum of exponentials relative to it, and the label's logit (0: not here)."""
     rows, words = logits.shape
     largest, total, picked = torch.empty(3, rows, dtype=torch.float32, device=logits.device).unbind()
     with torch.cuda.device(logits.device):
@@ -111,7 +110,6 @@ def compute_row_statistics(
 def replace_by_gradients(
     logits: Tensor, labels: Tensor, normalizer: RowNormalizer, transform: LogitTransform, first: int, ignored: int
 ) -> None:
-    """Replace logits by the gradients of the sum of the losses."""
     (rows, words), (largest, log_total) = logits.shape, normalizer
     with torch.cuda.device(logits.device):
         _gradients_kernel[(rows, triton.cdiv(words, _GRADIENT_BLOCK))](

@@ -364,7 +364,6 @@ class StageEdge:
         self.channel.release(self._tag(_BACKWARD), microbatch)
 
     def post_gradient_receives(self, spec: PayloadSpec) -> list[PendingReceive]:
-        """Post the receives of the gradients of a payload that was sent."""
         tag = self._tag(_BACKWARD)
         return [PendingReceive(self.channel, spec.gradients, rank, tag) for rank in self.backward_from]
 

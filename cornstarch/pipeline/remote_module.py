@@ -290,7 +290,6 @@ def replace_input(layer: nn.Module, forward: StageForward) -> None:
 
 
 def record_layer(layer: nn.Module, name: str, forward: StageForward, ends_stage: bool) -> None:
-    """Record a layer's result; the last layer of a stage ends the forward."""
     original_call = type(layer).__call__
 
     def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:

@@ -54,7 +54,6 @@ class PipelineTemplate:
 
     @property
     def num_layers(self) -> int:
-        """The number of modules of all stages."""
         return sum(map(len, self.modules_per_stage))
 
     def __repr__(self) -> str:

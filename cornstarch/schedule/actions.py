@@ -286,5 +286,4 @@ def _describe_deadlock(
 
 
 def makespan(spans: Sequence[Sequence[TimeSpan]]) -> float:
-    """Return the end of the last action."""
     return max((own[-1][1] for own in spans if own), default=0)

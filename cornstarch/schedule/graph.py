@@ -152,7 +152,6 @@ class StageGraph:
         return self._wants[stage]
 
     def sends_gradient(self, source: int, target: int) -> bool:
-        """Return whether a gradient is sent back along an edge."""
         assert target in self._after[source]
         return self._wants[source]
 
