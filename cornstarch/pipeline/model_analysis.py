@@ -16,7 +16,6 @@ layer outside it, something passed between the two without going through a modul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -221,28 +220,23 @@ def _choose_layers(model: nn.Module, calls: Sequence[str], lists: dict[str, list
 
 
 def trace_dataflow(model: nn.Module, call: Callable[[], Any]) -> ModelAnalysis:
-    """Return the structure of a model and which results its segments read; `call` runs the model."""
+    """Return the structure of a model and which results its segments read; `call` runs the model.
+
+    The model must be a copy: its hooks and `requires_grad` flags are changed.
+    """
     calls: list[str] = []
-    with ExitStack() as stack, torch.no_grad():
-        for name, module in model.named_modules():
-            hook = module.register_forward_pre_hook(lambda _, __, name=name: calls.append(name))
-            stack.callback(hook.remove)
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _, __, name=name: calls.append(name))
+    with torch.no_grad():
         call()
     layers = _choose_layers(model, calls, _find_layer_lists(model, calls))
     recorder = _DataflowRecorder(model, layers, _find_side_modules(model, layers, set(calls)))
-    # Every parameter requires a gradient meanwhile: a frozen module may be trained in the next run.
-    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    for parameter in flags:
+    for parameter in model.parameters():  # also those that are frozen: they may be trained in the next run
         parameter.requires_grad_(parameter.is_floating_point())
-    try:
-        with torch.enable_grad():
-            with recorder.record():
-                output = call()
-            recorder.results.append(_CallResult("", recorder.segment, differentiable(output)))
-            return _build_analysis(model, recorder)
-    finally:
-        for parameter, flag in flags.items():
-            parameter.requires_grad_(flag)
+    with torch.enable_grad():
+        output = call()
+        recorder.results.append(_CallResult("", recorder.segment, differentiable(output)))
+        return _build_analysis(model, recorder)
 
 
 @dataclass
@@ -260,26 +254,21 @@ class _DataflowRecorder:
     """Records the calls of one forward pass by hooks."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], side_modules: Sequence[str]) -> None:
-        self.model, self.layers, self.side_modules = model, tuple(layers), tuple(side_modules)
+        self.layers, self.side_modules = tuple(layers), tuple(side_modules)
         self.segment, self.depth, self.in_layer = 0, 0, False
         self.results: list[_CallResult] = []
         self.calls: dict[str, set[int]] = {}  # the segments in which each side module is called, by first call
         self.called_by_layers: set[str] = set()
         self.unsendable: dict[int, str] = {}
         self.skipped = set(layers)
-
-    @contextmanager
-    def record(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for number, name in enumerate(self.layers):
-                module, leave = self.model.get_submodule(name), partial(self._leave_layer, name, number)
-                stack.callback(module.register_forward_pre_hook(self._enter_layer).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-            for name in self.side_modules:
-                module = self.model.get_submodule(name)
-                stack.callback(module.register_forward_pre_hook(partial(self._enter_side_module, name)).remove)
-                stack.callback(module.register_forward_hook(partial(self._leave_side_module, name)).remove)
-            yield
+        for number, name in enumerate(self.layers):
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(self._enter_layer)
+            module.register_forward_hook(partial(self._leave_layer, name, number))
+        for name in self.side_modules:
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(partial(self._enter_side_module, name))
+            module.register_forward_hook(partial(self._leave_side_module, name))
 
     def _enter_layer(self, *_: Any) -> None:
         self.in_layer = True
