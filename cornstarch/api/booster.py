@@ -15,7 +15,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,8 @@ class Booster:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError("The model is on the meta device, without weights. Load them before boost.")
         device = get_device(model)
-        if torch.cuda.is_available() and "nccl" in _backends():
+        has_gpu = torch.cuda.is_available() and dist.is_initialized()
+        if has_gpu and distributed.get_device_backend(None, "cuda") == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
         model.to(device)
         if optimizer is not None:
@@ -106,7 +106,7 @@ class Booster:
         if isinstance(model, BoostedModel) or not isinstance(model, nn.Module):
             raise ConfigError(f"booster.boost was given a {type(model).__name__} as model; expected a torch.nn.Module.")
         check_process_group("Boost", "call torch.distributed.init_process_group() first")
-        if not distributed.is_single_process() and "gloo" not in _backends():
+        if not distributed.is_single_process() and distributed.get_device_backend(None, "cpu") != "gloo":
             raise ConfigError(
                 "The process group exchanges nothing that is on the CPU. Make it with "
                 "torch.distributed.init_process_group(backend='cpu:gloo,cuda:nccl')."
@@ -311,11 +311,3 @@ def _check_options(options: dict[str, Any]) -> None:
     known = {"prefix", "size_per_shard", "gather_dtensor", "use_safetensors", "use_async"}
     if unknown := sorted(set(options) - known):
         raise ConfigError(f"{unknown[0]} is no option here; expected some of {', '.join(sorted(known))}.")
-
-
-def _backends() -> str:
-    if not dist.is_initialized():
-        return ""
-    with suppress(AttributeError):
-        return str(dist.get_backend_config())
-    return str(dist.get_backend())

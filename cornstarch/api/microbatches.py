@@ -71,7 +71,8 @@ class MicrobatchSplitter:
         if size == samples:
             return [given]
         items = {name: self._find_items(name, given, samples) for name in self.modalities(given)}
-        return [self._slice_batch(given, items, samples, start, start + size) for start in range(0, samples, size)]
+        parts = [slice(start, start + size) for start in range(0, samples, size)]
+        return [self._slice_batch(given, items, samples, part) for part in parts]
 
     def modalities(self, batch: Batch) -> list[str]:
         return [
@@ -137,24 +138,20 @@ class MicrobatchSplitter:
         starts[-1] = len(lengths)
         return _BatchItems(name, starts, patches)
 
-    def _slice_batch(
-        self, batch: Batch, items: Mapping[str, _BatchItems], samples: int, start: int, stop: int
-    ) -> dict[str, Any]:
+    def _slice_batch(self, batch: Batch, items: Mapping[str, _BatchItems], samples: int, part: slice) -> dict[str, Any]:
         owners = {key: items[name] for name in items for key in (*self._encoders[name].names, name) if key in batch}
         found: dict[str, Any] = {}
         for key, value in batch.items():
             if key not in owners or key in _TEXT:
-                found[key] = _slice_rows(key, value, samples, start, stop)
+                found[key] = _slice_rows(key, value, samples, part)
                 continue
             own = owners[key]
-            if own.starts[start] == own.starts[stop]:
+            if own.starts[part.start] == own.starts[part.stop]:
                 continue  # no item in these samples: the encoder does not run
             if isinstance(value, Mapping):
-                found[key] = {
-                    inner: _slice_items(f"{key}.{inner}", v, own, samples, start, stop) for inner, v in value.items()
-                }
+                found[key] = {k: _slice_items(f"{key}.{k}", one, own, samples, part) for k, one in value.items()}
             else:
-                found[key] = _slice_items(key, value, own, samples, start, stop)
+                found[key] = _slice_items(key, value, own, samples, part)
         return found
 
 
@@ -166,27 +163,25 @@ def count_samples(batch: Batch) -> int:
     return len(found)
 
 
-def _slice_rows(key: str, value: Any, samples: int, start: int, stop: int) -> Any:
+def _slice_rows(key: str, value: Any, samples: int, part: slice) -> Any:
     """Return the part of some samples in an input that is not an encoder's."""
     if key == "position_ids" and isinstance(value, Tensor) and value.dim() == 3:
-        return value[:, start:stop]  # mRoPE: [axes, samples, tokens]
+        return value[:, part]  # mRoPE: [axes, samples, tokens]
     if isinstance(value, Tensor) and value.dim():
         if len(value) == samples:
-            return value[start:stop]
+            return value[part]
         if key == "position_ids" and len(value) == 1:
             return value
         raise ConfigError(
             f"The batch cannot be cut: {key} has shape {list(value.shape)} beside {samples} samples, so it is unknown "
             "which part belongs to which sample. Cut into one microbatch, or let its first dimension be samples."
         )
-    if isinstance(value, list | tuple) and len(value) == samples:
-        return value[start:stop]
-    return value
+    return value[part] if isinstance(value, list | tuple) and len(value) == samples else value
 
 
-def _slice_items(key: str, value: Any, items: _BatchItems, samples: int, start: int, stop: int) -> Any:
+def _slice_items(key: str, value: Any, items: _BatchItems, samples: int, part: slice) -> Any:
     """Return the part of an encoder's input that belongs to the items of some samples."""
-    first, last, count = items.starts[start], items.starts[stop], items.starts[-1]
+    first, last, count = items.starts[part.start], items.starts[part.stop], items.starts[-1]
     if not isinstance(value, Tensor | list | tuple) or (isinstance(value, Tensor) and not value.dim()):
         return value  # an option
     if len(value) == count:
@@ -194,7 +189,7 @@ def _slice_items(key: str, value: Any, items: _BatchItems, samples: int, start: 
     if items.patches is not None and len(value) == sum(items.patches):
         return value[sum(items.patches[:first]) : sum(items.patches[:last])]
     if len(value) == samples:
-        return value[start:stop]
+        return value[part]
     raise ConfigError(
         f"The batch cannot be cut: {key} has {len(value)} rows beside {count} {items.modality} items of "
         f"{samples} samples, so it is unknown which belong to which item. Cut into one microbatch."

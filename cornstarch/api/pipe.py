@@ -74,7 +74,7 @@ class Pipe(nn.Module):
         self.module = SequentialLayers.of({name: layer for name, layer in module._modules.items() if layer is not None})
         """The layers of this process, under their original names."""
         self._stages = _TwoPhaseRuntime(self.module, chunks) if distributed.world_size() > 1 else None
-        self._statistics = DeferredBatchNorm(self.module) if deferred_batch_norm else None
+        self.statistics = DeferredBatchNorm(_find_batch_norms([self.module]) if deferred_batch_norm else [])
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(input, Tensor):
@@ -91,7 +91,7 @@ class Pipe(nn.Module):
             for chunk, part in enumerate(parts):
                 self.module.interval = len(self.module) if self.recomputes(chunk) else 0
                 outputs.append(self.module(part))
-            self.commit_statistics()
+            self.statistics.commit()
             return torch.cat(outputs)
         if not torch.is_grad_enabled() or not self._stages.requires_grad(input):
             found: dict[int, Tensor] = {}
@@ -103,10 +103,6 @@ class Pipe(nn.Module):
 
     def recomputes(self, chunk: int) -> bool:
         return self.checkpoint == "always" or (self.checkpoint == "except_last" and chunk < self.chunks - 1)
-
-    def commit_statistics(self) -> None:
-        if self._statistics is not None:
-            self._statistics.commit()
 
 
 class _TwoPhaseRuntime(Runtime):
@@ -214,7 +210,7 @@ class _PipeFunction(torch.autograd.Function):
         inputs = [{"input": one, _RECOMPUTE: pipe.recomputes(m)} for m, one in enumerate(ctx.parts)]
         with torch.enable_grad():
             ctx.run = stages.begin(inputs, outputs, ctx.gradients)
-        pipe.commit_statistics()
+        pipe.statistics.commit()
         return stages.broadcast_output(outputs, input)
 
     @staticmethod
@@ -306,12 +302,11 @@ def _find_batch_norms(layers: Iterable[nn.Module]) -> list[Any]:
 class DeferredBatchNorm:
     """Updates the running statistics of batch norms once for all microbatches; each is still normalized by itself."""
 
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, norms: Iterable[Any]) -> None:
         self._sums: dict[Any, tuple[Tensor, Tensor, int]] = {}
-        for norm in _find_batch_norms([layers]):
-            if norm.track_running_stats:
-                norm.track_running_stats = False  # stops the layer's own updates; evaluation still uses the statistics
-                norm.register_forward_pre_hook(self._count)
+        for norm in (one for one in norms if one.track_running_stats):
+            norm.track_running_stats = False  # stops the layer's own updates; evaluation still uses the statistics
+            norm.register_forward_pre_hook(self._count)
 
     def _count(self, norm: Any, inputs: tuple[Tensor, ...]) -> None:
         if not norm.training or _is_recomputing.get():

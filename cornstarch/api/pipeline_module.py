@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from cornstarch.api.microbatches import build_replica_loader
+from cornstarch.api.microbatches import ReplicaSampler
 from cornstarch.api.pipe import SequentialLayers, build_chain_layout, parallelize_chain
 from cornstarch.engine.parallelize import ParallelModel
 from cornstarch.engine.train_step import TrainStep
@@ -323,6 +323,6 @@ def _iterate_forever(
         raise ConfigError(
             f"training_data has {samples} samples: too few for a microbatch of {size} on {model.replicas} replicas."
         )
-    options = {"batch_size": size, "collate_fn": collate, "drop_last": True}
-    loader = build_replica_loader(data, model.replica, model.replicas, shuffle=True, seed=0, options=options)
+    sampler = ReplicaSampler(data, model.replicas, model.replica, drop_last=True)
+    loader = DataLoader(data, size, sampler=sampler, collate_fn=collate, drop_last=True)
     return itertools.chain.from_iterable(itertools.repeat(loader))
