@@ -56,15 +56,13 @@ class Device:
         return int(self.memory * (1 - KEPT_FREE))
 
     def flops_of(self, dtype: str) -> float:
-        """Return the FLOP/s of matrices in a data type.
-
-        Types without hardware support run in a wider one, at its speed: fp8 in half precision, others in fp32.
-        """
+        """Return the FLOP/s of matrices in a data type."""
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}.")
         known = dict(self.rates)
         if self.flops is not None:
             known = {**({"bf16": self.flops} if self.has_bf16 else {}), "fp16": self.flops, **known}
+        # Types without hardware support run in a wider one, at its speed: fp8 in half precision, others in fp32.
         for one in (dtype, *(("bf16", "fp16") if dtype == "fp8" else ()), "fp32"):
             if one in known:
                 return known[one]

@@ -64,14 +64,12 @@ class StepEnd:
         )
 
     def get_exposed_seconds(self, backward: float) -> float:
-        """Return the time of the reduction after the last backward pass, which takes `backward`.
-
-        The first of n buckets can start after 1/n of the pass, the last one only when the pass is over.
-        """
+        """Return the time of the reduction after the last backward pass, which takes `backward`."""
         if not self.buckets:
             return 0.0
         if not self.overlaps:
             return (1 + self.earlier) * self.reduction
+        # The first of n buckets can start after 1/n of the pass, the last one only when the pass is over.
         late = max(self.reduction / self.buckets, self.reduction - backward * (1 - 1 / self.buckets))
         return late + self.earlier * max(0.0, self.reduction - backward)
 
