@@ -17,7 +17,7 @@ from virtual_devices import Job
 
 from cornstarch.plan.candidates import SearchSpace
 from cornstarch.plan.cluster import Cluster, Device, Link
-from cornstarch.plan.plan import RankPlacement
+from cornstarch.plan.data_options import RankPlacement
 from cornstarch.plan.predict import Prediction
 from cornstarch.plan.search import search
 from cornstarch.plan.simulate import Timeline, simulate

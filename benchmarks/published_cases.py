@@ -32,8 +32,9 @@ from nine_models import (
 from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster
 from cornstarch.plan.cost import ModuleCost, RunCost
+from cornstarch.plan.data_options import RankPlacement
 from cornstarch.plan.pipeline_cost import CostModel, PipelineCost
-from cornstarch.plan.plan import WHOLE_MODEL, DataPlan, ModulePlan, Plan, RankPlacement
+from cornstarch.plan.plan import WHOLE_MODEL, DataPlan, ModulePlan, Plan
 from cornstarch.plan.predict import Prediction, predict
 from cornstarch.plan.search import search
 

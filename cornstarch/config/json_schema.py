@@ -91,8 +91,7 @@ def _build_schema() -> Schema:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for section in (schema, *schema["$defs"].values()):
         for name, field in section.get("properties", {}).items():
-            title, places = section["title"], (sections, plan, data_options)
-            kind = next(getattr(module, title) for module in places if hasattr(module, title))
+            kind = getattr(sections, section["title"], None) or getattr(plan, section["title"])
             texts = (field_documents().get(parent.__name__, {}).get(name) for parent in kind.__mro__)
             if document := next(filter(None, texts), ""):
                 field["description"] = document

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from cornstarch.plan.cost import ModuleCost, RunCost
 from cornstarch.plan.data_options import REPLICATED, SPLIT_BACKWARD
+from cornstarch.plan.data_options import RankPlacement as RankMode
 from cornstarch.plan.plan import DataKind, DataPlan, ModulePlan, Plan, group_by_ranks
-from cornstarch.plan.plan import RankPlacement as RankMode
 from cornstarch.plan.rank_order import Span, build_spans, copies_in_nodes
 
 if TYPE_CHECKING:

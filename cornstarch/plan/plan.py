@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, Field, PlainSerializer, TypeAdapter, model_validator
 
 from cornstarch.plan import data_options, validation
-from cornstarch.plan.data_options import LANGUAGE_MODEL, WHOLE_MODEL, DataKind, Precision, RankPlacement
+from cornstarch.plan.data_options import LANGUAGE_MODEL, WHOLE_MODEL, Asynchronous, Compression, DataKind, Gossip, Local
 from cornstarch.plan.schema_words import schema_of
 from cornstarch.plan.validation import Mistake, NotNegative, Path, Positive, Switch, format_value, nearest, section
 from cornstarch.schedule.policies import SCHEDULES, Policy
@@ -54,7 +54,7 @@ class ModulePlan:
     """The ZeRO stage of this module alone; 0: nothing is sharded. Default: that of the plan's `data.kind`."""
     activation_checkpointing: Switch = False
     """Recompute activations in the backward pass instead of keeping them."""
-    precision: Precision | None = None
+    precision: data_options.Precision | None = None
     """The precision that the module is computed in. Default: the run's."""
     tp_sequence: Switch = False
     """Shard activations between attention and feed-forward layers, too, along tokens (sequence parallelism)."""
@@ -132,11 +132,11 @@ class DataPlan:
     replicate: Positive | None = None
     """hsdp: the number of copies; each is sharded over dp / replicate replicas. Default: as many as keep a copy within
     a node."""
-    param_dtype: Precision | None = None
+    param_dtype: data_options.Precision | None = None
     """The precision that sharded parameters are gathered and computed in. Default: that of the parameters."""
-    reduce_dtype: Precision | None = None
+    reduce_dtype: data_options.Precision | None = None
     """The precision that gradients are reduced in. Default: that of the gradients."""
-    buffer_dtype: Precision | None = None
+    buffer_dtype: data_options.Precision | None = None
     """fsdp1: the precision that buffers are cast to. Default: they are not cast."""
     bucket_mb: Annotated[float, Field(strict=True, ge=0.001, allow_inf_nan=False)] | Literal["auto"] | None = None
     """ddp, zero1: megabytes of gradients that are reduced together; auto: chosen for the link between the replicas,
@@ -160,13 +160,13 @@ class DataPlan:
     classes."""
     wrap_min_parameters: Positive | None = None
     """Units with fewer parameters are gathered with the module around them."""
-    compression: data_options.Compression = data_options.Compression()
+    compression: Compression = Compression()
     """ddp, zero1: of gradients; hsdp: of gradients between copies; local_sgd, diloco: of changes of weights."""
-    local: data_options.Local = data_options.Local()
+    local: Local = Local()
     """local_sgd, diloco: how often weights are averaged, and how."""
-    asynchronous: data_options.Asynchronous = data_options.Asynchronous()
+    asynchronous: Asynchronous = Asynchronous()
     """async: how stale a change may be."""
-    gossip: data_options.Gossip = data_options.Gossip()
+    gossip: Gossip = Gossip()
     """gossip: who the neighbours are."""
 
     _check = model_validator(mode="after")(validation.check_conflicts)
@@ -209,7 +209,7 @@ class Plan:
     not split into these."""
     data: DataPlan = DataPlan()
     """Data parallelism of every module."""
-    ranks: RankPlacement = "auto"
+    ranks: data_options.RankPlacement = "auto"
     """shared: every rank has all modules, which then have one stage; a module whose tp or cp is smaller than the
     largest, which it must divide, is there several times. own: each module has its own ranks and sizes (modality
     parallelism). colocated: the encoders share ranks, and the language model has its own. first_stage: the encoders
@@ -327,7 +327,7 @@ class Plan:
         return f"{type(self).__name__}({', '.join(f'{field.name}={value!r}' for field, value in pairs)})"
 
 
-def group_by_ranks(modules: Sequence[T], ranks: RankPlacement) -> tuple[tuple[T, ...], ...]:
+def group_by_ranks(modules: Sequence[T], ranks: data_options.RankPlacement) -> tuple[tuple[T, ...], ...]:
     """Return modules, encoders first, grouped by the ranks that they are placed on; `auto` counts as `own`."""
     if ranks in ("shared", "first_stage"):
         return (tuple(modules),)
