@@ -58,13 +58,16 @@ def wide_console() -> Console:
     return Console(markup=False, highlight=False, width=max(Console().width, _MIN_WIDTH))
 
 
-def build_figure_table(first: str, *names: str, left: tuple[str, ...] = (), **options: Any) -> Table:
+def build_figure_table(
+    first: str, *names: str, left: tuple[str, ...] = (), no_wrap: bool = False, **options: Any
+) -> Table:
     """Return a table whose columns after the first are figures, except for those named in `left`."""
     from rich.table import Table
 
     table = Table(first, **options)
     for name in names:
-        table.add_column(name, justify="left" if name in left else "right")
+        is_text = name in left
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=no_wrap and not is_text)
     return table
 
 

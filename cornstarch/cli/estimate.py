@@ -1,9 +1,7 @@
-"""Commands that look at a run before it trains: `data check` reads its data, `inspect-data` predicts the cost of its
-samples, `estimate` predicts memory and network time, and `profile` measures layers."""
+"""`cornstarch estimate` predicts the memory and network time of a run; `cornstarch profile` measures its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -14,180 +12,20 @@ import typer
 from cornstarch import cli
 from cornstarch.cli import ConfigPath, Facts, Overrides, RanksPerNode, build_figure_table, wide_console
 from cornstarch.errors import ConfigError
-from cornstarch.report.number_format import format_bytes, format_flops, pluralize
+from cornstarch.report.number_format import format_bytes, format_step_time, pluralize
 
 if TYPE_CHECKING:
-    import numpy as np
     from rich.table import Table
 
     from cornstarch.config import RunConfig
     from cornstarch.plan.cluster import Device, Link
     from cornstarch.plan.cost import RunCost
+    from cornstarch.plan.memory import Memory
     from cornstarch.planner.estimate import Estimate, NetworkEstimate, PlanEstimate
-    from cornstarch.planner.inspect_data import Inspection
+
+    _MemoryRow = tuple[str, Memory | None, int | None, int, bool]  # name, states, activations, peak, whether it fits
 
 _COSTS = Path("costs.yaml")
-_PERCENTILES = (50, 90, 99, 100)
-_MAX_LISTED = 10
-_MIN_SAMPLES = 4  # per microbatch: with fewer, balancing has nothing to choose from
-_MIN_GAIN = 1.05  # smaller gains are not worth a recommendation
-
-_Samples = Annotated[int | None, typer.Option(min=1, help="Read at most this many samples of each source.")]
-
-
-def check_data(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    samples: _Samples = None,
-    rows: Annotated[bool, typer.Option("--rows", help="Rows and media only, without the model's tokenizer.")] = False,
-) -> None:
-    """Read, decode and tokenize a config's data; list broken samples and show five samples with their labels."""
-    from rich.console import Console
-
-    from cornstarch.config.config_file import load_config
-    from cornstarch.data.data_report import check_data, render
-
-    run = load_config(config, overrides or ())
-    look = None
-    if not rows:
-        from cornstarch.tasks.build import build_preview
-
-        cli.quiet_libraries()
-        look = build_preview(run)
-    report = check_data(run.data, look, most=samples)
-    Console().print(render(report))
-    if report.problems:
-        raise typer.Exit(cli.WRONG_INPUT)  # the report has listed them
-
-
-def inspect_data(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    samples: _Samples = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the facts that the planner uses, as YAML.")
-    ] = None,
-) -> None:
-    """Show how large a run's samples are for each module, and what uneven samples cost on several replicas.
-
-    Texts are tokenized; of images and sounds only headers are read. No GPU is needed. A model of parts is built without
-    weights.
-    """
-    from rich.console import Console
-    from rich.progress import track
-
-    from cornstarch.config.config_file import load_config
-    from cornstarch.plan.data_statistics import write_data_statistics
-
-    run = load_config(config, overrides or ())
-    cli.quiet_libraries()
-    from cornstarch.planner.inspect_data import inspect_data
-
-    screen = Console(stderr=True)
-
-    def show_progress(numbers: Sequence[int]) -> Iterator[int]:
-        yield from track(numbers, "Samples", console=screen, transient=True, disable=not screen.is_terminal)
-
-    found = inspect_data(run, samples, show_progress)
-    console = wide_console()
-    sources = _build_sample_table("source", "samples", "inspected", "trained on")
-    for one in found.sources:
-        sources.add_row(one.name, f"{one.samples:,}", f"{one.looked_at:,}", f"{one.good:,}")
-    for table in (sources, _build_size_table(found), _build_waiting_table(found)):
-        console.print(table)
-    for line in [*_list_unused(found), *recommend(found)]:
-        console.print(line, soft_wrap=True)
-    if output is not None:
-        write_data_statistics(output, found.facts)
-        console.print(f"Wrote {output}.", soft_wrap=True)
-
-
-def _build_sample_table(first: str, *names: str) -> Table:
-    from rich import box
-
-    return build_figure_table(first, *names, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _build_size_table(found: Inspection) -> Table:
-    import numpy as np
-
-    table = _build_sample_table("per sample", "mean", *(f"p{place}" for place in _PERCENTILES), "fraction")
-
-    def add_row(name: str, values: np.ndarray) -> None:
-        figures = np.percentile(values, _PERCENTILES, method="nearest")
-        table.add_row(name, f"{values.mean():,.1f}", *(f"{value:,.0f}" for value in figures), "")
-
-    add_row("tokens", found.lengths)
-    for name in found.phases[:-1]:
-        add_row(f"{name} items", np.array([size.items[name] for size in found.sizes]))
-        add_row(f"{name} tokens", np.array([size.item_tokens[name] for size in found.sizes]))
-    total = found.costs.sum()
-    for name, work in zip(found.phases, found.costs, strict=True):
-        figures = [work.mean(), *np.percentile(work, _PERCENTILES)]
-        table.add_row(f"{name} work", *map(format_flops, figures), f"{work.sum() / total:.0%}" if total else "")
-    return table
-
-
-def _build_waiting_table(found: Inspection) -> Table:
-    """Build the table of step times on several replicas, relative to the least possible; the config's is marked."""
-    data = found.config.data
-    ways = {"padded": (False, False), "padded, balanced": (False, True)}
-    ways |= {"packed": (True, False), "packed, balanced": (True, True)}
-    configured = (data.packing, data.balance != "off")
-    heads = [f"{name} *" if way == configured else name for name, way in ways.items()]
-    table = _build_sample_table("replicas", "microbatch size", *heads, "dominated by one sample")
-    table.title, table.title_justify = "Step time relative to the least possible (predicted; * as configured)", "left"
-    for one in found.waits:
-        times = [f"{one.time(*way):.2f}" for way in ways.values()]
-        table.add_row(f"{one.replicas}", f"{one.samples:g}", *times, ", ".join(one.dominated))
-    return table
-
-
-def _list_unused(found: Inspection) -> list[str]:
-    """Return lines about samples that are not trained on, or only in part."""
-    lines = []
-    effect = "truncated" if found.config.data.too_long == "cut" else "skipped"
-    if found.config.data.too_long == "error":
-        effect = "an error: a run stops at the first of them"
-    for samples, text in ((found.too_long, f"too long ({effect})"), (found.broken, "broken")):
-        if samples:
-            lines.append(f"{pluralize(len(samples), 'sample')} {'is' if len(samples) == 1 else 'are'} {text}:")
-            lines += [f"  {sample}" for sample in samples[:_MAX_LISTED]]
-            lines += [f"  … and {len(samples) - _MAX_LISTED:,} more"] if len(samples) > _MAX_LISTED else []
-    return lines
-
-
-def recommend(found: Inspection) -> list[str]:
-    """Return recommendations that would make steps shorter."""
-    data, lines = found.config.data, []
-    most = next((one for one in reversed(found.waits) if one.samples >= _MIN_SAMPLES), found.waits[0])
-    is_balanced = data.balance != "off"
-    now = most.time(data.packing, is_balanced)
-    where = "in one process" if most.replicas == 1 else f"on {most.replicas} replicas"
-    for setting, is_set, way in (
-        ("data.packing=true", data.packing, (True, is_balanced)),
-        ("data.balance=cost", is_balanced, (data.packing, True)),
-    ):
-        if not is_set and (gain := now / most.time(*way)) > _MIN_GAIN:
-            lines.append(f"{setting} would make steps {gain:.2f} × as fast {where}.")
-    for one in found.waits:
-        if one.dominated:
-            lines.append(
-                f"From {one.replicas} replicas on, a single sample can cost more than the mean work of a replica "
-                f"({', '.join(one.dominated)}); balancing cannot fix that. Use larger batches (loop.batch_size), or cp "
-                "for these modules, which splits the images and tokens of each sample over ranks."
-            )
-            several = [name for name in found.phases[:-1] if max(size.items[name] for size in found.sizes) > 1]
-            if not data.balance_encoders and (movable := [name for name in several if name in one.dominated]):
-                lines.append(
-                    f"data.balance_encoders=true lets replicas encode items of one another ({', '.join(movable)}), "
-                    "where a sample has several."
-                )
-            break
-    return lines
-
-
-# ------------------------------------------------------------------------------------------------ estimate
 
 
 def estimate(
@@ -228,21 +66,29 @@ def estimate(
     if target.is_cpu:  # the ranks divide the memory of the machine
         target = replace(target, memory=target.memory // world)
     found: Estimate | PlanEstimate
+    rows: list[_MemoryRow]
     if needs_prediction(run.parallel):
         found = estimate_plan(run, target, world, ranks_per_node, items)
-        planned = f"{found.prediction.candidate.describe()}, in {found.cost.precision}"
-        heading = f"{format_bytes(found.device.usable)} each to plan with; {planned}"
-        table, notes = _build_stage_table(found), list(found.prediction.reasons)
+        heading = f"each to plan with; {found.prediction.candidate.describe()}, in {found.cost.precision}"
+        first, notes, limit = "on each rank of", found.prediction.reasons, found.prediction.limit
+        rows = [(p.holds, p.states, p.activations, p.peak, p.peak <= limit) for p in found.prediction.memory]
     else:
         found = estimate(run, target, world, ranks_per_node, items)
         tokens = f" of {found.tokens:,} tokens" if found.tokens is not None else ""
-        rows = f"{pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
-        heading = f"{format_bytes(found.device.usable)} usable on each; {rows}"
-        table, notes = _build_kind_table(found), list(found.notes)
+        samples = f"{pluralize(found.rows, 'sample')}{tokens} per rank and microbatch, in {found.precision}"
+        first, notes, heading, rows = "on each rank", found.notes, f"usable on each; {samples}", []
+        for kind in found.kinds:
+            name = f"{kind.label}{' *' if kind is found.chosen and world > 1 else ''}"  # the config's kind
+            fits = kind.memory is not None and kind.fits(found.device)
+            rows.append((name, kind.memory, kind.activations, 0 if kind.memory is None else kind.peak, fits))
     console = wide_console()
-    console.print(_build_part_table(found))
-    console.print(f"{pluralize(found.world, 'rank')} on {found.device.name}, {heading}", soft_wrap=True)
-    console.print(table)
+    parts = build_figure_table("part", "class", "parameters", "trained", "stored in", left=("class",))
+    for part in found.parts:
+        parts.add_row(part.name, part.kind, f"{part.count:,}", f"{part.trained_count:,}", format_bytes(part.bytes))
+    console.print(parts)
+    usable = format_bytes(found.device.usable)
+    console.print(f"{pluralize(found.world, 'rank')} on {found.device.name}, {usable} {heading}", soft_wrap=True)
+    console.print(_build_memory_table(first, rows))
     for line in [*(f"note: {note}" for note in notes), found.advice]:
         console.print(line, soft_wrap=True)
     if link is not None:
@@ -254,7 +100,7 @@ def estimate(
         mbit = over.link.bandwidth * 8 / 1e6
         rate = f"{mbit / 1000:,.4g} Gbit/s" if mbit >= 1000 else f"{mbit:.4g} Mbit/s"
         what = f"{over.exchanged.numbers:,} trained parameters ({format_bytes(over.exchanged.size)})"
-        compute = f"{_format_time(over.step.seconds)} compute per step"
+        compute = f"{format_step_time(over.step.seconds)} compute per step"
         console.print(f"\n{pluralize(over.ranks, 'rank')} with {rate} each; {what}, {compute}", soft_wrap=True)
         console.print(_build_network_table(over))
         console.print(over.advice, soft_wrap=True)
@@ -286,42 +132,19 @@ def _detect_device(run: RunConfig) -> Device:
     return Device(properties.name, int(properties.total_memory), placement.precision == "bf16")
 
 
-def _build_part_table(found: Estimate | PlanEstimate) -> Table:
-    table = build_figure_table("part", "class", "parameters", "trained", "stored in", left=("class",))
-    for part in found.parts:
-        table.add_row(part.name, part.kind, f"{part.count:,}", f"{part.trained_count:,}", format_bytes(part.bytes))
-    return table
-
-
-def _build_kind_table(found: Estimate) -> Table:
-    """Build the table of memory per kind of data parallelism; the config's is marked."""
-    averaged = any(kind.memory is not None and kind.memory.averages for kind in found.kinds)
+def _build_memory_table(first: str, rows: list[_MemoryRow]) -> Table:
+    averaged = any(memory is not None and memory.averages for _, memory, *_ in rows)
     names = ["parameters", "gradients", "optimizer", *(["average"] if averaged else []), "gathered", "activations"]
-    table = build_figure_table("on each rank", *names, "peak", "fits", left=("fits",))
-    for kind in found.kinds:
-        name = f"{kind.label}{' *' if kind is found.chosen and found.world > 1 else ''}"
-        memory = kind.memory
+    table = build_figure_table(first, *names, "peak", "fits", left=("fits",))
+    for name, memory, activations, peak, fits in rows:
         if memory is None:
             table.add_row(name, *[""] * (len(names) + 1), "refused")
             continue
-        states = [memory.parameters, memory.gradients, memory.optimizer, *([memory.averages] if averaged else [])]
-        activations, fits = "?", "yes, without activations"
-        if kind.activations is not None:
-            activations, fits = f"~ {format_bytes(kind.activations)}", "yes"
-        sizes = [*map(format_bytes, [*states, memory.gathered]), activations, format_bytes(kind.peak)]
-        table.add_row(name, *sizes, fits if kind.fits(found.device) else "no")
-    return table
-
-
-def _build_stage_table(found: PlanEstimate) -> Table:
-    """Return the memory of the ranks of each stage; all ranks of a stage have the same."""
-    columns = ("parameters", "gradients", "optimizer", "gathered", "activations", "peak", "fits")
-    table = build_figure_table("on each rank of", *columns, left=("fits",))
-    for one in found.prediction.memory:
-        states, activations = one.states, f"~ {format_bytes(one.activations)}"
-        sizes = [states.parameters, states.gradients, states.optimizer, states.gathered]
-        fits = "yes" if one.peak <= found.prediction.limit else "no"
-        table.add_row(one.holds, *map(format_bytes, sizes), activations, format_bytes(one.peak), fits)
+        averages = [memory.averages] if averaged else []
+        sizes = [memory.parameters, memory.gradients, memory.optimizer, *averages, memory.gathered]
+        estimated = "?" if activations is None else f"~ {format_bytes(activations)}"
+        answer = "yes, without activations" if activations is None else "yes"
+        table.add_row(name, *map(format_bytes, sizes), estimated, format_bytes(peak), answer if fits else "no")
     return table
 
 
@@ -332,16 +155,9 @@ def _build_network_table(found: NetworkEstimate) -> Table:
     plain = found.choices[0]
     for one in found.choices:
         mark = " *" if one is found.chosen else ""
-        step, times = _format_time(one.seconds), f"{plain.seconds / one.seconds:.2f} ×"
+        step, times = format_step_time(one.seconds), f"{plain.seconds / one.seconds:.2f} ×"
         table.add_row(f"{one.label}{mark}", format_bytes(one.sent), step, times, one.effect)
     return table
-
-
-def _format_time(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-# ------------------------------------------------------------------------------------------------ profile
 
 
 def profile(

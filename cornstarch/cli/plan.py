@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cornstarch.cli import ConfigPath, Facts, Overrides, quiet_libraries, wide_console, write_file
+from cornstarch.cli import ConfigPath, Facts, Overrides, build_figure_table, quiet_libraries, wide_console, write_file
 from cornstarch.errors import ConfigError
-from cornstarch.report.number_format import format_bytes, format_count, format_percent
+from cornstarch.report import plan_text
+from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,11 +94,10 @@ def plan(
             resize_cluster(machines, size)  # refuses a size that does not fill nodes
 
     from cornstarch.report.plan_page import render_plan
-    from cornstarch.report.plan_text import build_train_command, describe_auto_plan
 
     page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
     if quiet:
-        print(describe_auto_plan(page.best, page.cluster))
+        print(plan_text.describe_auto_plan(page.best, page.cluster))
     else:
         _print_plans(page, top, "measured" if costs is not None else "estimated", data)
     if sizes:
@@ -105,8 +105,7 @@ def plan(
     if output is not None:
         write_file("--output", output, page.plan)
         if not quiet:
-            assert page.found.best is not None
-            command = build_train_command(page.found.best, page.cluster, str(config), str(output), overrides or ())
+            command = plan_text.build_train_command(page.best, page.cluster, str(config), str(output), overrides or ())
             print(f"{output}: {command}")
     if html is not None:
         write_file("--html", html, render_plan(page))
@@ -153,27 +152,20 @@ def _search_plan(
     price: float | None,
 ) -> PlanReport:
     """Return the best plan and its rivals; ConfigError if nothing fits."""
-    from cornstarch.planner.search_run import (
-        cost_of,
-        explain_failure,
-        format_plan_file,
-        own_plan,
-        plan_run,
-        use_all_devices,
-    )
+    from cornstarch.planner import search_run
     from cornstarch.report.plan_page import PlanReport
 
     quiet_libraries()
     with _show_status("estimating the cost of layers" if costs is None else "reading the cost of layers"):
-        cost = cost_of(run, machines, costs or run.parallel.costs, data)
+        cost = search_run.cost_of(run, machines, costs or run.parallel.costs, data)
     with _show_status(f"searching plans for {machines.name}"):
-        found = plan_run(run, machines, cost, _MAX_OTHERS)
+        found = search_run.plan_run(run, machines, cost, _MAX_OTHERS)
         if found.best is None:
-            raise ConfigError(explain_failure(found, machines))
-        best = use_all_devices(found, run, machines, cost) if uses_all else found.best
+            raise ConfigError(search_run.explain_failure(found, machines))
+        best = search_run.use_all_devices(found, run, machines, cost) if uses_all else found.best
     found = replace(found, best=best)
-    own = own_plan(run, machines, cost)
-    return PlanReport(run.name, machines, cost, found, own, (), format_plan_file(best, run, machines), price)
+    own = search_run.own_plan(run, machines, cost)
+    return PlanReport(run.name, machines, cost, found, own, (), search_run.format_plan_file(best, run, machines), price)
 
 
 def _show_status(text: str) -> AbstractContextManager[object]:
@@ -184,15 +176,14 @@ def _show_status(text: str) -> AbstractContextManager[object]:
 
 def _print_plans(page: PlanReport, top: int, costs: str, facts: DataStatistics | None) -> None:
     """Print the best plan, `top` plans of other kinds, the config's own, and the reasons."""
-    from cornstarch.report.plan_text import describe_layer_split, explain_choice
-
     console, best, devices = wide_console(), page.best, page.cluster.devices
     tokens = f" of {format_count(page.cost.tokens)} tokens" if page.cost.tokens else ""
     batch = f"{page.cost.batch:,} samples{tokens} per step, in {page.cost.precision}"
     console.print(f"{page.cluster.name}: {page.cluster.describe()}", soft_wrap=True)
     console.print(f"{page.name}: {batch}; layer costs {costs}", soft_wrap=True)
     console.print(_build_plan_table(page, top))
-    notes = [f"{line}." for line in describe_layer_split(best)] + explain_choice(page.found)
+    notes = [f"{line}." for line in plan_text.describe_layer_split(best)]
+    notes += plan_text.explain_choice(page.found)
     if best.candidate.world < devices:
         notes.append(f"{devices - best.candidate.world} of {devices} devices stay idle.")
     uneven = facts.straggler_factor(best.candidate.dp) if facts is not None else 1.0
@@ -207,61 +198,42 @@ def _print_plans(page: PlanReport, top: int, costs: str, facts: DataStatistics |
 
 
 def _build_plan_table(page: PlanReport, top: int) -> Table:
-    from cornstarch.report.plan_text import compare_with_best, extract_reason, select_rate_unit
-
     best, own = page.best, page.own
-    table = _new_table(page, "", "step", "slower", f"{select_rate_unit(best)}/s", "MFU", "memory")
-    table.add_row("best", *_format_prediction(page, best, "", ""))
-    for number, one in enumerate(page.found.runners_up[:top], 2):
-        row = _format_prediction(page, one.prediction, compare_with_best(one.prediction, best), extract_reason(one))
-        table.add_row(str(number), *row)
-    if own is None:
-        return table
-    if own.prediction is None:
+    names = ("step", "slower", f"{plan_text.select_rate_unit(best)}/s", "MFU", "memory", *page.price_column, "plan")
+    table = build_figure_table("", *names, left=("plan",), no_wrap=True, show_lines=True)
+
+    def add_row(name: str, one: Prediction, compared: str, reason: str) -> None:
+        figures = [format_step_time(one.step), compared, plan_text.format_rate(one), format_percent(one.mfu)]
+        memory = f"{format_bytes(one.peak)}\nof {format_bytes(one.limit)}"
+        described = "\n".join([*plan_text.describe_choice(one.candidate), *filter(None, [reason])])
+        table.add_row(name, *figures, memory, *page.format_price(one, page.cluster.devices), described)
+
+    add_row("best", best, "", "")
+    for number, other in enumerate(page.found.runners_up[:top], 2):
+        compared = plan_text.compare_with_best(other.prediction, best)
+        add_row(str(number), other.prediction, compared, plan_text.extract_reason(other))
+    if own is not None and own.prediction is None:
         text = [*own.plan.describe().splitlines()[1:], f"no prediction: {own.trouble}"]
         table.add_row("config", *[""] * (len(table.columns) - 2), "\n".join(text))
-    elif own.prediction.fits:
-        table.add_row("config", *_format_prediction(page, own.prediction, compare_with_best(own.prediction, best), ""))
-    else:
-        table.add_row("config", *_format_prediction(page, own.prediction, "too large", own.prediction.reasons[0]))
+    elif own is not None and own.prediction is not None:
+        is_fitting = own.prediction.fits
+        compared = plan_text.compare_with_best(own.prediction, best) if is_fitting else "too large"
+        add_row("config", own.prediction, compared, "" if is_fitting else own.prediction.reasons[0])
     return table
-
-
-def _format_prediction(page: PlanReport, one: Prediction, compared: str, reason: str) -> list[str]:
-    from cornstarch.report.plan_text import describe_choice, format_rate, format_step_time
-
-    return [
-        format_step_time(one.step),
-        compared,
-        format_rate(one),
-        format_percent(one.mfu),
-        f"{format_bytes(one.peak)}\nof {format_bytes(one.limit)}",
-        *_format_price(page, one, page.cluster.devices),
-        "\n".join([*describe_choice(one.candidate), *filter(None, [reason])]),
-    ]
 
 
 def _compare_sizes(page: PlanReport, run: RunConfig, sizes: Sequence[int]) -> PlanReport:
     """Print the best plans on clusters of other sizes, and return the page with them."""
     from cornstarch.planner.search_run import what_if
-    from cornstarch.report.plan_text import format_rate, format_step_time, select_rate_unit
+    from cornstarch.report.plan_page import build_size_table
 
     with _show_status("searching plans for other sizes"):
         page = replace(page, scaled=tuple(what_if(run, page.cluster, page.cost, sizes)))
-    table = _new_table(page, "cluster", "step", f"{select_rate_unit(page.best)}/s", "efficiency", "MFU", "idle")
-    for one in page.scaled:
-        best, devices = one.best, one.cluster.devices
-        if best is None:
-            table.add_row(one.cluster.name, *[""] * (len(table.columns) - 2), "nothing fits")
-            continue
-        cells = [
-            format_step_time(best.step),
-            format_rate(best),
-            format_percent(one.efficiency),
-            format_percent(best.mfu),
-        ]
-        idle = str(devices - best.candidate.world or "")
-        table.add_row(one.cluster.name, *cells, idle, *_format_price(page, best, devices), best.candidate.describe())
+    view = build_size_table(page)
+    names = [name.rstrip("#") for name in view.columns]
+    table = build_figure_table(*names, left=("plan",), no_wrap=True, show_lines=True)
+    for row in view.rows:
+        table.add_row(*(cell if isinstance(cell, str) else cell.text for cell in row))
     console = wide_console()
     console.print(table)
     console.print(
@@ -270,25 +242,3 @@ def _compare_sizes(page: PlanReport, run: RunConfig, sizes: Sequence[int]) -> Pl
         soft_wrap=True,
     )
     return page
-
-
-def _format_price(page: PlanReport, one: Prediction, devices: int) -> list[str]:
-    """Return the cell with the price of tokens; no cell without a price."""
-    from cornstarch.report.plan_text import compute_token_price
-
-    if page.price is None or not page.best.tokens_per_second:
-        return []
-    price = compute_token_price(one, devices, page.price)
-    return ["" if price is None else f"{price:.3g}"]
-
-
-def _new_table(page: PlanReport, first: str, *names: str) -> Table:
-    from rich.table import Table
-
-    table = Table(first, show_lines=True)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    if page.price is not None and page.best.tokens_per_second:
-        table.add_column("$ per 1M\ntokens", justify="right", no_wrap=True)
-    table.add_column("plan")
-    return table

@@ -21,20 +21,10 @@ MOST = {"ranks": 8, "microbatches": 32, "elements": 65_536, "parameters": 10**15
 LEAST = {"ranks": 2, "microbatches": 1, "elements": 1, "parameters": 64}
 
 _ALIASES = {
-    "all-reduce": "allreduce",
-    "all-gather": "allgather",
-    "reduce-scatter": "reducescatter",
-    "fsdp2": "fsdp",
-    "zero-1": "zero1",
-    "zero-2": "zero2",
-    "zero-3": "zero3",
-    "zero": "zero3",
-    "zerobubble": "zero-bubble",
-    "zb": "zero-bubble",
-    "tensor": "tp",
-    "all-to-all": "ulysses",
-    "ring-attn": "ring",
-}
+    "all-reduce": "allreduce", "all-gather": "allgather", "reduce-scatter": "reducescatter", "fsdp2": "fsdp",
+    "zero-1": "zero1", "zero-2": "zero2", "zero-3": "zero3", "zero": "zero3", "zerobubble": "zero-bubble",
+    "zb": "zero-bubble", "tensor": "tp", "all-to-all": "ulysses", "ring-attn": "ring",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -95,7 +85,12 @@ def explain(
         elements: Numbers of a list, tokens of a row, channels of a layer or numbers of an activation, by topic.
         parameters: The model's parameters.
     """
-    name = _resolve_name(topic)
+    plain = topic.strip().lower().replace("_", "-").replace(" ", "-")
+    name = plain if plain in TOPICS else _ALIASES.get(plain, plain)
+    if name not in TOPICS:
+        close = nearest(plain, [*TOPICS])
+        advice = f" Did you mean {close}?" if close else ""
+        raise ConfigError(f"There is no explanation of {shorten(topic)!r}.{advice}\nTopics: {', '.join(TOPICS)}.")
     found = TOPICS[name]
     named = {"ranks": ranks, "microbatches": microbatches, "elements": elements, "parameters": parameters}
     given = {option: value for option, value in named.items() if value is not None}
@@ -110,13 +105,3 @@ def explain(
     # Defaults that grow with the ranks keep their ratio to them.
     grown = {option: value // default["ranks"] * count for option, value in default.items() if option in found.grows}
     return found.build(**{**default, **grown, **given})
-
-
-def _resolve_name(topic: str) -> str:
-    plain = topic.strip().lower().replace("_", "-").replace(" ", "-")
-    name = plain if plain in TOPICS else _ALIASES.get(plain, plain)
-    if name in TOPICS:
-        return name
-    close = nearest(plain, [*TOPICS])
-    advice = f" Did you mean {close}?" if close else ""
-    raise ConfigError(f"There is no explanation of {shorten(topic)!r}.{advice}\nTopics: {', '.join(TOPICS)}.")

@@ -99,16 +99,13 @@ def build_reduce_scatter(ranks: int, elements: int) -> Story:
     ring = RingSimulation([[*own] for own in build_example(ranks, elements)])
     description = "Every rank has a whole list of its own; each is to have one chunk of their sum."
     steps = [_build_step(ring, "Before", description, []), *_reduce(ring)]
-    return Story(
-        "reducescatter",
-        "Reduce-scatter",
+    lead = (
         "Lists are summed over ranks, and the sum is left cut: each rank has one chunk of it. Sharded data parallelism "
-        "sums gradients this way.",
-        steps,
-        [_build_formula(steps, 1, reduce_scatter_bytes, ranks, elements)],
-        [f"It takes {ranks - 1} rounds. In each, every rank sends and receives one chunk at the same time."],
-        _LEGEND,
+        "sums gradients this way."
     )
+    remark = f"It takes {ranks - 1} rounds. In each, every rank sends and receives one chunk at the same time."
+    formula = _build_formula(steps, 1, reduce_scatter_bytes, ranks, elements)
+    return Story("reducescatter", "Reduce-scatter", lead, steps, [formula], [remark], _LEGEND)
 
 
 def build_all_gather(ranks: int, elements: int) -> Story:
@@ -120,16 +117,13 @@ def build_all_gather(ranks: int, elements: int) -> Story:
     ring = RingSimulation(chunks, [[chunk == rank for chunk in range(ranks)] for rank in range(ranks)])
     description = "Every rank has one chunk; all are to have all chunks."
     steps = [_build_step(ring, "Before", description, []), *_gather(ring, first=0)]
-    return Story(
-        "allgather",
-        "All-gather",
+    lead = (
         "Each rank has one chunk of a list, and all want the whole. Sharded data parallelism gathers parameters "
-        "this way, right before they are needed.",
-        steps,
-        [_build_formula(steps, 1, all_gather_bytes, ranks, elements)],
-        [f"It takes {ranks - 1} rounds. The size is that of the whole list, which every rank has at the end."],
-        _LEGEND[1:],
+        "this way, right before they are needed."
     )
+    remark = f"It takes {ranks - 1} rounds. The size is that of the whole list, which every rank has at the end."
+    formula = _build_formula(steps, 1, all_gather_bytes, ranks, elements)
+    return Story("allgather", "All-gather", lead, steps, [formula], [remark], _LEGEND[1:])
 
 
 def build_all_reduce(ranks: int, elements: int) -> Story:
@@ -137,20 +131,17 @@ def build_all_reduce(ranks: int, elements: int) -> Story:
     ring = RingSimulation([[*own] for own in build_example(ranks, elements)])
     description = "Every rank has a list of its own; all are to have the sum of all lists."
     steps = [_build_step(ring, "Before", description, []), *_reduce(ring), *_gather(ring, first=1)]
-    return Story(
-        "allreduce",
-        "All-reduce",
+    lead = (
         "Lists are summed over ranks, and every rank gets the whole sum. Data parallelism sums gradients this way, "
-        "tensor parallelism outputs.",
-        steps,
-        [_build_formula(steps, 2, all_reduce_bytes, ranks, elements)],
-        [
-            f"It takes {2 * (ranks - 1)} rounds: {ranks - 1} that sum, and {ranks - 1} that share.",
-            "With more ranks each sends hardly more: never as much as twice the list. No algorithm in which "
-            "the ranks compute the sum sends less.",
-        ],
-        _LEGEND,
+        "tensor parallelism outputs."
     )
+    remarks = [
+        f"It takes {2 * (ranks - 1)} rounds: {ranks - 1} that sum, and {ranks - 1} that share.",
+        "With more ranks each sends hardly more: never as much as twice the list. No algorithm in which "
+        "the ranks compute the sum sends less.",
+    ]
+    formula = _build_formula(steps, 2, all_reduce_bytes, ranks, elements)
+    return Story("allreduce", "All-reduce", lead, steps, [formula], remarks, _LEGEND)
 
 
 def _build_formula(

@@ -42,27 +42,20 @@ _STEP_SLICES = "Every rank steps its slices by itself: all that a slice needs is
 
 @dataclass(frozen=True)
 class ShardState:
-    """The parts of every layer on every rank: by rank, by layer."""
+    """The parts of every layer on the ranks, which all have the same parts of parameters and of gradients."""
 
-    parameters: tuple[Parts, ...]
-    gradients: tuple[Parts, ...]
+    parameters: Parts
+    gradients: Parts
     optimizer: tuple[Parts, ...]
+    """By rank."""
 
     def replace(self, parameters: Part = "", gradients: Part = "", layer: int | None = None) -> ShardState:
         """Return a state with other parts: of one layer, or of all."""
 
-        def change(parts: tuple[Parts, ...], part: Part) -> tuple[Parts, ...]:
-            return tuple(tuple(part if layer in (None, at) else old for at, old in enumerate(own)) for own in parts)
+        def change(parts: Parts, part: Part) -> Parts:
+            return tuple(part if part and layer in (None, at) else old for at, old in enumerate(parts))
 
-        return ShardState(
-            change(self.parameters, parameters) if parameters else self.parameters,
-            change(self.gradients, gradients) if gradients else self.gradients,
-            self.optimizer,
-        )
-
-
-_Step = tuple[str, str, ShardState, float]
-"""A title, a description, the state after the step, and the bytes that each rank sends in it."""
+        return ShardState(change(self.parameters, parameters), change(self.gradients, gradients), self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -101,204 +94,171 @@ class ShardedModel:
 
         total = 0
         for layer in range(self.ranks):
-            parameters = state.parameters[rank][layer]
+            parameters = state.parameters[layer]
             total += measure(layer, parameters).parameters
             total += measure(layer, "slice").parameters if parameters == "gathered" else 0
-            total += measure(layer, state.gradients[rank][layer]).gradients
+            total += measure(layer, state.gradients[layer]).gradients
             total += measure(layer, state.optimizer[rank][layer]).optimizer
         return total
 
     def build_resting_state(self) -> ShardState:
         """Return the state between two steps, without gradients."""
-
-        def fill(part: Part) -> tuple[Parts, ...]:
-            return ((part,) * self.ranks,) * self.ranks
-
-        if self.plan.kind == "ddp":
-            return ShardState(fill("whole"), fill(""), fill("whole"))
+        part: Part = "whole" if self.plan.kind in ("ddp", "zero1") else "slice"
+        parts: Parts = (part,) * self.ranks
+        optimizer: tuple[Parts, ...] = (parts,) * self.ranks
         if self.plan.kind == "zero1":
             owners = assign_largest_first([layer.numel for layer in self.layers], self.ranks)
-            owned: tuple[Parts, ...] = tuple(
-                tuple("whole" if owner == rank else "" for owner in owners) for rank in range(self.ranks)
-            )
-            return ShardState(fill("whole"), fill(""), owned)
-        return ShardState(fill("slice"), fill(""), fill("slice"))
+            optimizer = tuple(tuple("whole" if owner == rank else "" for owner in owners) for rank in range(self.ranks))
+        return ShardState(parts, ("",) * self.ranks, optimizer)
 
     def build_step(self, title: str, description: str, state: ShardState, sent: float = 0.0) -> StoryStep:
         """Return a step that leads to a state; `sent` is in bytes, by each rank."""
-        groups = dict(zip(_GROUPS, (state.parameters, state.gradients, state.optimizer), strict=True))
         starts = [group * (self.ranks + _GAP) for group in range(len(_GROUPS))]
         texts = {"": "", "own": "own", "slice": f"1/{self.ranks}"}
         rows = []
         for rank in range(self.ranks):
+            groups = (state.parameters, state.gradients, state.optimizer[rank])
             boxes = [
                 DiagramBox(start + layer, start + layer + 1, texts.get(part, "all"), _TONES[part],
                            f"{name} of layer {layer}: {_MEANINGS[part]}")
-                for start, (name, parts) in zip(starts, groups.items(), strict=True)
-                for layer, part in enumerate(parts[rank])
+                for start, name, parts in zip(starts, _GROUPS, groups, strict=True)
+                for layer, part in enumerate(parts)
             ]  # fmt: skip
             beside = f"holds {story.format_byte_count(self.count_bytes(rank, state))}"
             rows.append(DiagramRow(f"rank {rank}", boxes, beside))
         head = [DiagramBox(start, start + self.ranks, name) for start, name in zip(starts, _GROUPS, strict=True)]
         return StoryStep(title, description, rows, head, [sent] * self.ranks if sent else ())
 
+    def build_all_reduce(self) -> list[StoryStep]:
+        """DDP and ZeRO-1: gradients of a rank's own samples, then of the whole batch."""
+        start, sent = self.build_resting_state(), all_reduce_bytes(self.bytes, self.ranks)
+        own = "Every rank computes gradients from its own samples: they differ from rank to rank."
+        summed = "Gradients are summed over the ranks, so that every rank has those of the whole batch."
+        return [
+            self.build_step("Forward and backward", own, start.replace(gradients="own")),
+            self.build_step("All-reduce", summed, start.replace(gradients="whole"), sent),
+        ]
+
 
 def build_ddp(ranks: int, parameters: int) -> Story:
     """Return DDP: everything on every rank."""
     model = ShardedModel(DataPlan("ddp"), parameters, ranks)
-    start = model.build_resting_state()
-    text = "Every rank holds the whole model and all states of the optimizer, the same on all."
-    after = (
-        "Every rank steps all parameters by itself; as all had the same numbers and the same gradients, they stay the "
-        "same without a message."
-    )
-    return _build_story(
-        model,
-        "ddp",
-        "DDP: data parallelism",
-        "Every rank has the whole model and other samples; gradients are averaged, so that all take the same step.",
-        [("Before", text, start, 0.0), *_all_reduce(model), ("Step", after, start, 0.0)],
-        2,
-        "Gradients of the last layers are sent while backward still computes those of the first ones.",
-    )
+    start, step = model.build_resting_state(), model.build_step
+    steps = [
+        step("Before", "Every rank holds the whole model and all states of the optimizer, the same on all.", start),
+        *model.build_all_reduce(),
+        step("Step", "Every rank steps all parameters by itself; as all had the same numbers and the same gradients, "
+             "they stay the same without a message.", start),
+    ]  # fmt: skip
+    lead = "Every rank has the whole model and other samples; gradients are averaged, so that all take the same step."
+    remark = "Gradients of the last layers are sent while backward still computes those of the first ones."
+    return _build_story(model, "ddp", "DDP: data parallelism", lead, steps, 2, remark)
 
 
 def build_zero1(ranks: int, parameters: int) -> Story:
     """Return ZeRO-1: each rank has the optimizer states of some parameters."""
     model = ShardedModel(DataPlan("zero1"), parameters, ranks)
-    start = model.build_resting_state()
-    text = (
-        "Every rank holds the whole model, but the optimizer's states only for the layers that it owns: they are the "
-        "largest part, and nobody else needs them."
-    )
-    after = "Every rank steps only the layers that it owns; its other layers are old now."
-    share = (
-        "Every owner sends its new layers to all others, so that all have the same model again; together this is as "
-        "much as an all-gather."
-    )
-    return _build_story(
-        model,
-        "zero1",
-        "ZeRO-1: sharded optimizer states",
-        "As DDP, but each rank keeps the states of the optimizer for its own part of the parameters only.",
-        [
-            ("Before", text, start, 0.0),
-            *_all_reduce(model),
-            ("Step", after, start, 0.0),
-            ("Share parameters", share, start, all_gather_bytes(model.bytes, ranks)),
-        ],
-        3,
+    start, step = model.build_resting_state(), model.build_step
+    steps = [
+        step("Before", "Every rank holds the whole model, but the optimizer's states only for the layers that it owns: "
+             "they are the largest part, and nobody else needs them.", start),
+        *model.build_all_reduce(),
+        step("Step", "Every rank steps only the layers that it owns; its other layers are old now.", start),
+        step("Share parameters", "Every owner sends its new layers to all others, so that all have the same model "
+             "again; together this is as much as an all-gather.", start, all_gather_bytes(model.bytes, ranks)),
+    ]  # fmt: skip
+    lead = "As DDP, but each rank keeps the states of the optimizer for its own part of the parameters only."
+    remark = (
         "Here whole parameters are assigned to ranks, the largest first to the rank with the least, and gradients are "
-        "averaged by DDP. Where gradients are only reduce-scattered, it is 2 (N − 1) / N.",
+        "averaged by DDP. Where gradients are only reduce-scattered, it is 2 (N − 1) / N."
     )
+    return _build_story(model, "zero1", "ZeRO-1: sharded optimizer states", lead, steps, 3, remark)
 
 
 def build_zero2(ranks: int, parameters: int) -> Story:
     """Return ZeRO-2 as it is run here: gathered once for forward and backward."""
     model = ShardedModel(DataPlan("zero2"), parameters, ranks)
-    start = model.build_resting_state()
+    start, step = model.build_resting_state(), model.build_step
     gathered = start.replace(parameters="gathered")
     steps = [
-        ("Before", "Every rank holds a slice of every layer, with the states of the optimizer for it.", start, 0.0),
-        ("Forward", "Layer by layer all slices are gathered, and stay: backward will need the same parameters again.",
-         gathered, all_gather_bytes(model.bytes, ranks)),
-        ("Backward", "Every rank computes gradients from its own samples; those of a layer are whole for a moment "
-         "only.", gathered.replace(gradients="own", layer=ranks - 1), 0.0),
-        ("Reduce-scatter", "The gradients of each layer are summed over the ranks as soon as they are there, and every "
-         "rank keeps the slice that it will step; gathered parameters are freed.",
-         start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
-        ("Step", _STEP_SLICES, start, 0.0),
+        step("Before", "Every rank holds a slice of every layer, with the states of the optimizer for it.", start),
+        step("Forward", "Layer by layer all slices are gathered, and stay: backward will need the same parameters "
+             "again.", gathered, all_gather_bytes(model.bytes, ranks)),
+        step("Backward", "Every rank computes gradients from its own samples; those of a layer are whole for a moment "
+             "only.", gathered.replace(gradients="own", layer=ranks - 1)),
+        step("Reduce-scatter", "The gradients of each layer are summed over the ranks as soon as they are there, and "
+             "every rank keeps the slice that it will step; gathered parameters are freed.",
+             start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
+        step("Step", _STEP_SLICES, start),
     ]  # fmt: skip
-    return _build_story(
-        model,
-        "zero2",
-        "ZeRO-2: sharded gradients, too",
+    lead = (
         "Each rank keeps gradients and states of the optimizer for its slices only; parameters are whole from forward "
-        "to backward.",
-        steps,
-        2,
-        "In the original ZeRO-2 parameters are whole all the time. Here they are slices between steps.",
+        "to backward."
     )
+    remark = "In the original ZeRO-2 parameters are whole all the time. Here they are slices between steps."
+    return _build_story(model, "zero2", "ZeRO-2: sharded gradients, too", lead, steps, 2, remark)
 
 
 def build_zero3(ranks: int, parameters: int) -> Story:
     """Return ZeRO-3, pass by pass."""
     model = ShardedModel(DataPlan("zero3"), parameters, ranks)
-    start, gather = model.build_resting_state(), all_gather_bytes(model.bytes, ranks)
+    start, step, gather = model.build_resting_state(), model.build_step, all_gather_bytes(model.bytes, ranks)
     in_backward = start.replace(gradients="slice").replace(parameters="gathered", gradients="own", layer=0)
     steps = [
-        ("Before", "Every rank holds a slice of everything: nothing is there twice.", start, 0.0),
-        ("Forward", "Each layer is gathered right before it computes and freed right after it; the picture shows the "
-         "last one.", start.replace(parameters="gathered", layer=ranks - 1), gather),
-        ("Backward", "Layers are gathered once more, from the last to the first, because they were freed; gradients of "
-         "a layer are whole until they are summed. The picture shows the first layer.", in_backward, gather),
-        ("Reduce-scatter", "The gradients of each layer have been summed over the ranks; every rank keeps the slice "
-         "that it steps.", start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
-        ("Step", _STEP_SLICES, start, 0.0),
+        step("Before", "Every rank holds a slice of everything: nothing is there twice.", start),
+        step("Forward", "Each layer is gathered right before it computes and freed right after it; the picture shows "
+             "the last one.", start.replace(parameters="gathered", layer=ranks - 1), gather),
+        step("Backward", "Layers are gathered once more, from the last to the first, because they were freed; "
+             "gradients of a layer are whole until they are summed. The picture shows the first layer.", in_backward,
+             gather),
+        step("Reduce-scatter", "The gradients of each layer have been summed over the ranks; every rank keeps the "
+             "slice that it steps.", start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
+        step("Step", _STEP_SLICES, start),
     ]  # fmt: skip
-    return _build_story(
-        model,
-        "zero3",
-        "ZeRO-3: sharded parameters, too",
+    lead = (
         "Each rank keeps a slice of parameters, gradients and states; a layer is whole only while it computes. "
-        "The topic fsdp shows it layer by layer.",
-        steps,
-        3,
-        "It sends half as much again as DDP, and holds 1 / N of everything, and one or two whole layers.",
+        "The topic fsdp shows it layer by layer."
     )
+    remark = "It sends half as much again as DDP, and holds 1 / N of everything, and one or two whole layers."
+    return _build_story(model, "zero3", "ZeRO-3: sharded parameters, too", lead, steps, 3, remark)
 
 
 def build_fsdp(ranks: int, parameters: int) -> Story:
     """Return FSDP, layer by layer."""
     model = ShardedModel(DataPlan("fsdp2"), parameters, ranks)
-    start = model.build_resting_state()
+    start, step = model.build_resting_state(), model.build_step
     text = "Every parameter is cut along its first dimension, and each rank holds one slice of it."
-    steps = [("Before", text, start, 0.0)]
+    steps = [step("Before", text, start)]
     gathers = [all_gather_bytes(size.bytes, ranks) for size in model.layers]
     for layer, gather in enumerate(gathers):
         freed = f"; layer {layer - 1} is freed, its slice stays." if layer else "."
         text = f"Layer {layer} is gathered because its forward needs all of it{freed}"
-        steps.append((f"Forward of layer {layer}", text, start.replace(parameters="gathered", layer=layer), gather))
+        steps.append(step(f"Forward of layer {layer}", text, start.replace(parameters="gathered", layer=layer), gather))
     text = "The last layer is freed, too, and every rank computes the loss of its own samples."
-    steps.append(("Loss", text, start, 0.0))
+    steps.append(step("Loss", text, start))
     state = start
     for layer in reversed(range(ranks)):
         text = f"Layer {layer} is gathered once more, and every rank computes its gradients from its own samples."
         now = state.replace(parameters="gathered", gradients="own", layer=layer)
-        steps.append((f"Backward of layer {layer}", text, now, gathers[layer]))
+        steps.append(step(f"Backward of layer {layer}", text, now, gathers[layer]))
         text = f"Its gradients are summed over the ranks, each keeps its slice; layer {layer} is freed."
         state = state.replace(gradients="slice", layer=layer)
         sent = reduce_scatter_bytes(model.layers[layer].bytes, ranks)
-        steps.append((f"Reduce-scatter of layer {layer}", text, state, sent))
-    return _build_story(
-        model,
-        "fsdp",
-        "FSDP: fully sharded data parallelism",
+        steps.append(step(f"Reduce-scatter of layer {layer}", text, state, sent))
+    steps.append(step("Step", _STEP_SLICES, start))
+    lead = (
         "ZeRO-3 as torch runs it: unit by unit, mostly layers. A unit's parameters are gathered together, and while "
-        "one unit computes the next one is already coming.",
-        [*steps, ("Step", _STEP_SLICES, start, 0.0)],
-        3,
-        "The picture leaves out the unit that comes while another computes: with it two are whole at a time.",
+        "one unit computes the next one is already coming."
     )
-
-
-def _all_reduce(model: ShardedModel) -> list[_Step]:
-    """DDP and ZeRO-1: gradients of a rank's own samples, then of the whole batch."""
-    start = model.build_resting_state()
-    own = "Every rank computes gradients from its own samples: they differ from rank to rank."
-    summed = "Gradients are summed over the ranks, so that every rank has those of the whole batch."
-    return [
-        ("Forward and backward", own, start.replace(gradients="own"), 0.0),
-        ("All-reduce", summed, start.replace(gradients="whole"), all_reduce_bytes(model.bytes, model.ranks)),
-    ]
+    remark = "The picture leaves out the unit that comes while another computes: with it two are whole at a time."
+    return _build_story(model, "fsdp", "FSDP: fully sharded data parallelism", lead, steps, 3, remark)
 
 
 def _build_story(
-    model: ShardedModel, topic: str, title: str, lead: str, described: list[_Step], passes: int, remark: str
+    model: ShardedModel, topic: str, title: str, lead: str, steps: list[StoryStep], passes: int, remark: str
 ) -> Story:
-    """Build the steps and formulas; `passes` counts all-gathers and reduce-scatters of all parameters."""
+    """Build the formulas; `passes` counts all-gathers and reduce-scatters of all parameters."""
     ranks, parameters = model.ranks, model.parameters
-    steps = [model.build_step(*step) for step in described]
     by_kind: dict[str, tuple[str, float]] = {
         "ddp": ("(4 + 4 + 8) Ψ", 16 * parameters),
         "zero1": ("(4 + 4) Ψ + 8 Ψ / N", 8 * parameters + 8 * parameters / ranks),

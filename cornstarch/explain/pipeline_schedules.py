@@ -17,9 +17,6 @@ VIRTUAL = 2
 """Stages of each place under `interleaved`."""
 _MAX_FORWARDS = 64  # ranks times microbatches: every step draws all actions so far
 
-POLICY_OF = {name: name.replace("-", "_") for name in ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")}
-"""The policy of each topic."""
-
 _TONES: dict[Kind, Tone] = {Kind.F: "f", Kind.B: "b", Kind.I: "i", Kind.W: "w"}
 _ACTIONS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "gradients of inputs", Kind.W: "gradients of weights"}
 _LEADS = {
@@ -35,6 +32,8 @@ _LEADS = {
     "zero-bubble": "Backward is cut in two: gradients of inputs, for which the stage before waits, come first; "
     "gradients of weights, for which nobody waits, fill the gaps.",
 }
+POLICY_OF = {name: name.replace("-", "_") for name in _LEADS}
+"""The policy of each topic."""
 _BUBBLES = {
     "naive": "(K − 1) / K",
     "gpipe": "(K − 1) / (M + K − 1)",
@@ -67,7 +66,18 @@ def build_pipeline(topic: str, ranks: int, microbatches: int, elements: int) -> 
     schedule = make_schedule(graph, microbatches, POLICY_OF[topic])
     timeline = simulate(schedule)
     moments = sorted({event.start for own in timeline.events for event in own})
-    steps = [*(_build_step(timeline, moment, elements) for moment in moments), _build_end(timeline)]
+    steps = [_build_step(timeline, moment, elements) for moment in moments]
+    # The end of the step is the picture of its last moment, without new actions.
+    rows = []
+    for row, bubble in zip(steps[-1].rows, timeline.bubbles, strict=True):
+        boxes = [replace(box, fresh=False) for box in row.boxes]
+        rows.append(DiagramRow(row.name, boxes, f"waits {bubble:.1%}"))
+    description = (
+        f"All gradients are there after {timeline.step:g} units of time: ranks have waited {timeline.bubble:.1%} of "
+        "it, which is the bubble; the optimizer steps now, because every microbatch has added its part."
+    )
+    text = as_text(timeline, unit=1.0)
+    steps.append(StoryStep("The end of the step", description, rows, steps[-1].head, text=text))
     in_flight = [max(timeline.in_flight[stage] for stage in graph.at(place)) for place in range(len(timeline.events))]
     kinds = {event.kind for event in chain(*timeline.events)}
     return Story(
@@ -133,20 +143,6 @@ def _build_step(timeline: Timeline, moment: float, elements: int) -> StoryStep:
     )
 
 
-def _build_end(timeline: Timeline) -> StoryStep:
-    graph = timeline.schedule.graph
-    rows = []
-    for place, own in enumerate(timeline.events):
-        boxes = [_build_box(graph, event, False) for event in own]
-        rows.append(DiagramRow(_name_place(graph, place), boxes, f"waits {timeline.bubbles[place]:.1%}"))
-    description = (
-        f"All gradients are there after {timeline.step:g} units of time: ranks have waited {timeline.bubble:.1%} of "
-        "it, which is the bubble; the optimizer steps now, because every microbatch has added its part."
-    )
-    ruler, text = story.build_head(range(round(timeline.step))), as_text(timeline, unit=1.0)
-    return StoryStep("The end of the step", description, rows, ruler, text=text)
-
-
 def _name_place(graph: StageGraph, place: int) -> str:
     stages = ", ".join(str(stage) for stage in graph.at(place))
     return f"rank {place}: {stages}" if len(graph.at(place)) > 1 else f"rank {place}"
@@ -188,15 +184,13 @@ def _describe_moment(
 def _find_missing_input(timeline: Timeline, place: int, at: int) -> str:
     event = timeline.events[place][at]
     graph = timeline.schedule.graph
-    whose = f"rank {place}'s next action, the {_ACTIONS[event.kind]} of microbatch {event.microbatch}, needs"
+    needed, missing = "its forward", "done"
     if event.kind is Kind.F:
-        sources = graph.predecessors(event.stage)
-        assert sources, "the first stage never waits before a forward"
-        return f"{whose} the output of stage {sources[0]}, which is not there yet"
-    targets = graph.successors(event.stage)
-    if targets:
-        return f"{whose} the gradient from stage {targets[0]}, which is not there yet"
-    return f"{whose} its forward, which is not done yet"
+        needed, missing = f"the output of stage {graph.predecessors(event.stage)[0]}", "there"
+    elif targets := graph.successors(event.stage):
+        needed, missing = f"the gradient from stage {targets[0]}", "there"
+    action = f"rank {place}'s next action, the {_ACTIONS[event.kind]} of microbatch {event.microbatch}"
+    return f"{action}, needs {needed}, which is not {missing} yet"
 
 
 def _format_ranks(places: list[int]) -> str:

@@ -18,6 +18,12 @@ HEADS_PER_RANK = 2
 WIDTH = 2
 """Numbers of a token in the feed-forward layer."""
 _MAX_COLUMNS = 4  # of a matrix that are drawn
+_RING_ROUNDS = (  # the first, those in between, and the last
+    "Every rank attends with its queries to its own keys and values, while it already sends them to the next rank: "
+    "transfer and computation overlap.",
+    "Every rank attends to the block that has come from the rank before, and passes it on meanwhile.",
+    "Every rank attends to the last block; all have seen everything, and the softmax is put together exactly.",
+)
 
 Piece = tuple[int, int]
 """The tokens of one rank, and the heads of another."""
@@ -70,7 +76,7 @@ def build_ulysses(ranks: int, elements: int) -> Story:
     """Return attention by all-to-all; `elements` are tokens."""
     tokens = elements
     found = distribute_tokens(tokens, ranks, "uniform")
-    heads = HEADS_PER_RANK * ranks
+    spans = [format_spans(found.tokens(rank).tolist()) for rank in range(ranks)]
     before: list[list[Piece]] = [[(rank, head) for head in range(ranks)] for rank in range(ranks)]
     turned, there = exchange_pieces(before, ranks, by_heads=True)
     after, back = exchange_pieces(turned, ranks, by_heads=False)
@@ -82,7 +88,12 @@ def build_ulysses(ranks: int, elements: int) -> Story:
         sent = [float(sum(len(found.tokens(owner)) * token_bytes for owner, _ in own)) for own in moved]
         rows = []
         for rank, own in enumerate(pieces):
-            boxes = [_build_piece_box(found, at, piece, rank, bool(moved)) for at, piece in enumerate(own)]
+            boxes = []
+            for at, (owner, head) in enumerate(own):
+                heads = f"{head * HEADS_PER_RANK}–{(head + 1) * HEADS_PER_RANK - 1}"
+                tooltip, tone = f"rank {rank}: tokens {spans[owner]}, heads {heads}", SERIES[head % len(SERIES)]
+                is_fresh = bool(moved) and owner != head
+                boxes.append(DiagramBox(at, at + 1, f"t{spans[owner]} h{heads}", tone, tooltip, is_fresh))
             beside = f"sends {story.format_byte_count(sent[rank])}" if moved else ""
             rows.append(DiagramRow(f"rank {rank}", boxes, beside))
         return StoryStep(title, description, rows, (), sent)
@@ -97,7 +108,7 @@ def build_ulysses(ranks: int, elements: int) -> Story:
         step("All-to-all of the output", "The output goes back to the ranks of the tokens, with all heads again.",
              after, back, 1),
     ]  # fmt: skip
-    size = tokens // ranks * heads * HEAD_WIDTH * NUMBER_BYTES
+    size = tokens // ranks * HEADS_PER_RANK * ranks * HEAD_WIDTH * NUMBER_BYTES
     symbols = "4 (N − 1) / N × S / N × H × D × 4 B"
     return Story(
         "ulysses",
@@ -112,15 +123,6 @@ def build_ulysses(ranks: int, elements: int) -> Story:
             "In a run this is cp_mode: all_to_all.",
         ],
     )
-
-
-def _build_piece_box(found: TokenDistribution, at: int, piece: Piece, rank: int, moved: bool) -> DiagramBox:
-    owner, head = piece
-    tokens, first = format_spans(found.tokens(owner).tolist()), head * HEADS_PER_RANK
-    heads = f"{first}–{first + HEADS_PER_RANK - 1}"
-    tooltip = f"rank {rank}: tokens {tokens}, heads {heads}"
-    tone = SERIES[head % len(SERIES)]
-    return DiagramBox(at, at + 1, f"t{tokens} h{heads}", tone, tooltip, moved and owner != head)
 
 
 def _build_forward_formula(symbols: str, ranks: int, tokens: int, result: float, steps: Sequence[StoryStep]) -> Formula:
@@ -140,10 +142,10 @@ def build_ring(ranks: int, elements: int) -> Story:
     size = 2 * tokens // ranks * HEADS_PER_RANK * ranks * HEAD_WIDTH * NUMBER_BYTES  # keys and values of a rank
     head = story.build_head(("queries", "keys, values", "this round", "together"))
     done = [0] * ranks
+    first, middle, last = _RING_ROUNDS
     steps: list[StoryStep] = []
-    for number in range(ranks):
-        last = number == ranks - 1
-        sent = [] if last else [send_bytes(size)] * ranks
+    for number, description in enumerate([first, *[middle] * (ranks - 2), last]):
+        sent = [send_bytes(size)] * ranks if description is not last else []
         rows = []
         for rank in range(ranks):
             owner = (rank - number) % ranks  # blocks move one rank further in every round
@@ -159,13 +161,20 @@ def build_ring(ranks: int, elements: int) -> Story:
             beside = f"sends {story.format_byte_count(sent[rank])}" if sent else ""
             rows.append(DiagramRow(f"rank {rank}", boxes, beside))
         arrows = [story.Arrow(rank, (rank + 1) % ranks, 1.5) for rank in range(len(sent))]
-        title, description = f"Round {number + 1} of {ranks}", _describe_round(number, ranks)
-        steps.append(StoryStep(title, description, rows, head, sent, arrows))
+        steps.append(StoryStep(f"Round {number + 1} of {ranks}", description, rows, head, sent, arrows))
     forward = _build_forward_formula(
         "(N − 1) / N × 2 S × H × D × 4 B", ranks, tokens, all_gather_bytes(size * ranks, ranks), steps
     )
-    backward = _build_backward(steps[0], ranks, size)
-    pairs_by_formula = f"{tokens * (tokens + 1) // 2:,}"
+    text = (
+        "Keys and values go round once more, and with each block the gradient that has been gathered for it, which at "
+        f"last goes home: {ranks - 1} messages of the one and {ranks} of the other, because nothing was kept but a "
+        "rank's own tokens."
+    )
+    sent_back = (2 * ranks - 1) * send_bytes(size)
+    gradients = DiagramBox(2, 3, "gradients", "n", "of this rank's queries, keys and values", True)
+    beside = f"sends {story.format_byte_count(sent_back)}"
+    rows = [DiagramRow(row.name, [*row.boxes[:2], gradients], beside) for row in steps[0].rows]
+    backward = StoryStep("Backward", text, rows, head, [sent_back] * ranks)
     return Story(
         "ring",
         "Ring attention",
@@ -177,7 +186,7 @@ def build_ring(ranks: int, elements: int) -> Story:
             Formula.of_bytes("For its backward", "(2 N − 1) / N × 2 S × H × D × 4 B", forward.numbers,
                              (2 * ranks - 1) * size, backward.sent),
             Formula("Pairs of queries and keys, all ranks", "S (S + 1) / 2", f"{tokens} × {tokens + 1} / 2",
-                    pairs_by_formula, f"{sum(done):,}"),
+                    f"{tokens * (tokens + 1) // 2:,}", f"{sum(done):,}"),
         ],
         [
             "Tokens are distributed in zigzag: a piece from the front and its mirror image from the back, so that all "
@@ -185,32 +194,6 @@ def build_ring(ranks: int, elements: int) -> Story:
             "Any number of heads will do. In a run this is cp_mode: ring_attn.",
         ],
     )  # fmt: skip
-
-
-def _describe_round(number: int, ranks: int) -> str:
-    if number == ranks - 1:
-        return (
-            "Every rank attends to the last block; all have seen everything, and the softmax is put together exactly."
-        )
-    if number == 0:
-        return (
-            "Every rank attends with its queries to its own keys and values, while it already sends them to the next "
-            "rank: transfer and computation overlap."
-        )
-    return "Every rank attends to the block that has come from the rank before, and passes it on meanwhile."
-
-
-def _build_backward(first: StoryStep, ranks: int, size: int) -> StoryStep:
-    sent = (2 * ranks - 1) * send_bytes(size)
-    gradients = DiagramBox(2, 3, "gradients", "n", "of this rank's queries, keys and values", True)
-    beside = f"sends {story.format_byte_count(sent)}"
-    description = (
-        "Keys and values go round once more, and with each block the gradient that has been gathered for it, which at "
-        f"last goes home: {ranks - 1} messages of the one and {ranks} of the other, because nothing was kept but a "
-        "rank's own tokens."
-    )
-    rows = [DiagramRow(row.name, [*row.boxes[:2], gradients], beside) for row in first.rows]
-    return StoryStep("Backward", description, rows, first.head, [sent] * ranks)
 
 
 # ------------------------------------------------------------------------------------------------ feed-forward

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cornstarch.explain.story import DiagramBox, DiagramRow, Story, StoryStep, describe_sent
+from cornstarch.explain.story import Story, StoryStep, describe_sent
 
 _STYLES = {  # by tone
     "c1": "green", "c2": "dark_orange", "c3": "medium_purple", "c4": "magenta", "c5": "yellow", "c6": "dodger_blue1",
@@ -79,17 +79,14 @@ def _build_table(step: StoryStep) -> Table:
         table.add_column(head.text, overflow="fold")
     table.add_column("", no_wrap=True)
     for row in step.rows:
-        table.add_row(row.name, *(_build_cell(row, head) for head in heads), Text(row.beside, style="dim"))
+        cells = []
+        for head in heads:
+            inside = [cell for cell in row.boxes if head.start <= cell.start < head.end]
+            wide = max((len(cell.text) for cell in inside), default=0) if len(inside) > 1 else 0
+            texts = []
+            for cell in inside:
+                style = (_STYLES[cell.tone] if cell.text else "dim") + (" bold" if cell.fresh else "")
+                texts.append(Text(f"{cell.text or '·':{wide}}", style=style))
+            cells.append(Text(" ").join(texts))
+        table.add_row(row.name, *cells, Text(row.beside, style="dim"))
     return table
-
-
-def _build_cell(row: DiagramRow, head: DiagramBox) -> Text:
-    inside = [cell for cell in row.boxes if head.start <= cell.start < head.end]
-    wide = max((len(cell.text) for cell in inside), default=0) if len(inside) > 1 else 0
-    return Text(" ").join(
-        Text(
-            f"{cell.text or '·':{wide}}",
-            style=(_STYLES[cell.tone] if cell.text else "dim") + (" bold" if cell.fresh else ""),
-        )
-        for cell in inside
-    )

@@ -79,6 +79,13 @@ def format_duration(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
 
 
+def format_step_time(seconds: float) -> str:
+    """Return a time with three digits: 2.14 s, 310 ms."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def format_timestamp(unix: float | None) -> str:
     """Return a point in time, in UTC so that a page is the same everywhere."""
     if unix is None or not math.isfinite(unix):

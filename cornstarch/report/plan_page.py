@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from cornstarch.plan.simulate import Timeline
 from cornstarch.report import plan_text
 from cornstarch.report.charts import Chart, ChartLine, draw_chart
 from cornstarch.report.html import Table, TableCell, render_page
-from cornstarch.report.number_format import MISSING, format_bytes, format_count, format_percent, pluralize
+from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time, pluralize
 from cornstarch.report.timelines import AFTER, KINDS, PipelineTimelines, StepTimeline, TimelineBar, draw_gantt
 
 if TYPE_CHECKING:
@@ -61,13 +61,26 @@ class PlanReport:
         assert self.found.best is not None
         return self.found.best
 
+    @property
+    def price_column(self) -> list[str]:
+        """The header of the cells of `format_price`; none without a price, or if the model takes no tokens."""
+        return ["$ per 1M\ntokens"] if self.format_price(self.best, 1) else []
+
+    def format_price(self, one: Prediction, devices: int) -> list[str]:
+        """Return a cell with the dollars for a million tokens."""
+        if self.price is None or not one.tokens_per_second:
+            return []
+        return [f"{self.price * devices / 3600 / one.tokens_per_second * 1e6:.3g}"]
+
 
 def render_plan(report: PlanReport) -> str:
     """Render the page."""
     cost, cluster = report.cost, report.cluster
     tokens = f" of {format_count(cost.tokens)} tokens" if cost.tokens else ""
-    sizes = _build_sizes(report) if report.scaled else None
-    best = report.best
+    best, sizes = report.best, None
+    if report.scaled:
+        lead = f"The best plan of each size, for the same batch of {cost.batch:,} samples."
+        sizes = {"lead": lead, "charts": _draw_scaling(report), "table": build_size_table(report)}
     why = {
         "The plan": [*plan_text.describe_choice(best.candidate), *plan_text.describe_layer_split(best)],
         "Reasons": plan_text.explain_choice(report.found),
@@ -96,7 +109,7 @@ def render_plan(report: PlanReport) -> str:
 def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     best, devices = report.best, report.cluster.devices
     idle = devices - best.candidate.world
-    yield "Step", plan_text.format_step_time(best.step), f"{best.samples_per_second:.3g} samples a second"
+    yield "Step", format_step_time(best.step), f"{best.samples_per_second:.3g} samples a second"
     yield (
         f"{plan_text.select_rate_unit(best).capitalize()} a second",
         plan_text.format_rate(best),
@@ -105,9 +118,8 @@ def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     yield "MFU", format_percent(best.mfu), "of the peak FLOPs of the devices"
     yield "Memory", format_bytes(best.peak), f"of {format_bytes(best.limit)} on the fullest device"
     yield "Devices", f"{best.candidate.world:,}", f"{idle:,} more are idle" if idle else "all of them"
-    paid = None if report.price is None else plan_text.compute_token_price(best, devices, report.price)
-    if paid is not None:
-        yield "A million tokens", f"${paid:.3g}", f"at ${report.price:g} per device and hour"
+    if paid := report.format_price(best, devices):
+        yield "A million tokens", f"${paid[0]}", f"at ${report.price:g} per device and hour"
     else:
         yield "Waiting", format_percent(best.timeline.bubble), "of the pipeline's time"
 
@@ -182,7 +194,7 @@ def _split_memory(place: PlaceMemory) -> list[tuple[str, int]]:
 
 def _build_times(best: Prediction) -> list[tuple[str, float, str]]:
     parts = sorted(((getattr(best.breakdown, name), text) for name, text in plan_text.TIME_PARTS.items()), reverse=True)
-    return [(text, seconds / best.step, plan_text.format_step_time(seconds)) for seconds, text in parts if seconds > 0]
+    return [(text, seconds / best.step, format_step_time(seconds)) for seconds, text in parts if seconds > 0]
 
 
 def _build_candidates(report: PlanReport) -> dict[str, Any]:
@@ -199,7 +211,7 @@ def _build_candidates(report: PlanReport) -> dict[str, Any]:
             "lines": plan_text.describe_choice(one.candidate),
             "numbers": [
                 f"{one.candidate.world:,}",
-                plan_text.format_step_time(one.step),
+                format_step_time(one.step),
                 plan_text.format_rate(one),
                 format_percent(one.mfu),
                 TableCell(format_bytes(one.peak), fraction=one.peak / one.limit, colour=1 if one.fits else 2),
@@ -235,39 +247,35 @@ def _collect_traits(choice: Candidate) -> dict[str, str]:
     }
 
 
-def _build_sizes(report: PlanReport) -> dict[str, Any]:
+def build_size_table(report: PlanReport) -> Table:
+    """Return the best plan of every size; the terminal shows the same table."""
+    rate, price = plan_text.select_rate_unit(report.best), [f"{name}#" for name in report.price_column]
+    columns = ["cluster", "step#", f"{rate}/s#", "efficiency#", "MFU#", "idle#", *price, "plan"]
     rows: list[list[str | TableCell]] = []
     for one in report.scaled:
-        best, price = one.best, []
-        if report.price is not None:
-            paid = None if best is None else plan_text.compute_token_price(best, one.cluster.devices, report.price)
-            price = [MISSING if paid is None else f"${paid:.3g}"]
+        best, devices = one.best, one.cluster.devices
         if best is None:
-            rows.append([one.cluster.name, "", "", "", "", *price, "nothing fits"])
+            rows.append([one.cluster.name, *[""] * (len(columns) - 2), "nothing fits"])
             continue
-        figures = [plan_text.format_step_time(best.step), plan_text.format_rate(best)]
-        percents = [format_percent(one.efficiency), format_percent(best.mfu)]
+        figures = [format_step_time(best.step), plan_text.format_rate(best)]
+        figures += [format_percent(one.efficiency), format_percent(best.mfu), str(devices - best.candidate.world or "")]
         text = TableCell(best.candidate.describe(), "span", "text")
-        rows.append([one.cluster.name, *figures, *percents, *price, text])
-    rate = plan_text.select_rate_unit(report.best)
-    cost = ["a million tokens#"] if report.price is not None else []
-    columns = ["cluster", "a step#", f"{rate}/s#", "efficiency#", "MFU#", *cost, "plan"]
+        rows.append([one.cluster.name, *figures, *report.format_price(best, devices), text])
+    return Table(columns, rows, "Other sizes of the cluster")
+
+
+def _draw_scaling(report: PlanReport) -> list[Markup]:
     fitting = [(one.cluster.devices, one.best, one.efficiency) for one in report.scaled if one.best is not None]
-    return {
-        "lead": f"The best plan of each size, for the same batch of {report.cost.batch:,} samples.",
-        "charts": _draw_scaling(fitting, rate) if len(fitting) > 1 else [],
-        "table": Table(columns, rows, "Other sizes of the cluster"),
-    }
-
-
-def _draw_scaling(fitting: Sequence[tuple[int, Prediction, float | None]], unit: str) -> list[Markup]:
+    if len(fitting) < 2:
+        return []
     rates = [(float(devices), best.tokens_per_second or best.samples_per_second) for devices, best, _ in fitting]
     least, first = rates[0]
     ideal = [(devices, first * devices / least) for devices, _ in rates]
     efficiency = [(float(devices), fraction) for devices, _, fraction in fitting if fraction is not None]
     throughput = [ChartLine("predicted", rates, 1, "dots"), ChartLine("in proportion", ideal, 2, "raw")]
     per_device = [ChartLine("of a device", efficiency, 3, "dots")]
+    unit = plan_text.select_rate_unit(report.best).capitalize()
     return [
-        draw_chart(Chart(f"{unit.capitalize()} a second", throughput, "count", from_zero=True, across="devices")),
+        draw_chart(Chart(f"{unit} a second", throughput, "count", from_zero=True, across="devices")),
         draw_chart(Chart("Efficiency", per_device, "percent", range=(0.0, 1.0), across="devices")),
     ]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.predict import Prediction
-from cornstarch.report.number_format import format_bytes, format_count, format_percent, pluralize
+from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time, pluralize
 
 if TYPE_CHECKING:
     from cornstarch.plan.cluster import Cluster
+    from cornstarch.plan.plan import ModulePlan
     from cornstarch.plan.search import RunnerUp, SearchResult
 
 TIME_PARTS = {
@@ -81,11 +82,6 @@ def describe_prediction(best: Prediction) -> str:
     return ", ".join(figures).replace("\u00a0", " ")
 
 
-def format_step_time(seconds: float) -> str:
-    """Return a time with three digits: 2.14 s, 310 ms."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
 def select_rate_unit(one: Prediction) -> str:
     """Return the unit of throughput: tokens, or samples where the model takes no tokens."""
     return "tokens" if one.tokens_per_second else "samples"
@@ -111,11 +107,6 @@ def extract_reason(one: RunnerUp) -> str:
     return f"lost: {reason}" if figure.startswith("+") else ""
 
 
-def compute_token_price(one: Prediction, devices: int, price: float) -> float | None:
-    """Return the dollars for a million tokens, at a price per device and hour; None if the model takes no tokens."""
-    return price * devices / 3600 / one.tokens_per_second * 1e6 if one.tokens_per_second else None
-
-
 def explain_choice(found: SearchResult) -> list[str]:
     """Return what decided for the best plan: each of its traits, against the best plan that differs in it."""
     best = found.best
@@ -126,55 +117,46 @@ def explain_choice(found: SearchResult) -> list[str]:
     fractions.sort(key=lambda part: -part[0])
     parts = [f"{text} {fraction:.0%}" for fraction, text in fractions if fraction >= 0.005]
     times = [f"Where the time of the busiest device goes: {', '.join(parts)}."] if parts else []
-    return [*filter(None, _compare_traits(best, others)), *times]
+    return [*_compare_traits(best, others), *times]
 
 
-def _compare_traits(best: Prediction, others: Sequence[Prediction]) -> Iterator[str | None]:
+def _compare_traits(best: Prediction, others: Sequence[Prediction]) -> Iterator[str]:
     choice = best.candidate
     last_name, last = choice.modules[-1]
-    if len(choice.modules) > 1:
-        yield _compare_placement(best, others)
 
-    def tp(one: Candidate) -> int:
-        return one.modules[-1][1].tp
-
-    def stages(one: Candidate) -> int:
-        return one.modules[-1][1].stages
-
-    def compare(trait: str, differs: Callable[[Candidate], bool], instead: Callable[[Candidate], str]) -> str | None:
+    def compare(trait: str, differs: Callable[[Candidate], bool], instead: Callable[[Candidate], str]) -> Iterator[str]:
         rival = min((one for one in others if differs(one.candidate)), key=lambda one: one.step, default=None)
-        if rival is None:
-            return None
-        return f"{trait}: with {instead(rival.candidate)} a step takes {_format_slowdown(rival, best)}."
+        if rival is not None:
+            yield f"{trait}: {instead(rival.candidate)} a step takes {_format_slowdown(rival, best)}."
 
+    def get_last(one: Candidate) -> ModulePlan:
+        return one.modules[-1][1]
+
+    if len(choice.modules) > 1:
+        inside = ("shared", "first_stage")  # both are on the language model's ranks
+        alike = inside if choice.ranks in inside else (choice.ranks,)
+        yield from compare(_describe_encoders(choice), lambda one: one.ranks not in alike, describe_encoder_ranks)
     trait = f"{last_name} has tp {last.tp}" if last.tp > 1 else f"{last_name} has no tensor parallelism"
-    yield compare(trait, lambda one: tp(one) != last.tp, lambda one: f"tp {tp(one)}")
+    yield from compare(trait, lambda one: get_last(one).tp != last.tp, lambda one: f"with tp {get_last(one).tp}")
     if last.stages > 1:
-        yield compare(f"{last_name} has {last.stages} stages", lambda one: stages(one) == 1, lambda one: "one")
+        trait = f"{last_name} has {last.stages} stages"
+        yield from compare(trait, lambda one: get_last(one).stages == 1, lambda one: "with one")
     else:
-        yield compare(f"{last_name} has one stage", lambda one: stages(one) > 1, lambda one: str(stages(one)))
+        trait = f"{last_name} has one stage"
+        yield from compare(trait, lambda one: get_last(one).stages > 1, lambda one: f"with {get_last(one).stages}")
     if choice.dp > 1:
-        yield compare(f"Data parallelism is {choice.kind}", lambda one: one.kind != choice.kind, lambda one: one.kind)
+        trait = f"Data parallelism is {choice.kind}"
+        yield from compare(trait, lambda one: one.kind != choice.kind, lambda one: f"with {one.kind}")
 
 
-def _compare_placement(best: Prediction, others: Sequence[Prediction]) -> str | None:
-    choice = best.candidate
-    inside = ("shared", "first_stage")
-
-    def is_alike(one: Candidate) -> bool:
-        return one.ranks == choice.ranks or (one.ranks in inside and choice.ranks in inside)
-
-    rival = min((one for one in others if not is_alike(one.candidate)), key=lambda one: one.step, default=None)
-    if rival is None:
-        return None
+def _describe_encoders(choice: Candidate) -> str:
     *encoders, _ = choice.modules
     names = " and ".join(name for name, _ in encoders)
-    where = f"{names} {'runs' if len(encoders) == 1 else 'run'} {describe_encoder_ranks(choice)}"
-    if choice.ranks == "own":
-        ranks = " and ".join(pluralize(plan.ranks * choice.dp, "device") for _, plan in encoders)
-        has, whose = ("has", "its") if len(encoders) == 1 else ("have", "their")
-        where = f"{names} {has} {ranks} of {whose} own"
-    return f"{where}: {describe_encoder_ranks(rival.candidate)} a step takes {_format_slowdown(rival, best)}."
+    if choice.ranks != "own":
+        return f"{names} {'runs' if len(encoders) == 1 else 'run'} {describe_encoder_ranks(choice)}"
+    ranks = " and ".join(pluralize(plan.ranks * choice.dp, "device") for _, plan in encoders)
+    has, whose = ("has", "its") if len(encoders) == 1 else ("have", "their")
+    return f"{names} {has} {ranks} of {whose} own"
 
 
 def _format_slowdown(one: Prediction, best: Prediction) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cornstarch.cli.trained_run import build_question
+from cornstarch.cli.generate import build_question
 from cornstarch.data.formats import open_sources
 from cornstarch.data.sample import Media, Message, Sample
 from cornstarch.train import Trainer, load_config, load_run
