@@ -14,14 +14,8 @@ if TYPE_CHECKING:
     from cornstarch.checkpoint import Checkpoint
 
 _EXPECTED = "Expected the folder of a run, of its checkpoints, or of one checkpoint."
-_Folder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FOLDER",
-        help="The folder of a run, of its checkpoints, or of one checkpoint (step_…).",
-        show_default=False,
-    ),
-]
+_FOLDER_HELP = "The folder of a run, of its checkpoints, or of one checkpoint (step_…)."
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help=_FOLDER_HELP, show_default=False)]
 
 
 def list_checkpoints(folder: _Folder) -> None:
@@ -42,14 +36,9 @@ def list_checkpoints(folder: _Folder) -> None:
             except ConfigError as error:
                 problems.append(str(error))
                 files = "damaged"
-            table.add_row(
-                str(one.step),
-                "" if one.metric is None else f"{one.metric:.6g}",
-                _format_size(one.size),
-                _format_layout(one),
-                " ".join(f"{name} {version}" for name, version in one.versions.items() if name != "python"),
-                files,
-            )
+            metric = "" if one.metric is None else f"{one.metric:.6g}"
+            versions = " ".join(f"{name} {version}" for name, version in one.versions.items() if name != "python")
+            table.add_row(str(one.step), metric, _format_size(one.size), _format_layout(one), versions, files)
         Console(soft_wrap=True).print(table)
     _report_damage(problems)
 
@@ -104,14 +93,13 @@ def _read_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
 
     if (folder / "checkpoint.json").is_file() or folder.name.startswith("step_"):
         return [read_checkpoint(folder)], []
-    expected = "Expected the folder of a run, of its checkpoints, or of one checkpoint."
     if not folder.is_dir():
-        raise ConfigError(f"There is no folder {folder}. {expected}")
+        raise ConfigError(f"There is no folder {folder}. {_EXPECTED}")
     inside = folder / CHECKPOINTS
     store = CheckpointStore(inside if inside.is_dir() else folder, keep=1)
     found = store.list()
     if not found and not store.problems:
-        raise ConfigError(f"{folder} has no checkpoint. {expected}")
+        raise ConfigError(f"{folder} has no checkpoint. {_EXPECTED}")
     return found, list(store.problems)
 
 

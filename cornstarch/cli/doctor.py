@@ -15,16 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from cornstarch.launch.hardware_probe import ProbeResult
 
 # As in pyproject.toml, which an installed package does not contain.
 SUPPORTED = {"torch": ((2, 11), (2, 16)), "transformers": ((5, 17), (6,))}
@@ -42,6 +37,7 @@ OPTIONAL = {
 FRAGILE = ("torchvision", "torchaudio", "torchcodec")
 GIB = 2**30
 PROBE_SECONDS = 180
+Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +45,10 @@ class Finding:
     """One row of the doctor's table."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     detail: str
     advice: str = ""
+    """Not shown if the status is ok."""
 
 
 def doctor(
@@ -82,7 +79,8 @@ def doctor(
     table = Table("", "what", "found", "what to do")
     colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for finding in found:
-        table.add_row(finding.status, finding.name, finding.detail, finding.advice, style=colors[finding.status])
+        advice = "" if finding.status == "ok" else finding.advice
+        table.add_row(finding.status, finding.name, finding.detail, advice, style=colors[finding.status])
     Console(markup=False, highlight=False).print(table)
     failed = [finding.name for finding in found if finding.status == "fail"]
     if failed:
@@ -92,43 +90,35 @@ def doctor(
 
 def _measure(output: Path | None, nproc: int | None, quick: bool) -> None:
     from rich.console import Console
+    from rich.table import Table
 
     from cornstarch.errors import ConfigError
     from cornstarch.launch.hardware_probe import probe_hardware
     from cornstarch.plan.cluster import write_cluster
-    from cornstarch.plan.cluster_file import as_yaml
+    from cornstarch.plan.cluster_file import as_yaml, format_quantity
+    from cornstarch.plan.communication import fit_error
 
     folder = output.absolute().parent if output is not None else Path.cwd()
     if output is not None and (output.is_dir() or not os.access(folder, os.W_OK)):
         raise ConfigError(f"--output {output}: expected the path of a file in a writable folder.")
     result = probe_hardware(folder, nproc, quick)
-    Console(markup=False, highlight=False).print(_build_table(result))
-    if output is None:
-        print(as_yaml(result.cluster), end="")
-        return
-    write_cluster(output, result.cluster)
-    print(f"Wrote {output}. The network between nodes was not measured; edit it to match yours.")
-
-
-def _build_table(result: ProbeResult) -> Table:
-    """Build the table of measurements, and for each collective the error of the fitted line."""
-    from rich.table import Table
-
-    from cornstarch.plan.cluster_file import format_quantity
-    from cornstarch.plan.communication import fit_error
-
     cluster = result.cluster
     table = Table("what", "measured", title=f"{cluster.per_node} × {cluster.device.name}")
-    for dtype, rate in cluster.device.rates:
-        table.add_row(f"matmul in {dtype}", format_quantity(rate, "FLOP/s"))
+    for dtype, speed in cluster.device.rates:
+        table.add_row(f"matmul in {dtype}", format_quantity(speed, "FLOP/s"))
     table.add_row("memory", format_quantity(cluster.device.bandwidth or 0.0, "B/s"))
     for kind, link in cluster.inside.collectives:
-        error = fit_error([one for one in result.timings if one.kind == kind], link)
+        error = fit_error([one for one in result.timings if one.kind == kind], link)  # of the fitted line
         line = f"{format_quantity(link.latency, 's')} + {format_quantity(link.bandwidth, 'B/s')}, within {error:.0%}"
         table.add_row(kind.replace("_", "-"), line)
-    for name, speed in (("disk write", cluster.disk), ("disk read", cluster.disk_read)):
-        table.add_row(name, format_quantity(speed or 0.0, "B/s"))
-    return table
+    for name, rate in (("disk write", cluster.disk), ("disk read", cluster.disk_read)):
+        table.add_row(name, format_quantity(rate or 0.0, "B/s"))
+    Console(markup=False, highlight=False).print(table)
+    if output is None:
+        print(as_yaml(cluster), end="")
+        return
+    write_cluster(output, cluster)
+    print(f"Wrote {output}. The network between nodes was not measured; edit it to match yours.")
 
 
 def examine() -> Iterator[Finding]:
@@ -147,8 +137,8 @@ def examine() -> Iterator[Finding]:
 def python() -> Iterator[Finding]:
     """Check the version of Python."""
     version = ".".join(map(str, sys.version_info[:3]))
-    old = sys.version_info < (3, 11)
-    yield Finding("python", "fail" if old else "ok", version, "Install Python 3.11 or newer." if old else "")
+    status: Status = "fail" if sys.version_info < (3, 11) else "ok"
+    yield Finding("python", status, version, "Install Python 3.11 or newer.")
 
 
 def packages() -> Iterator[Finding]:
@@ -158,13 +148,16 @@ def packages() -> Iterator[Finding]:
         version = get_version(name)
         if version is None:
             yield Finding(name, "fail", "not installed", f"pip install '{wanted}'")
-        elif not least <= _parse_version(version) < below:
-            yield Finding(name, "fail", f"{version}; expected {wanted}", f"pip install '{wanted}'")
-        else:
+            continue
+        parts = version.split("+")[0].split(".")[:2]  # of 2.13.0+cpu: 2 and 13
+        numbers = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+        if least <= numbers < below:
             yield Finding(name, "ok", version)
+        else:
+            yield Finding(name, "fail", f"{version}; expected {wanted}", f"pip install '{wanted}'")
     for name in CORE:
-        version, advice = get_version(name), f"pip install {name}"
-        yield Finding(name, "ok", version) if version else Finding(name, "fail", "not installed", advice)
+        version = get_version(name)
+        yield Finding(name, "ok" if version else "fail", version or "not installed", f"pip install {name}")
     for name, purpose in OPTIONAL.items():
         yield Finding(name, "ok", get_version(name) or f"not installed; only for {purpose}")
 
@@ -175,12 +168,6 @@ def get_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _parse_version(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: (2, 13) for 2.13.0+cpu."""
-    parts = version.split("+")[0].split(".")[:2]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
 def fragile_packages() -> Iterator[Finding]:
@@ -217,9 +204,8 @@ def process_groups_and_devices() -> Iterator[Finding]:
     ended = _run_python(["-P", __file__])
     results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     for probe in results:
-        failed = probe["status"] == "fail"
-        advice = _PROBE_ADVICE[probe["name"]] if failed else ""
-        yield Finding(f"{probe['name']} probe", "fail" if failed else "ok", probe["detail"], advice)
+        status: Status = "fail" if probe["status"] == "fail" else "ok"
+        yield Finding(f"{probe['name']} probe", status, probe["detail"], _PROBE_ADVICE[probe["name"]])
     names = {probe["name"] for probe in results}
     for name, advice in _PROBE_ADVICE.items():
         if name not in names:
@@ -236,12 +222,6 @@ def _run_python(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
         return subprocess.CompletedProcess(command, 124, output, f"took longer than {PROBE_SECONDS} s")
-
-
-def _probe_torch() -> str:
-    import torch
-
-    return f"torch {torch.__version__} imports"
 
 
 def _probe_cuda() -> str:
@@ -294,8 +274,11 @@ def _all_reduce(backend: str, device: str) -> str:
 def _run_probes() -> None:
     """Print one line of JSON per probe, at once, so that a later crash or hang does not lose it."""
     probes: dict[str, Callable[[], str]] = {
-        "torch": _probe_torch, "gloo": partial(_all_reduce, "gloo", "cpu"), "cuda": _probe_cuda, "nccl": _probe_nccl,
-    }  # fmt: skip
+        "torch": lambda: f"torch {import_module('torch').__version__} imports",
+        "gloo": partial(_all_reduce, "gloo", "cpu"),
+        "cuda": _probe_cuda,
+        "nccl": _probe_nccl,
+    }
     for name, probe in probes.items():
         try:
             status, detail = "ok", probe()
@@ -316,10 +299,9 @@ def processors_and_memory() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("cores", "ok", str(cores))
-    low = memory.available < GIB
-    advice = "Close other programs; a model may not fit." if low else ""
+    status: Status = "warn" if memory.available < GIB else "ok"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    yield Finding("memory", "warn" if low else "ok", detail, advice)
+    yield Finding("memory", status, detail, "Close other programs; a model may not fit.")
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -329,9 +311,8 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding("shared memory", "warn", f"there is no {folder}", "Keep data.workers: 0 if loading fails.")
         return
     free = shutil.disk_usage(folder).free
-    small = free < GIB
-    advice = "Keep data.workers: 0, or make it larger (docker run --shm-size=8g)." if small else ""
-    yield Finding("shared memory", "warn" if small else "ok", f"{free / GIB:.1f} GiB free", advice)
+    advice = "Keep data.workers: 0, or make it larger (docker run --shm-size=8g)."
+    yield Finding("shared memory", "warn" if free < GIB else "ok", f"{free / GIB:.1f} GiB free", advice)
 
 
 def disk() -> Iterator[Finding]:
@@ -340,8 +321,8 @@ def disk() -> Iterator[Finding]:
     if not os.access(folder, os.W_OK):
         yield Finding("working folder", "warn", f"{folder} is not writable", "Set `output` to a writable folder.")
     free = shutil.disk_usage(folder).free
-    status: Literal["ok", "warn", "fail"] = "fail" if free < GIB else "warn" if free < 10 * GIB else "ok"
-    advice = "" if status == "ok" else "Free some space, or set `output` to another disk: checkpoints are large."
+    status: Status = "fail" if free < GIB else "warn" if free < 10 * GIB else "ok"
+    advice = "Free some space, or set `output` to another disk: checkpoints are large."
     yield Finding("disk", status, f"{free / GIB:.1f} GiB free in {folder}", advice)
 
 

@@ -1,5 +1,4 @@
-"""Commands for a trained run: `generate` asks its model, `export` writes a Hugging Face folder, `report` a page, and
-`checkpoint` lists, verifies and converts checkpoints."""
+"""`cornstarch generate` asks the model of a run, `export` writes it as a Hugging Face folder, `report` as a page."""
 
 from __future__ import annotations
 
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cornstarch.cli import WRONG_INPUT, quiet_libraries
+from cornstarch.cli import quiet_libraries
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cornstarch.checkpoint import Checkpoint
     from cornstarch.data.sample import Message, Sample
     from cornstarch.trainer.checkpointer import LoadedRun
 
@@ -23,14 +21,6 @@ _EMPTY = "(The answer is empty: the model ended it at once.)"
 
 _RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run: runs/<name>.", show_default=False)
-]
-_Folder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FOLDER",
-        help="The folder of a run, of its checkpoints, or of one checkpoint (step_…).",
-        show_default=False,
-    ),
 ]
 _Checkpoint = Annotated[str, typer.Option(help="best, last, or a step.")]
 
@@ -103,7 +93,7 @@ def generate(
         return
     answer = reply(build_question(prompt, files), [])
     # stdout has the answer alone, so that it can be piped.
-    print(_format_answer(answer), file=sys.stdout if answer.strip() else sys.stderr)
+    print(answer if answer.strip() else _EMPTY, file=sys.stdout if answer.strip() else sys.stderr)
 
 
 def _chat(reply: Callable[[Sample, list[Message]], str], files: list[tuple[str, Path]]) -> None:
@@ -125,7 +115,7 @@ def _chat(reply: Callable[[Sample, list[Message]], str], files: list[tuple[str, 
                 files.append((command[1:], path))
             else:
                 print(f"There is no file {path}.")
-        elif line.strip():
+        elif line:
             try:
                 question = build_question(line, files)
                 answer = reply(question, history)
@@ -135,13 +125,9 @@ def _chat(reply: Callable[[Sample, list[Message]], str], files: list[tuple[str, 
                     print("Attach the files again.")
                 files = []
                 continue
-            print(_format_answer(answer))
+            print(answer if answer.strip() else _EMPTY)
             history = [*history, *question.messages, Message("assistant", (answer,))]
             files = []
-
-
-def _format_answer(answer: str) -> str:
-    return answer if answer.strip() else _EMPTY
 
 
 def build_question(text: str, files: list[tuple[str, Path]]) -> Sample:
@@ -175,13 +161,10 @@ def _build_reply(loaded: LoadedRun, most: int, temperature: float) -> Callable[[
         )
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
 
-    def converse(question: Sample, history: list[Message]) -> str:
-        assert isinstance(task, ConversationTask)
+    def reply(question: Sample, history: list[Message]) -> str:
         with loaded.placement.forward_context():
-            return task.reply([*history, *question.messages], most_tokens=most, **sampling)
-
-    def answer(question: Sample, history: list[Message]) -> str:
-        with loaded.placement.forward_context():
+            if isinstance(task, ConversationTask):
+                return task.reply([*history, *question.messages], most_tokens=most, **sampling)
             try:
                 answers = task.answer([question])
             except SampleError as error:
@@ -190,4 +173,4 @@ def _build_reply(loaded: LoadedRun, most: int, temperature: float) -> Callable[[
             raise ConfigError(f"A model trained for {task.name} gives no answers.")
         return answers[0]
 
-    return converse if isinstance(task, ConversationTask) else answer
+    return reply

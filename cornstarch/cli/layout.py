@@ -13,7 +13,6 @@ from cornstarch.errors import ConfigError
 if TYPE_CHECKING:
     from cornstarch.config.yaml_tree import Node
     from cornstarch.plan import Plan
-    from cornstarch.plan.validation import Mistake
 
 TOPIC_NAMES = (
     "allreduce, allgather, reducescatter, ddp, zero1, zero2, zero3, fsdp, tp, ulysses, ring, naive, gpipe, 1f1b, "
@@ -88,12 +87,13 @@ def explain(
 def read_plan_file(path: Path) -> Plan:
     """Return the plan in a YAML file; one ConfigError names every mistake with its line."""
     from cornstarch.config import yaml_tree as tree
+    from cornstarch.config.config_file import read_yaml_file
     from cornstarch.plan.plan import read_plan
 
-    values, mistakes = _read_values(path)
+    values, mistakes = read_yaml_file(path, "cornstarch plan CONFIG --output PLAN", "`modules:` and `data:`")
     if values is None:
         tree.raise_mistakes(mistakes)
-        raise AssertionError("a file that cannot be read has a mistake")
+    assert values is not None  # a file that cannot be read has a mistake
     key, section = _find_plan(values)
     plan, wrong = read_plan(section.plain())
     for mistake in wrong:
@@ -105,31 +105,6 @@ def read_plan_file(path: Path) -> Plan:
     tree.raise_mistakes(mistakes)
     assert plan is not None
     return plan
-
-
-def _read_values(path: Path) -> tuple[Node | None, list[Mistake]]:
-    """Return the values of a YAML file, None if it cannot be read, and the mistakes in it."""
-    from cornstarch.config import yaml_tree as tree
-
-    def refuse(text: str) -> tuple[None, list[Mistake]]:
-        return None, [tree.Mistake((), None, text, tree.Where(str(path)))]
-
-    try:
-        with path.open("rb") as file:
-            text = file.read(tree.LARGEST_FILE + 1).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return refuse(f"The file is not UTF-8 text ({error.reason}).\nSave the file as UTF-8.")
-    except (OSError, ValueError) as error:
-        return refuse(f"The file cannot be read: {getattr(error, 'strerror', None) or error}.")
-    if len(text) > tree.LARGEST_FILE:
-        return refuse(f"The file has more than {tree.LARGEST_FILE} bytes; expected a plan.")
-    if not text.strip():
-        return refuse("The file is empty.\nExpected keys such as `modules:` and `data:`.")
-    values, mistakes = tree.read_yaml(text, tree.Where(str(path)))
-    if values is not None and not isinstance(values.value, dict):
-        kind = "a list" if isinstance(values.value, list) else "a single value"
-        return refuse(f"The file holds {kind}; expected keys such as `modules:` and `data:`.")
-    return values, mistakes
 
 
 def _find_plan(values: Node) -> tuple[tuple[str, ...], Node]:
@@ -157,8 +132,6 @@ def _find_plan(values: Node) -> tuple[tuple[str, ...], Node]:
         parts = model.value if model is not None and isinstance(model.value, dict) else {}
         encoders = parts["encoders"].value if "encoders" in parts else None
         names = [*(encoders if isinstance(encoders, dict) else ()), "language_model"]
-        modules: dict[str, dict[str, object]] = {
-            name: {} for name in (names if "language_model" in parts else ["model"])
-        }
+        modules: dict[str, object] = {name: {} for name in (names if "language_model" in parts else ["model"])}
         section = Node({**section.value, "modules": tree_of(modules, section.where)}, section.where)
     return ("parallel",), section

@@ -95,7 +95,8 @@ def plan(
 
     from cornstarch.report.plan_page import render_plan
 
-    page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data, price)
+    page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data)
+    page = replace(page, price=price)
     if quiet:
         print(plan_text.describe_auto_plan(page.best, page.cluster))
     else:
@@ -144,12 +145,7 @@ def _this_machine(run: RunConfig, nproc: int | None) -> Cluster:
 
 
 def _search_plan(
-    run: RunConfig,
-    machines: Cluster,
-    uses_all: bool,
-    costs: Path | None,
-    data: DataStatistics | None,
-    price: float | None,
+    run: RunConfig, machines: Cluster, uses_all: bool, costs: Path | None, data: DataStatistics | None
 ) -> PlanReport:
     """Return the best plan and its rivals; ConfigError if nothing fits."""
     from cornstarch.planner import search_run
@@ -165,7 +161,7 @@ def _search_plan(
         best = search_run.use_all_devices(found, run, machines, cost) if uses_all else found.best
     found = replace(found, best=best)
     own = search_run.own_plan(run, machines, cost)
-    return PlanReport(run.name, machines, cost, found, own, (), search_run.format_plan_file(best, run, machines), price)
+    return PlanReport(run.name, machines, cost, found, own, (), search_run.format_plan_file(best, run, machines))
 
 
 def _show_status(text: str) -> AbstractContextManager[object]:

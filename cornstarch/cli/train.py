@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,11 +16,8 @@ from cornstarch.cli import INTERRUPTED, ConfigPath, Overrides, quiet_libraries, 
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from cornstarch.config import RunConfig
     from cornstarch.plan.layout import Layout
-    from cornstarch.verify.twin_trial import Difference
 
 
 def train(
@@ -49,9 +47,9 @@ def train(
     Without a config, a small model learns from real images, sounds and text that come with Cornstarch, in about a
     minute on a laptop.
     """
-    from cornstarch.config.run_folder import RunFolder
+    from cornstarch.config.run_folder import PLAN, RunFolder
     from cornstarch.demo import demo_config
-    from cornstarch.launch import current_world, process_count
+    from cornstarch.launch import current_world, launch, process_count
 
     changes = list(overrides or ())
     if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
@@ -70,7 +68,12 @@ def train(
     if count > 1:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
         command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
-        raise typer.Exit(_launch_processes(run, command, count, plan, chosen_plan))
+        if chosen_plan is not None:  # one choice for all processes, kept in the run's folder
+            plan = run.folder / PLAN
+            with RunFolder(run.folder).claim():
+                RunFolder(run.folder).write(PLAN, chosen_plan)
+        command += ["--plan", str(plan)] if plan is not None else []
+        raise typer.Exit(launch(command, count, run.folder / "logs"))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
 
@@ -82,18 +85,14 @@ def _check_plan(run: RunConfig, world_size: int, local_size: int, trace: bool) -
 
     if run.parallel.auto:
         return None
-    plan = run.parallel
-    check_executable(plan)
+    check_executable(run.parallel)
     if trace:
-        check_trace(plan.is_pipeline)
-    return Layout.of(plan, world_size, local_size)
+        check_trace(run.parallel.is_pipeline)
+    return Layout.of(run.parallel, world_size, local_size)
 
 
 def _choose_plan(run: RunConfig, count: int) -> str:
-    """Return the plan of a run with `parallel: auto`, as YAML.
-
-    `cornstarch plan` runs in a process of its own: here torch would keep memory as long as the run lasts.
-    """
+    """Return the plan of a run with `parallel: auto`, as YAML, from a process: here torch would keep memory."""
     from cornstarch.config.config_file import dump_config
 
     with TemporaryDirectory() as folder:
@@ -106,49 +105,32 @@ def _choose_plan(run: RunConfig, count: int) -> str:
         return plan.read_text(encoding="utf-8")
 
 
-def _launch_processes(run: RunConfig, command: list[str], count: int, plan: Path | None, chosen: str | None) -> int:
-    """Start the processes of a run with its plan, and return the exit code."""
-    from cornstarch.config.run_folder import PLAN, RunFolder
-    from cornstarch.launch import launch
-
-    if chosen is not None:  # one choice for all processes, kept in the run's folder
-        plan = run.folder / PLAN
-        with RunFolder(run.folder).claim():
-            RunFolder(run.folder).write(PLAN, chosen)
-    plan_arguments = ["--plan", str(plan)] if plan is not None else []
-    return launch([*command, *plan_arguments], count, run.folder / "logs")
-
-
 def _train_process(run: RunConfig, options: dict[str, Any], layout: Layout | None) -> bool:
     """Train in this process, in a process group if there are others; return whether Ctrl-C ended the run."""
     from cornstarch.launch import agree, current_world, start_process_group
     from cornstarch.plan.validation import as_data
 
-    world = current_world()
-    if world.size == 1:
-        return _fit(run, options)
-    import torch
+    world, device = current_world(), None
+    with ExitStack() as stack:
+        if world.size > 1:
+            import torch
 
-    from cornstarch.engine.plan_requirements import check_optimizer
+            from cornstarch.engine.plan_requirements import check_optimizer
 
-    if layout is not None:
-        check_optimizer(run, layout)  # before the group exists: every rank finds the same, and none waits for another
-    uses_gpu = run.device.startswith("cuda") or (run.device == "auto" and torch.cuda.is_available())
-    with start_process_group(world, "cuda" if uses_gpu else "cpu") as device:
-        agree(as_data(run))
-        return _fit(run, options, device)
+            if layout is not None:
+                check_optimizer(run, layout)  # before the group exists: every rank finds the same, and none waits
+            uses_gpu = run.device.startswith("cuda") or (run.device == "auto" and torch.cuda.is_available())
+            device = stack.enter_context(start_process_group(world, "cuda" if uses_gpu else "cpu"))
+            agree(as_data(run))
+        quiet_libraries()
+        from cornstarch.train import Trainer
 
-
-def _fit(run: RunConfig, options: dict[str, Any], device: torch.device | None = None) -> bool:
-    quiet_libraries()
-    from cornstarch.train import Trainer
-
-    trainer = Trainer(run, command=shlex.join(["cornstarch", *sys.argv[1:]]), device=device, **options)
-    result = trainer.fit()
-    generates_text = trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
-    if result.status == "finished" and generates_text and trainer.rank == 0:
-        print(f"Try it: cornstarch generate {run.folder}")
-    return result.status == "stopped" and trainer.stop_signal.by_keyboard
+        trainer = Trainer(run, command=shlex.join(["cornstarch", *sys.argv[1:]]), device=device, **options)
+        result = trainer.fit()
+        generates_text = trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")
+        if result.status == "finished" and generates_text and trainer.rank == 0:
+            print(f"Try it: cornstarch generate {run.folder}")
+        return result.status == "stopped" and trainer.stop_signal.by_keyboard
 
 
 def verify(
@@ -172,7 +154,7 @@ def verify(
     plan = run.parallel
     check_executable(plan)
     quiet_libraries()
-    from cornstarch.verify.twin_trial import TrialError, build_twin_run, choose_trial_size, run_trial
+    from cornstarch.verify.twin_trial import TOLERANCE, TrialError, build_twin_run, choose_trial_size, run_trial
 
     ranks, replicas = choose_trial_size(plan) if nproc is None else (nproc, Layout.of(plan, nproc).dp)
     if ranks == 1:
@@ -188,21 +170,14 @@ def verify(
             if not error.is_shown:
                 print(error, file=sys.stderr)
             raise typer.Exit(error.code) from None
-    print(_format_difference(found))
+    width = max(len(one.part) for one in found.parts)
+    print(f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})")
+    for one in found.parts:
+        missing = f"  only on one side: {', '.join(one.missing[:3])}" if one.missing else ""
+        print(f"{one.part:{width}}  {one.gradients:.1e}  {one.parameters:.1e}{missing}")
+    print(f"{'loss':{width}}  {found.loss:.1e}")
     if not found.is_equal:
         where = f" The difference begins in {found.begins}." if found.begins else ""
         print(f"\nThe plan and one process compute different results.{where} Do not train with it.", file=sys.stderr)
         raise typer.Exit(1)
     print("\nThe plan computes the same as one process.")
-
-
-def _format_difference(found: Difference) -> str:
-    from cornstarch.verify.twin_trial import TOLERANCE
-
-    width = max(len(one.part) for one in found.parts)
-    lines = [f"{'':{width}}  largest difference of a gradient, of a parameter after 3 steps (allowed: {TOLERANCE:g})"]
-    for one in found.parts:
-        missing = f"  only on one side: {', '.join(one.missing[:3])}" if one.missing else ""
-        lines.append(f"{one.part:{width}}  {one.gradients:.1e}  {one.parameters:.1e}{missing}")
-    lines.append(f"{'loss':{width}}  {found.loss:.1e}")
-    return "\n".join(lines)

@@ -74,7 +74,7 @@ def read_config(
     start = Node({}, COMMAND_LINE) if base is None else tree.tree_of(base, Where("defaults"))
     # Other names are resolved in each source alone, so that the upper source wins whichever name it uses.
     mistakes = resolve_aliases(start)
-    values, found = (start, []) if path is None else _read_file(Path(path))
+    values, found = (start, []) if path is None else read_yaml_file(Path(path))
     mistakes, is_readable = [*mistakes, *found], values is not None
     if values is not None and values is not start:
         mistakes += resolve_aliases(values)
@@ -147,7 +147,7 @@ def _advise(path: tree.Path) -> str | None:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def _read_file(
+def read_yaml_file(
     path: Path, made_by: str = "cornstarch init", keys: str = "`model:` and `data:`"
 ) -> tuple[Node | None, list[Mistake]]:
     """Return the values of a YAML file, None if it cannot be read, and what is wrong with it."""
@@ -180,7 +180,7 @@ def _read_file(
 
 def _apply_plan_file(values: Node, path: Path) -> tuple[Node, list[Mistake]]:
     """Return values with a plan file on top, and the mistakes in that file."""
-    found, mistakes = _read_file(path, "cornstarch plan CONFIG --output PLAN", "`parallel:` and `loop:`")
+    found, mistakes = read_yaml_file(path, "cornstarch plan CONFIG --output PLAN", "`parallel:` and `loop:`")
     if found is None or not isinstance(found.value, dict) or not isinstance(values.value, dict):
         return values, mistakes
     mistakes += resolve_aliases(found)

@@ -57,10 +57,7 @@ class RingSimulation:
         return messages
 
     def gather_round(self, number: int, first: int) -> list[RingMessage]:
-        """Send the chunk that every rank received last to the next, which keeps it.
-
-        `first` is the finished chunk of rank 0 before the first round.
-        """
+        """Send the chunk that every rank received last to the next; `first` is rank 0's finished one at the start."""
         messages = self._build_messages(lambda rank: (rank + first - number) % self.ranks)
         for message in messages:
             self.chunks[message.target][message.chunk] = list(message.numbers)
@@ -155,21 +152,19 @@ def _build_formula(
 
 
 def _reduce(ring: RingSimulation) -> Iterator[StoryStep]:
+    growing = "the sum grows while it travels, so nobody ever sends more than one chunk at a time."
+    done = "now each rank has one chunk in which the numbers of all ranks are."
     for number in range(ring.ranks - 1):
-        messages = ring.reduce_round(number)
-        why = "the sum grows while it travels, so nobody ever sends more than one chunk at a time."
-        if number == ring.ranks - 2:
-            why = "now each rank has one chunk in which the numbers of all ranks are."
+        messages, why = ring.reduce_round(number), done if number == ring.ranks - 2 else growing
         description = f"Every rank sends one chunk to the next, which adds it to its own: {why}"
         yield _build_step(ring, f"Sum, round {number + 1} of {ring.ranks - 1}", description, messages)
 
 
 def _gather(ring: RingSimulation, first: int) -> Iterator[StoryStep]:
+    passing = "a chunk that has just come goes on in the next round, so that all links are busy all the time."
     for number in range(ring.ranks - 1):
         messages = ring.gather_round(number, first)
-        why = "a chunk that has just come goes on in the next round, so that all links are busy all the time."
-        if number == ring.ranks - 2:
-            why = "now every rank has everything."
+        why = "now every rank has everything." if number == ring.ranks - 2 else passing
         description = f"Every rank sends the finished chunk that it has last got to the next, which keeps it: {why}"
         yield _build_step(ring, f"Share, round {number + 1} of {ring.ranks - 1}", description, messages)
 

@@ -51,16 +51,10 @@ def format_spans(places: Sequence[int]) -> str:
     return ",".join(f"{low}–{high}" if high > low else str(low) for low, high in spans)
 
 
-# ------------------------------------------------------------------------------------------------ all to all
-
-
 def exchange_pieces(
     pieces: Sequence[Sequence[Piece]], ranks: int, by_heads: bool
 ) -> tuple[list[list[Piece]], list[list[Piece]]]:
-    """Return the pieces of each rank after an all-to-all, and those that it has sent.
-
-    With `by_heads` a piece goes to the rank of its heads, else back to the rank of its tokens.
-    """
+    """Return the pieces of each rank after an all-to-all, by the ranks of their heads or tokens, and those it sent."""
     after: list[list[Piece]] = [[] for _ in range(ranks)]
     sent: list[list[Piece]] = [[] for _ in range(ranks)]
     for rank, own in enumerate(pieces):
@@ -131,9 +125,6 @@ def _build_forward_formula(symbols: str, ranks: int, tokens: int, result: float,
     return Formula.of_bytes(name, symbols, values, result, story.sum_sent(steps))
 
 
-# ------------------------------------------------------------------------------------------------ ring
-
-
 def build_ring(ranks: int, elements: int) -> Story:
     """Return attention in a ring; `elements` are tokens."""
     tokens = elements
@@ -194,9 +185,6 @@ def build_ring(ranks: int, elements: int) -> Story:
             "Any number of heads will do. In a run this is cp_mode: ring_attn.",
         ],
     )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ feed-forward
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from torch.profiler import record_function
 from cornstarch.metrics.attribution import HEAD, MERGING, RANGE
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.report import time_breakdown
 from cornstarch.report.time_breakdown import ProfileBreakdown, format_milliseconds
 
 Batch = TypeVar("Batch")
@@ -111,8 +110,7 @@ def record_forwards(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
 def build_time_table(read: ProfileBreakdown) -> Table:
     """Return a table of where the time goes."""
     several = len(read.ranks) > 1
-    hidden = time_breakdown.describe_hidden_communication(read)
-    notes = "\n".join(note for note in (*read.notes, hidden) if note)
+    notes = "\n".join(read.notes)
     title = f"where the time goes: {read.title()}"
     table = Table(title=title, title_justify="left", caption=notes or None, caption_justify="left")
     table.add_column("ms per step", no_wrap=True)
@@ -120,11 +118,9 @@ def build_time_table(read: ProfileBreakdown) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in read.rows():
         extremes = [format_milliseconds(one) or "0" for one in read.extremes(row.name)] if several else []
-        times = map(format_milliseconds, (row.forward, row.backward, row.seconds))
-        table.add_row(row.name, *times, f"{row.seconds / read.seconds:.1%}", *extremes)
+        table.add_row(row.name, *row.format_phases(), f"{row.seconds / read.seconds:.1%}", *extremes)
         for kind in row.kinds.values():
-            times = map(format_milliseconds, (kind.forward, kind.backward, kind.seconds))
-            table.add_row(f"  {kind.name}", *times, style="dim")
+            table.add_row(f"  {kind.name}", *kind.format_phases(), style="dim")
     table.add_section()
     table.add_row("a step", "", "", format_milliseconds(read.seconds), "")
     return table

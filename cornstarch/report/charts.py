@@ -41,10 +41,7 @@ def keep_finite(points: Iterable[Point]) -> list[Point]:
 
 
 def thin_points(points: Sequence[Point], most: int = _MAX_POINTS) -> list[Point]:
-    """Return at most `most` points: both ends, and the lowest and highest of each stretch, so that no spike is lost.
-
-    A stretch with values that are not finite leaves a gap.
-    """
+    """Return at most `most` points: both ends, and the extremes of each stretch; values not finite leave a gap."""
     if len(points) <= most:
         return list(points)
     stretches = (most - 2) // 3
@@ -62,10 +59,7 @@ def thin_points(points: Sequence[Point], most: int = _MAX_POINTS) -> list[Point]
 
 
 def smooth_points(points: Sequence[Point], fraction: float = 0.04, most: int = _MAX_POINTS) -> list[Point]:
-    """Return the mean over a window around each point, which covers this fraction of all points and does not lag.
-
-    At most `most` points are returned, at even distances.
-    """
+    """Return at most `most` means, at even distances, over windows of this fraction of all points that do not lag."""
     known = keep_finite(points)
     half = max(2, round(len(known) * fraction / 2))
     sums = list(accumulate((value for _, value in known), initial=0.0))
@@ -174,14 +168,32 @@ def draw_chart(chart: Chart) -> Markup:
     box = build_element("input", type="checkbox", class_="log-choice")
     log_switch = build_element("label", box, "log scale", class_="switch") if len(scales) > 1 else None
     title = build_element("h3", chart.title)
+    gaps = []
+    for line in chart.lines:
+        lost = [step for step, value in line.points if not math.isfinite(value)]
+        if lost:
+            values = fmt.pluralize(len(lost), "value is", "values are")
+            gaps.append(f"{line.name}: {values} NaN or infinite, first at step {lost[0]:,.0f}. ")
+    curves = [keep_finite(line.points) for line in lines]
+    data = {
+        "unit": chart.unit,
+        "across": [across.low, across.high],
+        "up": [[up.low, up.high, up.log] for up in scales],
+        "lines": [[[*map(_shorten, point)] for point in curve] for curve in curves if curve],
+    }
     return build_element(
         "figure",
         build_element("figcaption", title, log_switch, _draw_legend(chart, lines, last)),
         build_element("div", [_draw_plot(chart, lines, across, up) for up in scales], class_="plots"),
-        _warn_of_gaps(chart),
-        _build_script_data(chart, lines, across, scales),
+        build_element("p", gaps, class_="note warning") if gaps else None,
+        # Numbers and fixed names: nothing in it can end the element.
+        build_element("script", Markup(json.dumps(data, separators=(",", ":"))), type="application/json"),
         class_="chart tall" if chart.tall else "chart",
     )
+
+
+def _shorten(value: float) -> float:
+    return int(value) if value == round(value) and abs(value) < 2**53 else float(f"{value:.5g}")
 
 
 def _build_scales(chart: Chart, values: Sequence[float]) -> list[Axis]:
@@ -223,20 +235,24 @@ def _draw_plot(chart: Chart, lines: Sequence[ChartLine], across: Axis, up: Axis)
         role="img",
         aria_label=_describe_chart(chart, lines, up),
     )
-    up_ticks = []
-    for tick in up.ticks:
-        text = fmt.format_bytes(tick) if chart.unit == "size" else fmt.format_tick(tick)
-        text = f"{100 * tick:g}%" if chart.unit == "percent" else text
-        up_ticks.append(build_element("span", text, style=f"top:{100 * (1 - up.place(tick)):.2f}%"))
-    places = [(fmt.format_tick(tick), 100 * across.place(tick)) for tick in across.ticks]
-    across_ticks = [build_element("span", text, style=f"left:{percent:.2f}%") for text, percent in places]
     return build_element(
         "div",
-        build_element("div", up_ticks, class_="up", aria_hidden="true"),
+        build_element("div", draw_ticks(up, "top", chart.unit), class_="up", aria_hidden="true"),
         build_element("div", drawing, _draw_flags(across, marks), class_="area"),
-        build_element("div", across_ticks, class_="across", aria_hidden="true"),
+        build_element("div", draw_ticks(across, "left"), class_="across", aria_hidden="true"),
         class_="plot log" if up.log else "plot linear",
     )
+
+
+def draw_ticks(axis: Axis, side: Literal["top", "left"], unit: Unit = "plain") -> list[Markup]:
+    """Return the texts of an axis, placed by their distance from a side of the drawing."""
+    spans = []
+    for tick in axis.ticks:
+        text = fmt.format_bytes(tick) if unit == "size" else fmt.format_tick(tick)
+        text = f"{100 * tick:g}%" if unit == "percent" else text
+        place = axis.place(tick) if side == "left" else 1 - axis.place(tick)
+        spans.append(build_element("span", text, style=f"{side}:{100 * place:.2f}%"))
+    return spans
 
 
 def _draw_flags(across: Axis, marks: Sequence[tuple[float, str]]) -> list[Markup]:
@@ -292,30 +308,3 @@ def _describe_chart(chart: Chart, lines: Sequence[ChartLine], up: Axis) -> str:
             span = f"{show(first)} at step {start:,.0f}, {show(last)} at step {end:,.0f}"
             sentences.append(f"{line.name}: {span}, {extremes}.")
     return " ".join(sentences)
-
-
-def _warn_of_gaps(chart: Chart) -> Markup | None:
-    """Say how many values cannot be drawn, and where the first one is."""
-    sentences = []
-    for line in chart.lines:
-        lost = [step for step, value in line.points if not math.isfinite(value)]
-        if lost:
-            values = fmt.pluralize(len(lost), "value is", "values are")
-            sentences.append(f"{line.name}: {values} NaN or infinite, first at step {lost[0]:,.0f}. ")
-    return build_element("p", sentences, class_="note warning") if sentences else None
-
-
-def _build_script_data(chart: Chart, lines: Sequence[ChartLine], across: Axis, scales: Sequence[Axis]) -> Markup:
-
-    def shorten(value: float) -> float:
-        return int(value) if value == round(value) and abs(value) < 2**53 else float(f"{value:.5g}")
-
-    curves = [keep_finite(line.points) for line in lines]
-    content = {
-        "unit": chart.unit,
-        "across": [across.low, across.high],
-        "up": [[up.low, up.high, up.log] for up in scales],
-        "lines": [[[shorten(step), shorten(value)] for step, value in curve] for curve in curves if curve],
-    }
-    text = json.dumps(content, separators=(",", ":"))  # numbers and fixed names: nothing in it can end the element
-    return build_element("script", Markup(text), type="application/json")

@@ -8,16 +8,13 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from cornstarch.report.html import build_element, join_html
 from cornstarch.report.number_format import format_bytes, format_count, format_number, format_percent
 from cornstarch.report.run_record import EvaluationRecord, RunRecord
-
-if TYPE_CHECKING:
-    import numpy
 
 # The first measure that both evaluations have is compared.
 _MEASURES = ("accuracy", "token_accuracy", "loss")
@@ -221,6 +218,7 @@ def _build_image(uri: str, width: int, height: int, description: str) -> Markup:
 
 def _embed_features(path: Path, kind: str, number: int) -> Markup:
     import numpy
+    from PIL import Image
 
     array = numpy.load(path, mmap_mode="r", allow_pickle=False)
     if not array.size or array.dtype.kind not in "fiub":
@@ -232,20 +230,6 @@ def _embed_features(path: Path, kind: str, number: int) -> Markup:
     table = numpy.asarray(table[::rows, ::columns], dtype=float)
     if table.shape[0] > table.shape[1]:
         table = table.T  # the longer side lies down
-    uri, low, high = _draw_heat_map(table)
-    shape = " × ".join(map(str, array.shape))
-    caption = f"{kind} features, {shape}, {format_number(low)} to {format_number(high)}"
-    height, width = table.shape
-    return join_html(
-        _build_image(uri, width, height, f"{kind} of sample {number}, as a heat map"),
-        build_element("span", caption, class_="caption"),
-    )
-
-
-def _draw_heat_map(table: numpy.ndarray) -> tuple[str, float, float]:
-    import numpy
-    from PIL import Image
-
     known = numpy.isfinite(table)
     low, high = (float(table[known].min()), float(table[known].max())) if known.any() else (0.0, 0.0)
     heat = numpy.where(known, (table - low) / ((high - low) or 1.0), 0.0)
@@ -255,7 +239,14 @@ def _draw_heat_map(table: numpy.ndarray) -> tuple[str, float, float]:
     pixels[~known] = (255, 0, 110)  # a colour outside the scale
     file = io.BytesIO()
     Image.fromarray(pixels[::-1]).save(file, "PNG")  # low indices, such as low frequencies, at the bottom
-    return _encode_uri("image/png", file.getvalue()), low, high
+    uri = _encode_uri("image/png", file.getvalue())
+    shape = " × ".join(map(str, array.shape))
+    caption = f"{kind} features, {shape}, {format_number(low)} to {format_number(high)}"
+    height, width = table.shape
+    return join_html(
+        _build_image(uri, width, height, f"{kind} of sample {number}, as a heat map"),
+        build_element("span", caption, class_="caption"),
+    )
 
 
 def _encode_uri(kind: str, content: bytes) -> str:

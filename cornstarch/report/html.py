@@ -52,14 +52,9 @@ def _load_environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-        finalize=_replace_nul,
-    )
+        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, finalize=_replace_nul,
+    )  # fmt: skip
 
     def format_bar_width(fraction: float | None) -> str:
         return f"{100 * min(1.0, fraction) if fraction is not None and fraction > 0 else 0.0:.1f}%"
@@ -75,10 +70,7 @@ def _replace_nul(value: object) -> object:
 
 
 def build_element(tag: str, /, *content: str | Iterable[str] | None, **attributes: str | float | bool | None) -> Markup:
-    """Build one element; plain strings in `content` are escaped.
-
-    `class_` and `aria_label` become class and aria-label. Attributes that are None or False are left out.
-    """
+    """Build one element; `class_` and `aria_label` become class and aria-label, None and False leave one out."""
     opening = [tag]
     for key, value in attributes.items():
         name = key.rstrip("_").replace("_", "-")

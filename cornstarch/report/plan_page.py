@@ -11,7 +11,6 @@ from markupsafe import Markup
 from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.predict import PlaceMemory, Prediction
 from cornstarch.plan.search import SearchResult
-from cornstarch.plan.simulate import Timeline
 from cornstarch.report import plan_text
 from cornstarch.report.charts import Chart, ChartLine, draw_chart
 from cornstarch.report.html import Table, TableCell, render_page
@@ -86,6 +85,7 @@ def render_plan(report: PlanReport) -> str:
         "Reasons": plan_text.explain_choice(report.found),
         "Too large": [f"{text}." for text in report.found.refused],
     }
+    times = sorted(((getattr(best.breakdown, name), text) for name, text in plan_text.TIME_PARTS.items()), reverse=True)
     command = plan_text.build_train_command(best, cluster, "CONFIG", "plan.yaml")
     return render_page(
         "plan.html",
@@ -99,7 +99,7 @@ def render_plan(report: PlanReport) -> str:
         why=[(title, lines) for title, lines in why.items() if lines],
         timeline=_build_timeline(best),
         memory=_build_memory(report),
-        times=_build_times(best),
+        times=[(text, time / best.step, format_step_time(time)) for time, text in times if time > 0],
         candidates=_build_candidates(report),
         sizes=sizes,
         file={"plan": report.plan, "lead": f"Save it as plan.yaml, and train with it: {command}"},
@@ -110,11 +110,8 @@ def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
     best, devices = report.best, report.cluster.devices
     idle = devices - best.candidate.world
     yield "Step", format_step_time(best.step), f"{best.samples_per_second:.3g} samples a second"
-    yield (
-        f"{plan_text.select_rate_unit(best).capitalize()} a second",
-        plan_text.format_rate(best),
-        "of the whole cluster",
-    )
+    unit = plan_text.select_rate_unit(best).capitalize()
+    yield f"{unit} a second", plan_text.format_rate(best), "of the whole cluster"
     yield "MFU", format_percent(best.mfu), "of the peak FLOPs of the devices"
     yield "Memory", format_bytes(best.peak), f"of {format_bytes(best.limit)} on the fullest device"
     yield "Devices", f"{best.candidate.world:,}", f"{idle:,} more are idle" if idle else "all of them"
@@ -127,8 +124,15 @@ def _build_key_figures(report: PlanReport) -> Iterator[tuple[str, str, str]]:
 def _build_timeline(best: Prediction) -> dict[str, Any]:
     timeline, choice = best.timeline, best.candidate
     names = tuple(place.holds for place in best.memory)
-    rows = tuple(tuple(_build_bars(timeline, place)) for place in range(len(timeline.events)))
-    step = StepTimeline(timeline.step, timeline.bubble, timeline.bubbles, (0.0,) * len(rows), rows)
+    rows = []
+    for own, other_work in zip(timeline.events, timeline.other_work, strict=True):
+        bars = [TimelineBar(KINDS[e.kind], str(e.kind), e.stage, e.microbatch, e.start, e.end) for e in own]
+        done = own[-1].end if own else 0.0
+        end = max((stretch.end for stretch in other_work), default=done)
+        if end > done:  # gradient sums and the optimizer
+            bars.append(TimelineBar(AFTER, "", own[-1].stage if own else 0, choice.microbatches - 1, done, end))
+        rows.append(tuple(bars))
+    step = StepTimeline(timeline.step, timeline.bubble, timeline.bubbles, (0.0,) * len(rows), tuple(rows))
     stages = tuple(f"{node.module} {node.index}" for node in timeline.schedule.graph.nodes)
     timelines = PipelineTimelines(choice.schedule, choice.microbatches, names, ((),) * len(names), stages, ())
     lead = (
@@ -138,17 +142,6 @@ def _build_timeline(best: Prediction) -> dict[str, Any]:
         "optimizer, come at the end."
     )
     return {"lead": lead, "drawing": draw_gantt(timelines, {"Predicted": step})}
-
-
-def _build_bars(timeline: Timeline, place: int) -> Iterator[TimelineBar]:
-    """Yield the passes of a place, and the gradient sums and optimizer after the last of them."""
-    own = timeline.events[place]
-    for event in own:
-        yield TimelineBar(KINDS[event.kind], str(event.kind), event.stage, event.microbatch, event.start, event.end)
-    done = own[-1].end if own else 0.0
-    end = max((stretch.end for stretch in timeline.other_work[place]), default=done)
-    if end > done:
-        yield TimelineBar(AFTER, "", own[-1].stage if own else 0, timeline.schedule.microbatches - 1, done, end)
 
 
 def _build_memory(report: PlanReport) -> dict[str, Any]:
@@ -192,11 +185,6 @@ def _split_memory(place: PlaceMemory) -> list[tuple[str, int]]:
     ]
 
 
-def _build_times(best: Prediction) -> list[tuple[str, float, str]]:
-    parts = sorted(((getattr(best.breakdown, name), text) for name, text in plan_text.TIME_PARTS.items()), reverse=True)
-    return [(text, seconds / best.step, format_step_time(seconds)) for seconds, text in parts if seconds > 0]
-
-
 def _build_candidates(report: PlanReport) -> dict[str, Any]:
     """Return all plans that were found, with the traits by which the page filters them."""
     best, own = report.best, report.own
@@ -204,7 +192,7 @@ def _build_candidates(report: PlanReport) -> dict[str, Any]:
     found += [(str(n), one.prediction, one.reason) for n, one in enumerate(report.found.runners_up, 2)]
     if own is not None and own.prediction is not None:
         found.append(("config", own.prediction, plan_text.compare_with_best(own.prediction, best)))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "traits": _collect_traits(one.candidate),
@@ -220,13 +208,12 @@ def _build_candidates(report: PlanReport) -> dict[str, Any]:
         }
         for name, one, reason in found
     ]
-    traits = [_collect_traits(one.candidate) for _, one, _ in found]
 
     def order(value: str) -> tuple[bool, int, str]:
         return not value.isdigit(), int(value) if value.isdigit() else 0, value
 
-    filters = [(key, label, sorted({one[key] for one in traits}, key=order)) for key, label in _FILTERS.items()]
-    unpredicted = own is not None and not own.prediction
+    filters = [(key, label, sorted({row["traits"][key] for row in rows}, key=order)) for key, label in _FILTERS.items()]
+    unpredicted = own is not None and own.prediction is None
     return {
         "filters": [one for one in filters if len(one[2]) > 1],
         "numbers": ["devices", "a step", f"{plan_text.select_rate_unit(best)}/s", "MFU", "memory"],

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cornstarch.plan.candidates import Candidate
-from cornstarch.plan.predict import Prediction
 from cornstarch.report.number_format import format_bytes, format_count, format_percent, format_step_time, pluralize
 
 if TYPE_CHECKING:
+    from cornstarch.plan.candidates import Candidate
     from cornstarch.plan.cluster import Cluster
     from cornstarch.plan.plan import ModulePlan
+    from cornstarch.plan.predict import Prediction
     from cornstarch.plan.search import RunnerUp, SearchResult
 
 TIME_PARTS = {

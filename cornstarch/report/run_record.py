@@ -198,7 +198,16 @@ def read_run(folder: Path) -> RunRecord:
             warnings.append(f"{SUMMARY} holds a {type(value).__name__}, expected an object.")
         return as_mapping(value)
 
-    config = _read_config(folder / CONFIG, warnings)
+    config = None
+    try:
+        config = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        warnings.append(f"There is no {CONFIG}.")
+    except OSError as error:
+        warnings.append(f"{CONFIG} could not be read ({error.strerror}).")
+    if config is not None and len(config) > _MAX_CONFIG:
+        warnings.append(f"{CONFIG} has {len(config):,} characters; the first {_MAX_CONFIG:,} are here.")
+        config = config[:_MAX_CONFIG]
     missing = f"There is no {SUMMARY}: the model, the data, samples and versions are not known."
     summary = _read_json(folder / SUMMARY, read_summary, warnings, missing) or {}
     timelines = _read_json(folder / TIMELINE, lambda value: read_timelines(as_mapping(value)), warnings)
@@ -206,25 +215,10 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, config, read_metrics(folder / METRICS), summary, tuple(warnings), timelines, breakdown)
 
 
-def _read_config(path: Path, warnings: list[str]) -> str | None:
-    try:
-        config = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        warnings.append(f"There is no {CONFIG}." if missing else f"{CONFIG} could not be read ({error.strerror}).")
-        return None
-    if len(config) > _MAX_CONFIG:
-        warnings.append(f"{CONFIG} has {len(config):,} characters; the first {_MAX_CONFIG:,} are here.")
-    return config[:_MAX_CONFIG]
-
-
 def _read_json(
     path: Path, read: Callable[[Any], Content], warnings: list[str], missing: str | None = None
 ) -> Content | None:
-    """Return what `read` makes of a JSON file; None if there is no such file or it is damaged.
-
-    Only some runs have such a file: it is missed only with a text for that, `missing`.
-    """
+    """Return what `read` makes of a JSON file; None if it is damaged, or absent, with the warning `missing` if any."""
     try:
         return read(json.loads(path.read_bytes()))
     except FileNotFoundError:

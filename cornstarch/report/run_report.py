@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from cornstarch.report.held_out import build_samples_view, build_shuffled_view, 
 from cornstarch.report.html import Table, TableCell, render_page
 from cornstarch.report.json_values import as_list, as_mapping, as_number, as_text
 from cornstarch.report.run_record import Curve, ReportedPart, RunRecord, read_run
-from cornstarch.report.time_breakdown import describe_hidden_communication, format_milliseconds
+from cornstarch.report.time_breakdown import format_milliseconds
 from cornstarch.report.timelines import build_pipeline_view
 
 PAGE, PICTURE = "report.html", "loss.png"
@@ -276,46 +276,37 @@ def _build_times(run: RunRecord) -> dict[str, Any] | None:
             rows.append([TableCell(kind.name, "small"), *kind.format_phases(), "", *([""] * 2 * several)])
     foot = ["a step", "", "", format_milliseconds(breakdown.seconds), "", *([""] * 2 * several)]
     title = breakdown.title()
-    notes = (*breakdown.notes, describe_hidden_communication(breakdown))
     return {
         "lead": f"{title[0].upper()}{title[1:]}.",
         "table": Table(columns, rows, "Where the time goes", foot),
-        "notes": [note[:400] for note in notes if note],
+        "notes": [note[:400] for note in breakdown.notes],
     }
 
 
 def _build_model_table(parts: Sequence[ReportedPart]) -> Table:
-
-    def total(value: Callable[[ReportedPart], float | None]) -> float | None:
-        known = [one for part in parts if (one := value(part)) is not None]
-        return sum(known) if known else None
+    totals: dict[str, float | None] = {}
+    for key in ("parameters", "trainable", "bytes", "flops"):
+        known = [value for part in parts if (value := getattr(part, key)) is not None]
+        totals[key] = sum(known) if known else None
 
     def build_fraction(text: str, value: float | None, whole: float | None) -> TableCell:
         if value is None or not whole:
             return TableCell(text)
         return TableCell(text, note=fmt.format_percent(value / whole), fraction=value / whole)
 
-    weights, flops = total(lambda part: part.parameters), total(lambda part: part.flops)
     columns = [
         "part", "kind", "parameters#", "trained#", "memory#", "learning rate#", "weight decay#", "forward per sample#",
     ]  # fmt: skip
-    rows: list[list[str | TableCell]] = [
-        [
-            part.name,
-            TableCell(part.kind, "code"),
-            build_fraction(fmt.format_count(part.parameters), part.parameters, weights),
-            TableCell(fmt.format_count(part.trainable), note=part.train or fmt.MISSING),
-            fmt.format_bytes(part.bytes),
-            fmt.format_number(part.learning_rate),
-            fmt.format_number(part.weight_decay),
-            build_fraction(fmt.format_flops(part.flops), part.flops, flops),
-        ]
-        for part in parts
-    ]
-    foot = [
-        "all parts", "", fmt.format_count(weights), fmt.format_count(total(lambda part: part.trainable)),
-        fmt.format_bytes(total(lambda part: part.bytes)), "", "", fmt.format_flops(flops),
-    ]  # fmt: skip
+    rows: list[list[str | TableCell]] = []
+    for part in parts:
+        parameters = build_fraction(fmt.format_count(part.parameters), part.parameters, totals["parameters"])
+        trained = TableCell(fmt.format_count(part.trainable), note=part.train or fmt.MISSING)
+        rates = [fmt.format_number(part.learning_rate), fmt.format_number(part.weight_decay)]
+        flops = build_fraction(fmt.format_flops(part.flops), part.flops, totals["flops"])
+        kind = TableCell(part.kind, "code")
+        rows.append([part.name, kind, parameters, trained, fmt.format_bytes(part.bytes), *rates, flops])
+    counts = [fmt.format_count(totals["parameters"]), fmt.format_count(totals["trainable"])]
+    foot = ["all parts", "", *counts, fmt.format_bytes(totals["bytes"]), "", "", fmt.format_flops(totals["flops"])]
     return Table(columns, rows, "The parts of the model", foot)
 
 

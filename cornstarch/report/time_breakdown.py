@@ -56,11 +56,6 @@ class ProfileBreakdown:
         """The length of a step, averaged over processes."""
         return fmean(rank.seconds for rank in self.ranks)
 
-    @property
-    def hidden(self) -> float:
-        """Overlapped communication, averaged over processes."""
-        return fmean(rank.hidden for rank in self.ranks)
-
     def rows(self) -> list[BreakdownRow]:
         """Return the rows, averaged over processes; processes of different stages have different rows."""
         names: list[str] = []
@@ -119,8 +114,11 @@ def read_time_breakdown(data: Mapping[str, Any]) -> ProfileBreakdown:
     steps = tuple(int(_read_seconds(step)) for step in as_list(data.get("steps")))
     if not ranks or not steps:
         raise ValueError("the file has no ranks or no steps")
-    notes = tuple(as_text(note) for note in as_list(data.get("notes")))
-    return ProfileBreakdown(steps, as_text(data.get("device")), notes, tuple(ranks))
+    notes = [text for note in as_list(data.get("notes")) if (text := as_text(note))]
+    hidden = fmean(rank.hidden for rank in ranks)
+    if hidden >= 1e-5:
+        notes.append(f"Beside computing: {format_milliseconds(hidden)} ms of communication, in no row.")
+    return ProfileBreakdown(steps, as_text(data.get("device")), tuple(notes), tuple(ranks))
 
 
 def _read_row(row: Mapping[str, Any]) -> BreakdownRow:
@@ -148,10 +146,3 @@ def _read_seconds(value: object) -> float:
     if seconds < 0:
         raise ValueError(f"{value!r} is not a time")
     return seconds
-
-
-def describe_hidden_communication(breakdown: ProfileBreakdown) -> str:
-    """Return a note on overlapped communication; "" if there was none."""
-    if breakdown.hidden < 1e-5:
-        return ""
-    return f"Beside computing: {format_milliseconds(breakdown.hidden)} ms of communication, in no row."

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from markupsafe import Markup
 
-from cornstarch.report.charts import Axis, build_linear_axis
+from cornstarch.report.charts import Axis, build_linear_axis, draw_ticks
 from cornstarch.report.html import Table, build_element, join_html
 from cornstarch.report.json_values import as_finite, as_list, as_mapping, as_number, as_text
-from cornstarch.report.number_format import format_duration, format_number, format_percent, format_tick, pluralize
+from cornstarch.report.number_format import format_duration, format_number, format_percent, pluralize
 
 TIMELINE, TRACE = "timeline.json", "trace.json"
 
@@ -69,11 +69,6 @@ class StepComparison:
     began: float
     real: StepTimeline
     predicted: StepTimeline
-
-    @property
-    def difference(self) -> float:
-        """How much longer the step took than predicted, as a fraction of the prediction."""
-        return self.real.seconds / self.predicted.seconds - 1 if self.predicted.seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -143,22 +138,20 @@ def chrome_trace(data: Mapping[str, Any]) -> dict[str, Any]:
     clock = min(step.began for step in timelines.steps)
     for step in timelines.steps:
         for place, row in enumerate(step.real.rows):
-            events += [_build_trace_event(bar, place, step, step.began - clock) for bar in row]
+            for bar in row:
+                name = f"{bar.letter}{bar.microbatch}"
+                event = {
+                    "name": f"wait for {name}" if bar.kind == WAIT else name,
+                    "cat": bar.kind,
+                    "ph": "X",
+                    "ts": round((step.began - clock + bar.start) * 1e6, 3),
+                    "dur": round(bar.lasts * 1e6, 3),
+                    "pid": place,
+                    "tid": bar.stage,
+                    "args": {"step": step.step, "microbatch": bar.microbatch, "kind": bar.kind},
+                }
+                events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": timelines.schedule}}
-
-
-def _build_trace_event(bar: TimelineBar, place: int, step: StepComparison, offset: float) -> dict[str, Any]:
-    name = f"{bar.letter}{bar.microbatch}"
-    return {
-        "name": f"wait for {name}" if bar.kind == WAIT else name,
-        "cat": bar.kind,
-        "ph": "X",
-        "ts": round((offset + bar.start) * 1e6, 3),
-        "dur": round(bar.lasts * 1e6, 3),
-        "pid": place,
-        "tid": bar.stage,
-        "args": {"step": step.step, "microbatch": bar.microbatch, "kind": bar.kind},
-    }
 
 
 def build_pipeline_view(timelines: PipelineTimelines | None) -> dict[str, Any] | None:
@@ -176,7 +169,8 @@ def build_pipeline_view(timelines: PipelineTimelines | None) -> dict[str, Any] |
 
 def _build_step(timelines: PipelineTimelines, step: StepComparison) -> dict[str, Any]:
     real, predicted = step.real, step.predicted
-    longer = f"{abs(step.difference) * 100:.1f}\u00a0% {'longer' if step.difference >= 0 else 'shorter'}"
+    difference = real.seconds / predicted.seconds - 1 if predicted.seconds else 0.0
+    longer = f"{format_percent(abs(difference))} {'longer' if difference >= 0 else 'shorter'}"
     rows = []
     for place, name in enumerate(timelines.places):
         ranks, transfer = timelines.ranks[place], real.transfers[place] / real.seconds if real.seconds else 0.0
@@ -206,14 +200,19 @@ def draw_gantt(timelines: PipelineTimelines, steps: Mapping[str, StepTimeline]) 
         for name in (*kinds, BUBBLE)
     ]
     # Ticks whose text would run out of the drawing are left out.
-    ticks = [tick for tick in across.ticks if across.place(tick) <= 1 - _LETTER]
-    marks = [build_element("span", format_tick(t), style=f"left:{100 * across.place(t):.2f}%") for t in ticks]
+    ticks = tuple(tick for tick in across.ticks if across.place(tick) <= 1 - _LETTER)
+    marks = draw_ticks(replace(across, ticks=ticks), "left")
     unit = build_element("span", "ms", class_="unit")
     return build_element(
         "figure",
         build_element("figcaption", build_element("ul", legend, class_="legend")),
         [_draw_step(title, timelines, step, across) for title, step in steps.items()],
-        build_element("div", unit, build_element("div", marks, class_="marks"), class_="times"),
+        build_element(
+            "div",
+            unit,
+            build_element("div", marks, class_="marks"),
+            class_="times",
+        ),
         class_="gantt",
     )
 

@@ -96,10 +96,10 @@ WRONG = [
     ("modules: {model: {tp: 2}\n", ["plan.yaml:2", "cannot be read as YAML"]),
     ("modules:\n  model: {activation_checkpointing: yes}\n", ["plan.yaml:2", "Write true"]),
     ("modules: {model: {tp: 2, tp: 4}}\n", ["It is given twice"]),
-    ("- tp\n", ["The file holds a list; expected keys such as `modules:` and `data:`."]),
-    ("  \n", ["plan.yaml\n  The file is empty."]),
-    ("\xff", ["The file is not UTF-8 text"]),
-    ("x" * 300_000, ["The file has more than 262144 bytes"]),
+    ("- tp\n", ["It holds a list; expected keys such as `modules:` and `data:`."]),
+    ("  \n", ["plan.yaml\n  It is empty."]),
+    ("\xff", ["is not UTF-8."]),
+    ("x" * 300_000, ["It has more than 262144 bytes"]),
     (RUN + "parallel:\n  data: {kind: fsdp3}\n", ["plan.yaml:8  parallel.data.kind = fsdp3", "Did you mean `fsdp"]),
     (RUN + "parallel: 4\n", ["plan.yaml:7  parallel", "Expected a mapping with some of these keys"]),
 ]  # fmt: skip
@@ -117,8 +117,8 @@ def test_mistakes_are_reported_with_their_lines(run: Run, text: str, said: list[
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["none.yaml", "--world", "8"], "none.yaml\n  The file cannot be read: No such file or directory."),
-        ([".", "--world", "8"], "The file cannot be read: Is a directory."),
+        (["none.yaml", "--world", "8"], "none.yaml\n  There is no such file (seen from "),
+        ([".", "--world", "8"], "It is a folder; expected a YAML file."),
         (["plan.yaml", "--world", "0"], "world = 0: expected a whole number from 1 to 10,000,000."),
         (["plan.yaml", "--world", "27", "--ranks-per-node", "0"], "ranks_per_node = 0"),
         (["plan.yaml"], "--world"),
@@ -158,7 +158,7 @@ def test_a_plan_may_be_json(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     assert read_plan_file(tmp_path / "plan.json") == Plan()
     (tmp_path / "plan.json").write_text("[]")
-    with pytest.raises(ConfigError, match="The file holds a list"):
+    with pytest.raises(ConfigError, match="It holds a list"):
         read_plan_file(tmp_path / "plan.json")
 
 
