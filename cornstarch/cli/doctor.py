@@ -131,9 +131,6 @@ def examine() -> Iterator[Finding]:
             yield Finding(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
 
 
-# ------------------------------------------------------------------------------------------------ packages
-
-
 def python() -> Iterator[Finding]:
     """Check the version of Python."""
     version = ".".join(map(str, sys.version_info[:3]))
@@ -185,8 +182,6 @@ def fragile_packages() -> Iterator[Finding]:
             advice = f"pip uninstall {name}: Cornstarch does not need it, and a broken one breaks transformers."
             yield Finding(name, "fail", f"{version} cannot be imported: {reason}", advice)
 
-
-# ------------------------------------------------------------------------------------------------ torch
 
 _PROBE_ADVICE = {
     "torch": "Install torch again: pip install --force-reinstall torch",
@@ -287,9 +282,6 @@ def _run_probes() -> None:
         except Exception as error:  # the next probe may still find something
             status, detail = "fail", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         print(json.dumps({"name": name, "status": status, "detail": detail}), flush=True)
-
-
-# ------------------------------------------------------------------------------------------------ machine
 
 
 def processors_and_memory() -> Iterator[Finding]:

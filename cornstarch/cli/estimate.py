@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from cornstarch.config import RunConfig
     from cornstarch.plan.cluster import Device, Link
-    from cornstarch.plan.cost import RunCost
     from cornstarch.plan.memory import Memory
     from cornstarch.planner.estimate import Estimate, NetworkEstimate, PlanEstimate
 
@@ -186,23 +185,17 @@ def profile(
     with console.status("") as status:
         found = profile_run(run, known, lambda words: status.update(f"measuring {words}"))
     write_costs(output, found, where)
-    console.print(_build_cost_table(found))
+    names = ("layer", "layers", "forward ms", "inputs ms", "weights ms", "activations", "recomputed")
+    table = build_figure_table("module", *names, left=("layer",))
+    for module in found.modules:  # layers of the same cost share a row
+        for _, group in groupby(module.layers, key=lambda one: (one.forward, one.input_gradient, one.weight_gradient)):
+            first, *others = group
+            times = [f"{1e3 * one:.3f}" for one in (first.forward, first.input_gradient, first.weight_gradient)]
+            sizes = [format_bytes(first.activation_bytes), format_bytes(first.activation_bytes_recomputed)]
+            table.add_row(module.name, first.name, str(1 + len(others)), *times, *sizes)
+    console.print(table)
     console.print(
         f"Measured microbatches of {found.samples} samples of {found.tokens:,.0f} tokens, in {found.precision}, on "
         f"{where}. Wrote {output}.",
         soft_wrap=True,
     )
-
-
-def _build_cost_table(found: RunCost) -> Table:
-    """Build the table of measured costs; layers of the same cost share a row."""
-    names = ("layer", "layers", "forward ms", "inputs ms", "weights ms", "activations", "recomputed")
-    table = build_figure_table("module", *names, left=("layer",))
-    for module in found.modules:
-        for _, group in groupby(module.layers, key=lambda one: (one.forward, one.input_gradient, one.weight_gradient)):
-            layers = list(group)
-            first = layers[0]
-            times = [f"{1e3 * one:.3f}" for one in (first.forward, first.input_gradient, first.weight_gradient)]
-            sizes = [format_bytes(first.activation_bytes), format_bytes(first.activation_bytes_recomputed)]
-            table.add_row(module.name, first.name, str(len(layers)), *times, *sizes)
-    return table

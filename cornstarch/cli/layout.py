@@ -108,10 +108,7 @@ def read_plan_file(path: Path) -> Plan:
 
 
 def _find_plan(values: Node) -> tuple[tuple[str, ...], Node]:
-    """Return the path to the plan and the plan: the whole file, or the section `parallel` of a config.
-
-    A config without `parallel.modules` has the modules of its model.
-    """
+    """Return the plan and the path to it: the whole file, or `parallel` of a config, by default with its modules."""
     from cornstarch.config.config_file import UNDECIDED
     from cornstarch.config.yaml_tree import Node, descend, tree_of
 

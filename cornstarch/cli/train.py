@@ -47,9 +47,10 @@ def train(
     Without a config, a small model learns from real images, sounds and text that come with Cornstarch, in about a
     minute on a laptop.
     """
-    from cornstarch.config.run_folder import PLAN, RunFolder
+    from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
     from cornstarch.demo import demo_config
     from cornstarch.launch import current_world, launch, process_count
+    from cornstarch.plan.layout import Layout, check_executable
 
     changes = list(overrides or ())
     if config is not None and "=" in config and not Path(config).exists():  # an override of the demo
@@ -60,7 +61,12 @@ def train(
     count = 1 if nproc is None else process_count(nproc)
     # Both before an earlier run is moved aside, and before any process starts: a mistake must not cost anything.
     chosen_plan = _choose_plan(run, count) if run.parallel.auto and count > 1 else None
-    layout = _check_plan(run, max(count, world.size), max(count, world.local_size), trace)
+    layout = None
+    if not run.parallel.auto:
+        check_executable(run.parallel)
+        if trace:
+            check_trace(run.parallel.is_pipeline)
+        layout = Layout.of(run.parallel, max(count, world.size), max(count, world.local_size))
     if restart and world.rank == 0:
         aside = RunFolder(run.folder).set_aside()
         if aside is not None:
@@ -76,19 +82,6 @@ def train(
         raise typer.Exit(launch(command, count, run.folder / "logs"))
     if _train_process(run, options, layout):
         raise typer.Exit(INTERRUPTED)
-
-
-def _check_plan(run: RunConfig, world_size: int, local_size: int, trace: bool) -> Layout | None:
-    """Return the layout of the config's plan, None if the plan is still to be chosen; ConfigError if it cannot run."""
-    from cornstarch.config.run_folder import check_trace
-    from cornstarch.plan.layout import Layout, check_executable
-
-    if run.parallel.auto:
-        return None
-    check_executable(run.parallel)
-    if trace:
-        check_trace(run.parallel.is_pipeline)
-    return Layout.of(run.parallel, world_size, local_size)
 
 
 def _choose_plan(run: RunConfig, count: int) -> str:

@@ -178,19 +178,12 @@ def _format_section(values: dict[str, Any], path: tuple[str | int, ...], indent:
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             yield from _add_explanation(f"{indent}{key}:", here, indent)
             for index, item in enumerate(value):
-                yield from _format_item(_format_section(item, (*here, index), f"{indent}    "), indent)
+                lines = list(_format_section(item, (*here, index), f"{indent}    "))
+                first = next(at for at, line in enumerate(lines) if not line.lstrip().startswith("#"))
+                lines[first] = f"{indent}  - {lines[first].lstrip()}"  # a dash before the first key
+                yield from lines
         else:
             yield from _add_explanation(f"{indent}{key}: {write_data(value, flow=True).strip()}", here, indent)
-
-
-def _format_item(lines: Iterator[str], indent: str) -> Iterator[str]:
-    """Yield the lines of one item of a list: a dash before its first key."""
-    started = False
-    for line in lines:
-        if not started and not line.lstrip().startswith("#"):
-            line = f"{indent}  - {line.lstrip()}"
-            started = True
-        yield line
 
 
 def _add_explanation(line: str, path: tuple[str | int, ...], indent: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ trained by Adam.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -279,12 +278,8 @@ def _build_story(
     ]
     used = {box.tone for step in steps for row in step.rows for box in row.boxes}
     legend = [(_TONES[part], text) for part, text in _MEANINGS.items() if part and _TONES[part] in used]
-    return Story(topic, title, lead, list(_mark_changes(steps)), formulas, remarks, legend)
-
-
-def _mark_changes(steps: Sequence[StoryStep]) -> Iterator[StoryStep]:
-    """Yield the steps with new boxes marked: those that were absent, partial or not summed in the step before."""
-    yield steps[0]
+    # New boxes are marked: those that were absent, partial or not summed in the step before.
+    marked = steps[:1]
     for before, step in pairwise(steps):
         rows = []
         for old, row in zip(before.rows, step.rows, strict=True):
@@ -293,4 +288,5 @@ def _mark_changes(steps: Sequence[StoryStep]) -> Iterator[StoryStep]:
                 for was, box in zip(old.boxes, row.boxes, strict=True)
             ]
             rows.append(replace(row, boxes=boxes))
-        yield replace(step, rows=rows)
+        marked.append(replace(step, rows=rows))
+    return Story(topic, title, lead, marked, formulas, remarks, legend)

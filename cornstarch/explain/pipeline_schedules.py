@@ -174,23 +174,18 @@ def _describe_moment(
     text = text[0].upper() + text[1:]
     if waiting:
         first = waiting[0]
-        reason = _find_missing_input(timeline, first, len(events[first]))
+        event = timeline.events[first][len(events[first])]
+        needed, missing = "its forward", "done"
+        if event.kind is Kind.F:
+            needed, missing = f"the output of stage {graph.predecessors(event.stage)[0]}", "there"
+        elif targets := graph.successors(event.stage):
+            needed, missing = f"the gradient from stage {targets[0]}", "there"
+        action = f"rank {first}'s next action, the {_ACTIONS[event.kind]} of microbatch {event.microbatch}"
+        reason = f"{action}, needs {needed}, which is not {missing} yet"
         text += f". {_format_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}: {reason}"
     if done:
         text += f". {_format_ranks(done)} {'has' if len(done) == 1 else 'have'} nothing left to do"
     return text + "."
-
-
-def _find_missing_input(timeline: Timeline, place: int, at: int) -> str:
-    event = timeline.events[place][at]
-    graph = timeline.schedule.graph
-    needed, missing = "its forward", "done"
-    if event.kind is Kind.F:
-        needed, missing = f"the output of stage {graph.predecessors(event.stage)[0]}", "there"
-    elif targets := graph.successors(event.stage):
-        needed, missing = f"the gradient from stage {targets[0]}", "there"
-    action = f"rank {place}'s next action, the {_ACTIONS[event.kind]} of microbatch {event.microbatch}"
-    return f"{action}, needs {needed}, which is not {missing} yet"
 
 
 def _format_ranks(places: list[int]) -> str:

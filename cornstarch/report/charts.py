@@ -164,7 +164,15 @@ def draw_chart(chart: Chart) -> Markup:
     steps = [step for step, _ in known]
     first, last = min(steps), max(steps)
     across = build_linear_axis(0.0 if 0 < first < 0.1 * last else first, last)
-    scales = _build_scales(chart, [value for _, value in known])
+    values = [value for _, value in known]
+    low, high = chart.range or (min(values), max(values))
+    if 0 <= low < 0.5 * high or (chart.from_zero and low > 0):  # show zero for a curve that falls far
+        low = 0.0
+    unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "size" and high > 1 else 1.0
+    scales = [build_linear_axis(low, high, whole=True, unit=unit)]
+    positive = [value for value in values if value > _SMALLEST]
+    if chart.log and positive:
+        scales.append(build_log_axis(min(positive), max(positive)))
     box = build_element("input", type="checkbox", class_="log-choice")
     log_switch = build_element("label", box, "log scale", class_="switch") if len(scales) > 1 else None
     title = build_element("h3", chart.title)
@@ -172,8 +180,8 @@ def draw_chart(chart: Chart) -> Markup:
     for line in chart.lines:
         lost = [step for step, value in line.points if not math.isfinite(value)]
         if lost:
-            values = fmt.pluralize(len(lost), "value is", "values are")
-            gaps.append(f"{line.name}: {values} NaN or infinite, first at step {lost[0]:,.0f}. ")
+            count = fmt.pluralize(len(lost), "value is", "values are")
+            gaps.append(f"{line.name}: {count} NaN or infinite, first at step {lost[0]:,.0f}. ")
     curves = [keep_finite(line.points) for line in lines]
     data = {
         "unit": chart.unit,
@@ -194,18 +202,6 @@ def draw_chart(chart: Chart) -> Markup:
 
 def _shorten(value: float) -> float:
     return int(value) if value == round(value) and abs(value) < 2**53 else float(f"{value:.5g}")
-
-
-def _build_scales(chart: Chart, values: Sequence[float]) -> list[Axis]:
-    low, high = chart.range or (min(values), max(values))
-    if 0 <= low < 0.5 * high or (chart.from_zero and low > 0):  # show zero for a curve that falls far
-        low = 0.0
-    unit = 1024.0 ** int(math.log(high, 1024)) if chart.unit == "size" and high > 1 else 1.0
-    scales = [build_linear_axis(low, high, whole=True, unit=unit)]
-    positive = [value for value in values if value > _SMALLEST]
-    if chart.log and positive:
-        scales.append(build_log_axis(min(positive), max(positive)))
-    return scales
 
 
 def _draw_legend(chart: Chart, lines: Sequence[ChartLine], last: float) -> Markup:

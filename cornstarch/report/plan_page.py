@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from cornstarch.plan.candidates import Candidate
-from cornstarch.plan.predict import PlaceMemory, Prediction
+from cornstarch.plan.predict import Prediction
 from cornstarch.plan.search import SearchResult
 from cornstarch.report import plan_text
 from cornstarch.report.charts import Chart, ChartLine, draw_chart
@@ -147,7 +147,15 @@ def _build_timeline(best: Prediction) -> dict[str, Any]:
 def _build_memory(report: PlanReport) -> dict[str, Any]:
     best = report.best
     most = max(best.peak, best.limit)
-    shown = [(place, [part for part in _split_memory(place) if part[1]]) for place in best.memory[:_MAX_PLACES]]
+    shown = []
+    for place in best.memory[:_MAX_PLACES]:
+        states = place.states
+        others = states.averages + states.buffers + states.buckets + states.gathered
+        passing = max(0, place.peak - states.parameters - states.optimizer - others)
+        activations = min(place.activations, passing)
+        # Gradients that are allocated as activations are freed count as activations.
+        sizes = (states.parameters, states.optimizer, others, passing - activations, activations)
+        shown.append((place, [part for part in zip(_MEMORY_COLOURS, sizes, strict=True) if part[1]]))
     used = {name for _, parts in shown for name, _ in parts}
     omitted = len(best.memory) - len(shown)
     return {
@@ -167,22 +175,6 @@ def _build_memory(report: PlanReport) -> dict[str, Any]:
         ],
         "note": f"{omitted:,} more places are not drawn." if omitted > 0 else "",
     }
-
-
-def _split_memory(place: PlaceMemory) -> list[tuple[str, int]]:
-    """Split the bytes of a place by use; gradients that are allocated as activations are freed count as activations."""
-    states = place.states
-    others = states.averages + states.buffers + states.buckets + states.gathered
-    lasting = states.parameters + states.optimizer + others
-    passing = max(0, place.peak - lasting)
-    activations = min(place.activations, passing)
-    return [
-        ("parameters", states.parameters),
-        ("optimizer", states.optimizer),
-        ("gathered and buffers", others),
-        ("gradients", passing - activations),
-        ("activations", activations),
-    ]
 
 
 def _build_candidates(report: PlanReport) -> dict[str, Any]:

@@ -184,8 +184,12 @@ def _build_curves(run: RunRecord) -> dict[str, Any]:
     waits = [ChartLine("batches", train.get("data_wait", []), 1)]
     if any(value for _, value in train.get("copy_wait", [])):
         waits.append(ChartLine("copies", train["copy_wait"], 2))
+    names = list(dict.fromkeys(name for evaluation in run.metrics.evaluations for name in evaluation.sources))
+    by_source = {name: _collect_measure(run, "accuracy", name) for name in names[: charts.COLOURS]}
+    found = {name: curve for name, curve in by_source.items() if curve} or {"all": _collect_measure(run, "accuracy")}
+    accuracy = [ChartLine(name[:60], curve, colour, "dots") for colour, (name, curve) in enumerate(found.items(), 1)]
     others = [
-        _build_accuracy_chart(run),
+        Chart("Held-out accuracy", accuracy, unit="percent", range=(0.0, 1.0)),
         Chart("Learning rate", [ChartLine("scheduled", train.get("learning_rate", []), 3)]),
         Chart("Tokens per second", _build_lines(train.get("tokens_per_second", []), 6), unit="count", from_zero=True),
         Chart("Items per second", items, from_zero=True),
@@ -215,16 +219,6 @@ def _collect_marks(run: RunRecord) -> Sequence[tuple[float, str]]:
     for step, name in happened:
         by_step.setdefault(step, []).append(name)
     return [(step, ", ".join(dict.fromkeys(names))) for step, names in sorted(by_step.items())][-_MAX_MARKS:]
-
-
-def _build_accuracy_chart(run: RunRecord) -> Chart:
-    names = list(dict.fromkeys(name for evaluation in run.metrics.evaluations for name in evaluation.sources))
-    by_source = {name: _collect_measure(run, "accuracy", name) for name in names[: charts.COLOURS]}
-    found = {name: curve for name, curve in by_source.items() if curve} or {"all": _collect_measure(run, "accuracy")}
-    lines = [
-        ChartLine(name[:60], curve, at % charts.COLOURS + 1, "dots") for at, (name, curve) in enumerate(found.items())
-    ]
-    return Chart("Held-out accuracy", lines, unit="percent", range=(0.0, 1.0))
 
 
 def _collect_measure(run: RunRecord, measure: str, source: str | None = None) -> Curve:

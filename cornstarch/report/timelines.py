@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -106,21 +106,19 @@ def read_timelines(data: Mapping[str, Any]) -> PipelineTimelines:
 
 def _read_step(step: Mapping[str, Any], places: int) -> StepTimeline:
     bubbles, transfers = (tuple(map(as_finite, as_list(step.get(key)))) for key in ("bubbles", "transfers"))
-    rows = tuple(tuple(_read_bars(as_list(row))) for row in as_list(step.get("events")))
+    rows = []
+    for events in map(as_list, as_list(step.get("events"))):
+        row: list[TimelineBar] = []
+        for letter, stage, microbatch, *times in map(as_list, events):
+            begin, end, waited, transfer = map(as_finite, times)
+            at, where = begin + waited, (as_text(letter), int(as_finite(stage)), int(as_finite(microbatch)))
+            if transfer > 0:  # a wait for a transfer is a bar; the rest of a wait is bubble
+                row.append(TimelineBar(WAIT, *where, at - transfer, at))
+            row.append(TimelineBar(KINDS[as_text(letter)], *where, at, max(at, end)))
+        rows.append(tuple(row))
     if not len(bubbles) == len(transfers) == len(rows) == places:
         raise ValueError(f"a step has {len(rows)} rows for {places} places")
-    return StepTimeline(as_finite(step.get("seconds")), as_finite(step.get("bubble")), bubbles, transfers, rows)
-
-
-def _read_bars(events: Sequence[Any]) -> Iterator[TimelineBar]:
-    """Yield computations, each with the wait for its transfer before it; the rest of a wait is bubble."""
-    for event in events:
-        letter, stage, microbatch, begin, end, waited, transfer = as_list(event)
-        at, until = as_finite(begin) + as_finite(waited), as_finite(end)
-        where = as_text(letter), int(as_finite(stage)), int(as_finite(microbatch))
-        if as_finite(transfer) > 0:
-            yield TimelineBar(WAIT, *where, at - as_finite(transfer), at)
-        yield TimelineBar(KINDS[as_text(letter)], *where, at, max(at, until))
+    return StepTimeline(as_finite(step.get("seconds")), as_finite(step.get("bubble")), bubbles, transfers, tuple(rows))
 
 
 def chrome_trace(data: Mapping[str, Any]) -> dict[str, Any]:
