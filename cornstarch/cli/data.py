@@ -86,7 +86,15 @@ def inspect_data(
         sources.add_row(one.name, f"{one.samples:,}", f"{one.looked_at:,}", f"{one.good:,}")
     for table in (sources, _build_size_table(found), _build_waiting_table(found)):
         console.print(table)
-    for line in [*_list_unused(found), *recommend(found)]:
+    effects = {"cut": "truncated", "error": "an error: a run stops at the first of them"}
+    effect = effects.get(run.data.too_long, "skipped")
+    lines = []
+    for unused, text in ((found.too_long, f"too long ({effect})"), (found.broken, "broken")):
+        if unused:
+            lines.append(f"{pluralize(len(unused), 'sample')} {'is' if len(unused) == 1 else 'are'} {text}:")
+            lines += [f"  {sample}" for sample in unused[:_MAX_LISTED]]
+            lines += [f"  … and {len(unused) - _MAX_LISTED:,} more"] if len(unused) > _MAX_LISTED else []
+    for line in [*lines, *recommend(found)]:
         console.print(line, soft_wrap=True)
     if output is not None:
         write_data_statistics(output, found.facts)
@@ -132,20 +140,6 @@ def _build_waiting_table(found: Inspection) -> Table:
         times = [f"{one.time(*way):.2f}" for way in ways.values()]
         table.add_row(f"{one.replicas}", f"{one.samples:g}", *times, ", ".join(one.dominated))
     return table
-
-
-def _list_unused(found: Inspection) -> list[str]:
-    """Return lines about samples that are not trained on, or only in part."""
-    lines = []
-    effect = "truncated" if found.config.data.too_long == "cut" else "skipped"
-    if found.config.data.too_long == "error":
-        effect = "an error: a run stops at the first of them"
-    for samples, text in ((found.too_long, f"too long ({effect})"), (found.broken, "broken")):
-        if samples:
-            lines.append(f"{pluralize(len(samples), 'sample')} {'is' if len(samples) == 1 else 'are'} {text}:")
-            lines += [f"  {sample}" for sample in samples[:_MAX_LISTED]]
-            lines += [f"  … and {len(samples) - _MAX_LISTED:,} more"] if len(samples) > _MAX_LISTED else []
-    return lines
 
 
 def recommend(found: Inspection) -> list[str]:

@@ -58,7 +58,7 @@ def estimate(
     requested = device(gpu) if gpu is not None else None
     link = _parse_link(network, latency)
     Layout.of(run.parallel, world, ranks_per_node)  # mistakes are reported before the wait for torch
-    from cornstarch.planner.estimate import estimate, estimate_plan, needs_prediction
+    from cornstarch.planner.estimate import estimate, estimate_network, estimate_plan, needs_prediction
 
     cli.quiet_libraries()
     target = requested or _detect_device(run)
@@ -91,8 +91,6 @@ def estimate(
     for line in [*(f"note: {note}" for note in notes), found.advice]:
         console.print(line, soft_wrap=True)
     if link is not None:
-        from cornstarch.planner.estimate import estimate_network
-
         # Over a network, each CPU rank has a machine of its own; only the catalogue knows the speed of a GPU.
         rated = this_cpu() if found.device.is_cpu else requested or device(found.device.name)
         over = estimate_network(run, rated, world, link)

@@ -70,6 +70,7 @@ def plan(
     from cornstarch.config.config_file import load_config
     from cornstarch.plan.cluster import Cluster, format_cluster_name, resize_cluster
     from cornstarch.plan.data_statistics import read_data_statistics
+    from cornstarch.report.plan_page import render_plan
 
     # All mistakes are reported before the wait for torch.
     run = load_config(config, overrides or ())
@@ -79,21 +80,18 @@ def plan(
         raise ConfigError("--costs and --facts: costs were measured for a certain sample size. Use one of them.")
     if price is not None and not 0 < price < float("inf"):
         raise ConfigError(f"--price {price:g}: expected dollars per GPU hour, above 0.")
+    sizes = [] if what_if is None else parse_sizes(what_if)
+    data = None if facts is None else read_data_statistics(facts)
     machines = None
     if cluster is not None:
         machines = Cluster.parse(cluster)
         name = format_cluster_name(machines.device, machines.nodes, machines.per_node)
         machines = replace(machines, name=machines.name or name)
-    sizes = [] if what_if is None else parse_sizes(what_if)
-    data = None if facts is None else read_data_statistics(facts)
+        for size in sizes:
+            resize_cluster(machines, size)  # refuses a size that does not fill nodes
     for path, option in ((output, "--output"), (html, "--html")):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
-    if machines is not None:
-        for size in sizes:
-            resize_cluster(machines, size)  # refuses a size that does not fill nodes
-
-    from cornstarch.report.plan_page import render_plan
 
     page = _search_plan(run, machines or _this_machine(run, nproc), nproc is not None, costs, data)
     page = replace(page, price=price)

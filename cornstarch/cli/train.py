@@ -67,10 +67,8 @@ def train(
         if trace:
             check_trace(run.parallel.is_pipeline)
         layout = Layout.of(run.parallel, max(count, world.size), max(count, world.local_size))
-    if restart and world.rank == 0:
-        aside = RunFolder(run.folder).set_aside()
-        if aside is not None:
-            print(f"{run.folder}: moved the earlier run to {aside}")
+    if restart and world.rank == 0 and (aside := RunFolder(run.folder).set_aside()) is not None:
+        print(f"{run.folder}: moved the earlier run to {aside}")
     if count > 1:
         command = [sys.executable, "-m", "cornstarch", "train", *([config] if config else []), *changes]
         command += [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]

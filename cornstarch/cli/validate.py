@@ -57,9 +57,17 @@ def summarize(config: RunConfig) -> list[tuple[str, str]]:
     length = f"{loop.steps} steps" if loop.steps is not None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
     count = loop.gradient_accumulation_steps
     microbatches = f" in {count} microbatches" if count > 1 else ""
+    model = config.model
+    parts = [(f"{name} encoder", f"{_describe_part(e)}, {e.projector} projector") for name, e in model.encoders.items()]
+    if model.factory is not None:
+        parts = [("model", model.factory.function)]
+    elif model.whole is not None:
+        parts = [("model", f"{_describe_part(model.whole)}, task {model.whole.task}")]
+    elif model.language_model is not None:
+        parts.append(("language model", _describe_part(model.language_model)))
     return [
         ("run", f"{config.name}, seed {config.seed}, output {config.folder}"),
-        *_summarize_model(config),
+        *parts,
         *[("training data", f"{source.path} ({source.format})") for source in config.data.train],
         *[("evaluation data", f"{source.path} ({source.format})") for source in config.data.evaluation],
         ("samples", f"at most {config.data.max_length} tokens{', packed' if config.data.packing else ''}"),
@@ -67,20 +75,6 @@ def summarize(config: RunConfig) -> list[tuple[str, str]]:
         ("optimizer", f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {schedule.name}"),
         ("device", f"{config.device}, precision {config.precision}"),
     ]
-
-
-def _summarize_model(config: RunConfig) -> list[tuple[str, str]]:
-    model = config.model
-    if model.factory is not None:
-        return [("model", model.factory.function)]
-    if model.whole is not None:
-        return [("model", f"{_describe_part(model.whole)}, task {model.whole.task}")]
-    assert model.language_model is not None
-    encoders = [
-        (f"{name} encoder", f"{_describe_part(part)}, {part.projector} projector")
-        for name, part in model.encoders.items()
-    ]
-    return [*encoders, ("language model", _describe_part(model.language_model))]
 
 
 def _describe_part(part: PartConfig) -> str:
@@ -91,9 +85,6 @@ def _describe_part(part: PartConfig) -> str:
         source = f"{part.path} (hub, not checked)" if is_hub_name(part.path) else part.path
     rate = f", learning rate {part.learning_rate:g}" if part.learning_rate is not None else ""
     return f"{source}, train: {part.train}{rate}"
-
-
-# ------------------------------------------------------------------------------------------------ starter
 
 
 def schema() -> None:
@@ -213,9 +204,6 @@ def explain_key(path: tuple[str | int, ...]) -> str:
         return "One section per name."
     expected = describe(found)
     return f"{document} {expected[:1].upper()}{expected[1:]}.".strip()
-
-
-# ------------------------------------------------------------------------------------------------ files in configs
 
 
 def find_path_mistakes(values: Node) -> list[Mistake]:

@@ -103,13 +103,13 @@ class ShardedModel:
     def build_resting_state(self) -> ShardState:
         """Return the state between two steps, without gradients."""
         part: Part = "whole" if self.plan.kind in ("ddp", "zero1") else "slice"
-        parts: Parts = (part,) * self.ranks
-        nothing: Parts = ("",) * self.ranks
+        nothing: Part = ""
+        parts = (part,) * self.ranks
         optimizer: tuple[Parts, ...] = (parts,) * self.ranks
         if self.plan.kind == "zero1":
             owners = assign_largest_first([layer.numel for layer in self.layers], self.ranks)
             optimizer = tuple(tuple("whole" if owner == rank else "" for owner in owners) for rank in range(self.ranks))
-        return ShardState(parts, nothing, optimizer)
+        return ShardState(parts, (nothing,) * self.ranks, optimizer)
 
     def build_step(self, title: str, description: str, state: ShardState, sent: float = 0.0) -> StoryStep:
         """Return a step that leads to a state; `sent` is in bytes, by each rank."""

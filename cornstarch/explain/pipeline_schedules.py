@@ -122,14 +122,22 @@ def _build_step(timeline: Timeline, moment: float, elements: int) -> StoryStep:
     rows, arrows, sent = [], [], []
     for place, own in enumerate(events):
         busy = own[-1] if own and own[-1].end > moment else None
-        boxes = [_build_box(graph, event, event is new[place]) for event in own]
+        stages = graph.at(place)
+        boxes = []
+        for event in own:
+            action = f"{_ACTIONS[event.kind]} of microbatch {event.microbatch}"
+            tooltip = f"stage {event.stage}: {action}, {event.start:g} to {event.end:g}"
+            text = f"{event.kind}{event.microbatch}" + (f"@{event.stage}" if len(stages) > 1 else "")
+            box = DiagramBox(event.start, event.end, text, _TONES[event.kind], tooltip, event is new[place])
+            boxes.append(box)
         doing = f"{_ACTIONS[busy.kind].split(' of ')[0]} {busy.microbatch}" if busy else "waits"
-        rows.append(DiagramRow(_name_place(graph, place), boxes, doing))
+        name = f"rank {place}" + (f": {', '.join(map(str, stages))}" if len(stages) > 1 else "")
+        rows.append(DiagramRow(name, boxes, doing))
         targets = []  # the places that receive the output of the new action
-        if (event := new[place]) is not None:
-            _, sends = get_transfers(graph, Action(event.kind, event.stage, event.microbatch))
-            targets = [graph.nodes[action.other].place for action in sends if action.other is not None]
-            arrows += [story.Arrow(place, target, event.end) for target in targets]
+        if (begun := new[place]) is not None:
+            _, sends = get_transfers(graph, Action(begun.kind, begun.stage, begun.microbatch))
+            targets = [graph.nodes[send.other].place for send in sends if send.other is not None]
+            arrows += [story.Arrow(place, target, begun.end) for target in targets]
         sent.append(size * len(targets))
     so_far = max(event.end for own in events for event in own)
     return StoryStep(
@@ -141,19 +149,6 @@ def _build_step(timeline: Timeline, moment: float, elements: int) -> StoryStep:
         arrows,
         as_text(replace(timeline, events=tuple(map(tuple, events)), step=so_far), unit=1.0),
     )
-
-
-def _name_place(graph: StageGraph, place: int) -> str:
-    stages = ", ".join(str(stage) for stage in graph.at(place))
-    return f"rank {place}: {stages}" if len(graph.at(place)) > 1 else f"rank {place}"
-
-
-def _build_box(graph: StageGraph, event: SimulatedAction, fresh: bool) -> DiagramBox:
-    stage = f"@{event.stage}" if len(graph.at(event.place)) > 1 else ""
-    action = f"{_ACTIONS[event.kind]} of microbatch {event.microbatch}"
-    tooltip = f"stage {event.stage}: {action}, {event.start:g} to {event.end:g}"
-    text = f"{event.kind}{event.microbatch}{stage}"
-    return DiagramBox(event.start, event.end, text, _TONES[event.kind], tooltip, fresh)
 
 
 def _describe_moment(

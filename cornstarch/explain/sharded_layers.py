@@ -284,6 +284,7 @@ def _build_feed_forward_steps(shards: list[FeedForward], x: Vector, ones: Vector
     backward = ("grad x", "A: columns", "grad x A", "B: rows", "grad y")
     columns = _place_columns(shards, [forward, backward], [*hidden, *partial, *hidden_gradient, *partial_x])
     summed = [all_reduce_bytes(NUMBER_BYTES * len(x), len(shards))] * len(shards)
+    tones: tuple[Tone, ...] = ("c6", "c3", "c1", "c5", "c6")
 
     def step(
         title: str, description: str, names: Sequence[str], ends: Sequence[list[str]], fresh: int | None,
@@ -293,7 +294,12 @@ def _build_feed_forward_steps(shards: list[FeedForward], x: Vector, ones: Vector
         rows = []
         for rank, shard in enumerate(shards):
             texts = [first[rank], _format_matrix(shard.up), middle[rank], _format_matrix(shard.down), last[rank]]
-            boxes = _build_boxes(texts, names, columns, fresh, is_summed=bool(sent))
+            boxes = []
+            for number, (text, (begin, end)) in enumerate(zip(texts, columns, strict=True)):
+                is_part = number == fresh and number in (0, 4) and not sent
+                tone: Tone = "n" if not text else "c2" if is_part else tones[number]
+                tooltip = f"{names[number]}: {text}" + (" (a part of the sum)" if is_part else "")
+                boxes.append(DiagramBox(begin, end, text, tone, tooltip if text else "", number == fresh))
             beside = f"sends {story.format_byte_count(sent[rank])}" if sent else ""
             rows.append(DiagramRow(f"rank {rank}", boxes, beside))
         head = [DiagramBox(begin, end, name) for name, (begin, end) in zip(names, columns, strict=True)]
@@ -329,19 +335,6 @@ def _place_columns(
         columns.append((at, at + width))
         at += width
     return columns
-
-
-def _build_boxes(
-    texts: Sequence[str], names: Sequence[str], columns: list[tuple[float, float]], fresh: int | None, is_summed: bool
-) -> list[DiagramBox]:
-    tones: tuple[Tone, ...] = ("c6", "c3", "c1", "c5", "c6")
-    boxes = []
-    for number, (text, (begin, end)) in enumerate(zip(texts, columns, strict=True)):
-        is_part = number == fresh and number in (0, 4) and not is_summed
-        tone: Tone = "n" if not text else "c2" if is_part else tones[number]
-        tooltip = f"{names[number]}: {text}" + (" (a part of the sum)" if is_part else "")
-        boxes.append(DiagramBox(begin, end, text, tone, tooltip if text else "", number == fresh))
-    return boxes
 
 
 def _format_vector(numbers: Vector) -> str:

@@ -26,10 +26,20 @@ def show(story: Story, console: Console, only: int | None = None) -> None:
     if story.legend:
         console.print(Text("  ").join(Text(f"■ {meaning}", style=_STYLES[tone]) for tone, meaning in story.legend))
     for number, step in enumerate(story.steps, 1):
-        if only in (None, number):
-            console.print()
-            console.print(Text.assemble((f"{number}/{len(story.steps)} ", "dim"), (step.title, "bold")))
-            _print_step(step, console)
+        if only not in (None, number):
+            continue
+        console.print()
+        console.print(Text.assemble((f"{number}/{len(story.steps)} ", "dim"), (step.title, "bold")))
+        console.print(Text(step.description))
+        for line in fold_timeline(step.text, console.width).splitlines() if step.text else ():
+            text = Text(line)
+            for found in _ACTIONS.finditer(line):
+                text.stylize(_STYLES[found[1].lower()], *found.span())
+            console.print(text, no_wrap=True, crop=False)
+        if not step.text:
+            console.print(_build_table(step))
+        if sent := describe_sent(step.sent):
+            console.print(Text(sent, style="dim"))
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name in ("", "formula", "with numbers", "is", "counted step by step"):
         table.add_column(name, overflow="fold")
@@ -39,19 +49,6 @@ def show(story: Story, console: Console, only: int | None = None) -> None:
     console.print(table)
     for remark in story.remarks:
         console.print(Text(remark, style="dim"))
-
-
-def _print_step(step: StoryStep, console: Console) -> None:
-    console.print(Text(step.description))
-    for line in fold_timeline(step.text, console.width).splitlines() if step.text else ():
-        text = Text(line)
-        for found in _ACTIONS.finditer(line):
-            text.stylize(_STYLES[found[1].lower()], *found.span())
-        console.print(text, no_wrap=True, crop=False)
-    if not step.text:
-        console.print(_build_table(step))
-    if sent := describe_sent(step.sent):
-        console.print(Text(sent, style="dim"))
 
 
 def fold_timeline(text: str, width: int) -> str:

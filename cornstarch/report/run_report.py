@@ -87,9 +87,6 @@ def render_run(run: RunRecord) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ overview
-
-
 def _build_header(run: RunRecord) -> dict[str, Any]:
     css, sign = _STATUS.get(run.status, ("", "?"))
     facts = {
@@ -172,9 +169,6 @@ def _median(curve: Curve) -> float:
     return median(value for _, value in curve)
 
 
-# ------------------------------------------------------------------------------------------------ curves
-
-
 def _build_curves(run: RunRecord) -> dict[str, Any]:
     train = run.metrics.train
     items = [
@@ -212,12 +206,12 @@ def _build_curves(run: RunRecord) -> dict[str, Any]:
 
 def _collect_marks(run: RunRecord) -> Sequence[tuple[float, str]]:
     """Return the steps at which the run was stopped or resumed, and that of its best checkpoint."""
-    happened = [(event.step, event.name) for event in run.metrics.events if event.name in ("stopped", "resumed")]
-    if run.best_step is not None:
-        happened.append((run.best_step, "best"))
     by_step: dict[int, list[str]] = {}
-    for step, name in happened:
-        by_step.setdefault(step, []).append(name)
+    for event in run.metrics.events:
+        if event.name in ("stopped", "resumed"):
+            by_step.setdefault(event.step, []).append(event.name)
+    if run.best_step is not None:
+        by_step.setdefault(run.best_step, []).append("best")
     return [(step, ", ".join(dict.fromkeys(names))) for step, names in sorted(by_step.items())][-_MAX_MARKS:]
 
 
@@ -248,9 +242,6 @@ def _build_evaluation_table(run: RunRecord) -> Table | None:
         for e in reversed(found)
     ]
     return Table(["step", *[f"{name.replace('_', ' ')}#" for name in names]], rows, "Evaluations")
-
-
-# ------------------------------------------------------------------------------------------------ tables and lists
 
 
 def _build_times(run: RunRecord) -> dict[str, Any] | None:
@@ -347,9 +338,6 @@ def _build_events(run: RunRecord) -> dict[str, Any]:
         rows.append([name, f"{event.step:,}", text, *times])
     table = Table(["event", "step#", "what", "after#", "time"], rows, "Events")
     return {"note": note, "table": table if found else None}
-
-
-# ------------------------------------------------------------------------------------------------ loss.png
 
 
 def plot_loss(run: RunRecord) -> bytes:
