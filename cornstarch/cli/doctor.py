@@ -48,7 +48,11 @@ class Finding:
     status: Status
     detail: str
     advice: str = ""
-    """Not shown if the status is ok."""
+
+
+def _advise(name: str, status: Status, detail: str, advice: str) -> Finding:
+    """Return a finding whose advice is needed only if something is wrong."""
+    return Finding(name, status, detail, "" if status == "ok" else advice)
 
 
 def doctor(
@@ -79,8 +83,7 @@ def doctor(
     table = Table("", "what", "found", "what to do")
     colors = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for finding in found:
-        advice = "" if finding.status == "ok" else finding.advice
-        table.add_row(finding.status, finding.name, finding.detail, advice, style=colors[finding.status])
+        table.add_row(finding.status, finding.name, finding.detail, finding.advice, style=colors[finding.status])
     Console(markup=False, highlight=False).print(table)
     failed = [finding.name for finding in found if finding.status == "fail"]
     if failed:
@@ -135,7 +138,7 @@ def python() -> Iterator[Finding]:
     """Check the version of Python."""
     version = ".".join(map(str, sys.version_info[:3]))
     status: Status = "fail" if sys.version_info < (3, 11) else "ok"
-    yield Finding("python", status, version, "Install Python 3.11 or newer.")
+    yield _advise("python", status, version, "Install Python 3.11 or newer.")
 
 
 def packages() -> Iterator[Finding]:
@@ -154,7 +157,7 @@ def packages() -> Iterator[Finding]:
             yield Finding(name, "fail", f"{version}; expected {wanted}", f"pip install '{wanted}'")
     for name in CORE:
         version = get_version(name)
-        yield Finding(name, "ok" if version else "fail", version or "not installed", f"pip install {name}")
+        yield _advise(name, "ok" if version else "fail", version or "not installed", f"pip install {name}")
     for name, purpose in OPTIONAL.items():
         yield Finding(name, "ok", get_version(name) or f"not installed; only for {purpose}")
 
@@ -200,7 +203,7 @@ def process_groups_and_devices() -> Iterator[Finding]:
     results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
     for probe in results:
         status: Status = "fail" if probe["status"] == "fail" else "ok"
-        yield Finding(f"{probe['name']} probe", status, probe["detail"], _PROBE_ADVICE[probe["name"]])
+        yield _advise(f"{probe['name']} probe", status, probe["detail"], _PROBE_ADVICE[probe["name"]])
     names = {probe["name"] for probe in results}
     for name, advice in _PROBE_ADVICE.items():
         if name not in names:
@@ -293,7 +296,7 @@ def processors_and_memory() -> Iterator[Finding]:
     yield Finding("cores", "ok", str(cores))
     status: Status = "warn" if memory.available < GIB else "ok"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    yield Finding("memory", status, detail, "Close other programs; a model may not fit.")
+    yield _advise("memory", status, detail, "Close other programs; a model may not fit.")
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -304,7 +307,7 @@ def shared_memory() -> Iterator[Finding]:
         return
     free = shutil.disk_usage(folder).free
     advice = "Keep data.workers: 0, or make it larger (docker run --shm-size=8g)."
-    yield Finding("shared memory", "warn" if free < GIB else "ok", f"{free / GIB:.1f} GiB free", advice)
+    yield _advise("shared memory", "warn" if free < GIB else "ok", f"{free / GIB:.1f} GiB free", advice)
 
 
 def disk() -> Iterator[Finding]:
@@ -315,7 +318,7 @@ def disk() -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     status: Status = "fail" if free < GIB else "warn" if free < 10 * GIB else "ok"
     advice = "Free some space, or set `output` to another disk: checkpoints are large."
-    yield Finding("disk", status, f"{free / GIB:.1f} GiB free in {folder}", advice)
+    yield _advise("disk", status, f"{free / GIB:.1f} GiB free in {folder}", advice)
 
 
 def ports() -> Iterator[Finding]:
