@@ -175,7 +175,6 @@ def draw_chart(chart: Chart) -> Markup:
         scales.append(build_log_axis(min(positive), max(positive)))
     box = build_element("input", type="checkbox", class_="log-choice")
     log_switch = build_element("label", box, "log scale", class_="switch") if len(scales) > 1 else None
-    title = build_element("h3", chart.title)
     gaps = []
     for line in chart.lines:
         lost = [step for step, value in line.points if not math.isfinite(value)]
@@ -191,7 +190,7 @@ def draw_chart(chart: Chart) -> Markup:
     }
     return build_element(
         "figure",
-        build_element("figcaption", title, log_switch, _draw_legend(chart, lines, last)),
+        build_element("figcaption", build_element("h3", chart.title), log_switch, _draw_legend(chart, lines, last)),
         build_element("div", [_draw_plot(chart, lines, across, up) for up in scales], class_="plots"),
         build_element("p", gaps, class_="note warning") if gaps else None,
         # Numbers and fixed names: nothing in it can end the element.
