@@ -177,8 +177,17 @@ def _inspect_row(data: DataConfig, sample: Sample) -> SampleStats:
 
 def render(report: DataReport) -> Group:
     parts: list[Any] = [Text(f"{source.name}  {source.description}") for source in report.sources if source.description]
-    parts.append(_table(report))
+    heads = ["samples", "broken", "too long", "media", "trained", *(f"p{place}" for place in PERCENTILES)]
+    title = f"Lengths in {report.unit}; percentiles"
+    table = Table("source", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    parts.append(table)
     for source in report.sources:
+        some = "" if source.checked == source.samples else f"{source.checked:,} of "
+        media = "\n".join(f"{count:,} {kind}" for kind, count in source.items.items())
+        fraction = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.trained and any(source.lengths) else "–"
+        counts = [f"{some}{source.samples:,}", str(len(source.broken)), str(len(source.too_long)), media, fraction]
+        lengths = np.percentile(source.lengths, PERCENTILES, method="nearest").astype(int) if source.lengths else ()
+        table.add_row(source.name.removeprefix("data."), *counts, *map(str, lengths))
         lines = [str(sample) for sample in source.skipped[:_LISTED]]
         if more := len(source.skipped) - len(lines):
             lines.append(f"… and {more:,} more of {source.name}")
@@ -192,17 +201,3 @@ def render(report: DataReport) -> Group:
         parts.append(text)
     parts += [Text(problem, style="bold red") for problem in report.problems]
     return Group(*parts)
-
-
-def _table(report: DataReport) -> Table:
-    heads = ["samples", "broken", "too long", "media", "trained", *(f"p{place}" for place in PERCENTILES)]
-    title = f"Lengths in {report.unit}; percentiles"
-    table = Table("source", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for source in report.sources:
-        some = "" if source.checked == source.samples else f"{source.checked:,} of "
-        media = "\n".join(f"{count:,} {kind}" for kind, count in source.items.items())
-        fraction = f"{sum(source.trained) / sum(source.lengths):.0%}" if source.trained and any(source.lengths) else "–"
-        counts = [f"{some}{source.samples:,}", str(len(source.broken)), str(len(source.too_long)), media, fraction]
-        lengths = np.percentile(source.lengths, PERCENTILES, method="nearest").astype(int) if source.lengths else ()
-        table.add_row(source.name.removeprefix("data."), *counts, *map(str, lengths))
-    return table

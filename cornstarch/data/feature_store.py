@@ -269,12 +269,18 @@ def encoder_key(module: nn.Module, processor: Any, reading: Mapping[str, Any], p
             f"features.cache: a {type(processor).__name__} does not say how it is set (it has no `to_dict`), so "
             "outdated features cannot be detected. Use a processor of transformers, or leave the cache out."
         )
+    weights = hashlib.sha256()  # of all parameters and buffers: names, types, shapes and values
+    tensors: dict[str, Tensor] = {**dict(inner.named_parameters()), **dict(inner.named_buffers())}
+    # torch.compile adds a prefix to names.
+    for name, tensor in sorted((name.replace("_orig_mod.", ""), tensor) for name, tensor in tensors.items()):
+        weights.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     key = {
         "format": _FORMAT,
         "encoder": f"{type(inner).__module__}.{type(inner).__qualname__}",
         "config": settings,
         "attention": getattr(config, "_attn_implementation", None),
-        "weights": weights_digest(inner),
+        "weights": weights.hexdigest(),
         "processor": f"{type(processor).__module__}.{type(processor).__qualname__}",
         "settings": processor_settings,
         "reading": dict(reading),
@@ -289,14 +295,3 @@ def encoder_key(module: nn.Module, processor: Any, reading: Mapping[str, Any], p
         },
     }
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def weights_digest(module: nn.Module) -> str:
-    """Return the SHA-256 of all parameters and buffers: names, types, shapes and values."""
-    digest = hashlib.sha256()
-    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    # torch.compile adds a prefix to names.
-    for name, tensor in sorted((name.replace("_orig_mod.", ""), tensor) for name, tensor in tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

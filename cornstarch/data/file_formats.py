@@ -370,31 +370,27 @@ def _load(library: ModuleType, path: str, arguments: Mapping[str, Any]) -> tuple
         return *_select_split(library, path, loaded, split), "a folder of files", place
     if not _HUB_NAME.match(path) or path.lower().endswith(tuple(_BUILDERS)):
         raise ConfigError(f"{path} does not exist (looked in {Path.cwd()}).")
-    return _load_from_hub(library, path, split, arguments), split, "from the hub", Path()
-
-
-def _check_arguments(path: str, arguments: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    unknown = [name for name in ("split", "name", "revision") if arguments.get(name) is not None and name not in known]
-    if unknown:
-        raise ConfigError(f"{path} is {what}: arguments has {', '.join(unknown)}, expected {known or 'none'} of them.")
-
-
-def _load_from_hub(library: ModuleType, path: str, split: str | None, arguments: Mapping[str, Any]) -> Any:
     if split is None:
         raise ConfigError(
             f"{path} is no file or folder here (looked in {Path.cwd()}). If it is a dataset of the Hugging Face hub, "
             "say which split: `arguments: {split: train}`."
         )
-    name, revision = arguments.get("name"), arguments.get("revision")
     try:
         with _report_failure(path, (ConnectionError, FileNotFoundError)):
-            return library.load_dataset(path, name, split=split, revision=revision)
+            table = library.load_dataset(path, arguments.get("name"), split=split, revision=arguments.get("revision"))
     except (ConnectionError, FileNotFoundError) as error:  # no network, or no such dataset
         raise ConfigError(
             f"{path} is no file or folder here (looked in {Path.cwd()}), and the Hugging Face hub does not give it: "
             f"{_first_line(error)}.\n  Without a network: store it where there is one, with "
             "`load_dataset(…).save_to_disk(folder)`, and give the folder."
         ) from error
+    return table, split, "from the hub", Path()
+
+
+def _check_arguments(path: str, arguments: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    unknown = [name for name in ("split", "name", "revision") if arguments.get(name) is not None and name not in known]
+    if unknown:
+        raise ConfigError(f"{path} is {what}: arguments has {', '.join(unknown)}, expected {known or 'none'} of them.")
 
 
 def _select_split(library: ModuleType, path: str, loaded: Any, split: str | None) -> tuple[Any, str | None]:

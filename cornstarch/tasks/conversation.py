@@ -157,7 +157,6 @@ def preview_chat(collator: ChatCollator) -> SampleInspector:
 
 
 def build_composed_task(config: RunConfig, inputs: TaskInputs, weights: bool = True) -> ConversationTask:
-    """Return the task of a model composed of encoders and a language model."""
     model = build_model(config.model, weights=weights, get_shard=inputs.get_shard)
     collator = ChatCollator(build_processor(config.model, model), config.data)
     return ConversationTask("multimodal" if model.encoders else "causal-lm", model, collator)
