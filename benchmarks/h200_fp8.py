@@ -37,7 +37,7 @@ from cornstarch.kernels.fp8 import MIN_DIM, Fp8Linear, multiply_in_fp8
 from cornstarch.kernels.fused_loss import limit_trained_rows
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.parallel.ddp_fsdp import wrapping_units
-from cornstarch.parallel.distributed import compute_clip_divisor
+from cornstarch.parallel.gradients import compute_clip_divisor
 
 WAYS = ("bf16", "rowwise", "tensorwise")
 OTHERS = ("bf16_eager", "torchao_rowwise", "torchao_tensorwise")

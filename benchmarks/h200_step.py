@@ -212,7 +212,7 @@ def measure(case: Case, way: str, profile: bool = False) -> dict[str, Any]:
     if way == "ours":
         from cornstarch.compat import step_dividing
         from cornstarch.models.multimodal_language_model.facts import BatchFacts
-        from cornstarch.parallel.distributed import compute_clip_divisor
+        from cornstarch.parallel.gradients import compute_clip_divisor
 
         model, loss_of = our_loss(language, vision, projector, case)
     else:

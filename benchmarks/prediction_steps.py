@@ -31,7 +31,7 @@ from cornstarch.kernels.adamw import select_optimizer_class
 from cornstarch.kernels.fused_loss import limit_trained_rows
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.parallel.device import DevicePlacement
-from cornstarch.parallel.distributed import compute_clip_divisor
+from cornstarch.parallel.gradients import compute_clip_divisor
 from cornstarch.plan import ModulePlan, Plan
 from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.cluster import Cluster, Device, device, this_cpu

@@ -34,7 +34,8 @@ from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import OwnedParameters, distributed
-from cornstarch.parallel.device import DevicePlacement, LossScale
+from cornstarch.parallel.device import DevicePlacement
+from cornstarch.parallel.gradients import LossScale
 from cornstarch.pipeline.stage_program import get_device
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL

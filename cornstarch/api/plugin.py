@@ -21,7 +21,7 @@ from cornstarch.api.microbatches import build_replica_loader
 from cornstarch.engine.context import build_layout
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import distributed
-from cornstarch.parallel.device import LossScale
+from cornstarch.parallel.gradients import LossScale
 from cornstarch.pipeline.template import PipelineTemplate
 from cornstarch.plan.data_options import LANGUAGE_MODEL, ZERO_KINDS, CpDistribution, CpMode, Precision, RankPlacement
 from cornstarch.plan.layout import Layout, check_executable

@@ -21,8 +21,7 @@ from cornstarch.metrics.attribution import CLIPPING, OPTIMIZER
 from cornstarch.metrics.profiler import record_range
 from cornstarch.parallel import distributed
 from cornstarch.parallel.ddp_fsdp import OwnedParameters, defer_gradient_sync
-from cornstarch.parallel.device import LossScale
-from cornstarch.parallel.distributed import clip_gradients, compute_clip_divisor
+from cornstarch.parallel.gradients import LossScale, clip_gradients, compute_clip_divisor
 
 Inputs = Mapping[str, Any]
 LossOf = Callable[[int, Any], Tensor]

@@ -5,8 +5,8 @@ import sys
 from cornstarch.parallel import ddp_fsdp, low_bandwidth
 from cornstarch.parallel.context import register_context_parallel_mode, shard_items, shard_tokens
 from cornstarch.parallel.ddp_fsdp import OwnedParameters, apply_data_parallel, wrapping_units
-from cornstarch.parallel.distributed import clip_gradients
 from cornstarch.parallel.encoder_balancing import attach_encoder_balancing, balance_encoders
+from cornstarch.parallel.gradients import clip_gradients
 from cornstarch.parallel.loading import full_read_reason, load_partial, load_sharded
 from cornstarch.parallel.low_bandwidth import register_compression
 from cornstarch.parallel.mesh import data_mesh

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cornstarch.attention.backends import AttentionChoice, check_attention, use_attention
-from cornstarch.compat import multiply_all
 from cornstarch.config import Precision
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
-from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.gradients import LossScale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What torch says with a plain RuntimeError: on a CPU, by CUDA itself, by cuBLAS.
@@ -76,82 +75,6 @@ def pin_batch(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: pin_batch(item) for key, item in value.items()}
     return [pin_batch(item) for item in value] if isinstance(value, list) else value
-
-
-class LossScale:
-    """A dynamic loss scale, which keeps small fp16 gradients from vanishing and backs off when large ones overflow.
-
-    torch's `GradScaler` looks at one optimizer in one process. Here the norm of all gradients on all ranks decides, so
-    that either all ranks step or none does: backward of `value` × loss, `unscale`, the norm, the optimizer's step if it
-    is finite, `update`. After `growth_interval` steps with finite gradients the scale is multiplied by `growth_factor`,
-    after `hysteresis` steps with infinite ones by `backoff_factor`; it stays between `least` and `most`.
-    """
-
-    def __init__(
-        self,
-        initial: float = 2**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        least: float = 1.0,
-        most: float = 2**32,
-    ) -> None:
-        if not (0 < least <= initial <= most):
-            raise ConfigError(
-                f"min_scale = {least}, initial_scale = {initial}, max_scale = {most}: expected numbers above 0 in "
-                "this order."
-            )
-        if not (growth_factor >= 1 and 0 < backoff_factor <= 1 and growth_interval >= 1 and hysteresis >= 1):
-            raise ConfigError(
-                f"growth_factor = {growth_factor}, backoff_factor = {backoff_factor}, growth_interval = "
-                f"{growth_interval}, hysteresis = {hysteresis}: expected at least 1, at most 1 and above 0, at least "
-                "1, at least 1."
-            )
-        self.value = float(initial)
-        self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
-        self._hysteresis, self._least, self._most = hysteresis, float(least), float(most)
-        self._finite_steps = self._infinite_steps = 0
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.value
-
-    @torch.no_grad()
-    def unscale(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
-        """Divide the gradients of all parameters of this rank by the scale, and multiply them by `factor`."""
-        gradients = [to_local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        multiply_all(gradients, torch.tensor(factor / self.value))
-
-    def get_scale(self) -> float:  # the name that torch's `GradScaler` has for it
-        return self.value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with the keys of torch's `GradScaler`."""
-        return {
-            "scale": self.value,
-            "growth_factor": self._growth,
-            "backoff_factor": self._backoff,
-            "growth_interval": self._interval,
-            "_growth_tracker": self._finite_steps,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value, self._finite_steps = float(state["scale"]), int(state["_growth_tracker"])
-        self._growth, self._backoff = float(state["growth_factor"]), float(state["backoff_factor"])
-        self._interval = int(state["growth_interval"])
-
-    def update(self, is_finite: bool) -> None:
-        """Adjust the scale after a step, given whether all gradients were finite."""
-        if not is_finite:
-            self._finite_steps, self._infinite_steps = 0, self._infinite_steps + 1
-            if self._infinite_steps >= self._hysteresis:
-                self.value = max(self._least, self.value * self._backoff)
-                self._infinite_steps = 0
-            return
-        self._finite_steps += 1
-        if self._finite_steps >= self._interval:
-            self.value = min(self._most, self.value * self._growth)
-            self._finite_steps = self._infinite_steps = 0
 
 
 class Reading:

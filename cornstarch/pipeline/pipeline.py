@@ -18,7 +18,7 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import distributed
 from cornstarch.parallel.context import has_sharded_tokens, set_expected_layers, use_whole_rows
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, reshard
-from cornstarch.parallel.distributed import average_gradients
+from cornstarch.parallel.gradients import average_gradients
 from cornstarch.pipeline import stage_program
 from cornstarch.pipeline import stages as stage_assignment
 from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cornstarch.compat import divides_gradients, step_dividing
-from cornstarch.parallel.distributed import clip_gradients, compute_clip_divisor
+from cornstarch.parallel.gradients import clip_gradients, compute_clip_divisor
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from cornstarch.data.loader import StepBatch
-from cornstarch.parallel.device import LossScale
 from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.gradients import LossScale
 from cornstarch.train import Trainer
 from tests.parity.pool import pool
 

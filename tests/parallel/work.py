@@ -22,7 +22,8 @@ from cornstarch import MultimodalModel
 from cornstarch.errors import ConfigError
 from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, distributed
 from cornstarch.parallel.ddp_fsdp import defer_gradient_sync, use_full_model
-from cornstarch.parallel.distributed import clip_gradients, to_full_tensor
+from cornstarch.parallel.distributed import to_full_tensor
+from cornstarch.parallel.gradients import clip_gradients
 from cornstarch.plan import DataPlan
 from tests import zoo
 
