@@ -130,18 +130,18 @@ def examine() -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:  # the doctor must survive every machine
-            name = check.__name__.replace("_", " ")
+            name = check.__name__.removeprefix("check_").replace("_", " ")
             yield Finding(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
 
 
-def python() -> Iterator[Finding]:
+def check_python() -> Iterator[Finding]:
     """Check the version of Python."""
     version = ".".join(map(str, sys.version_info[:3]))
     status: Status = "fail" if sys.version_info < (3, 11) else "ok"
     yield _advise("python", status, version, "Install Python 3.11 or newer.")
 
 
-def packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Check required packages, and list optional ones."""
     for name, (least, below) in SUPPORTED.items():
         wanted = f"{name}>={'.'.join(map(str, least))},<{'.'.join(map(str, below))}"
@@ -170,7 +170,7 @@ def get_version(name: str) -> str | None:
         return None
 
 
-def fragile_packages() -> Iterator[Finding]:
+def check_fragile_packages() -> Iterator[Finding]:
     """Import the packages that must match torch's build, each in a process of its own."""
     for name in FRAGILE:
         version = get_version(name)
@@ -194,7 +194,7 @@ _PROBE_ADVICE = {
 }
 
 
-def process_groups_and_devices() -> Iterator[Finding]:
+def check_process_groups_and_devices() -> Iterator[Finding]:
     """Try torch, gloo, CUDA and NCCL in a process of their own, which may crash or hang."""
     if get_version("torch") is None:
         return
@@ -287,7 +287,7 @@ def _run_probes() -> None:
         print(json.dumps({"name": name, "status": status, "detail": detail}), flush=True)
 
 
-def processors_and_memory() -> Iterator[Finding]:
+def check_processors_and_memory() -> Iterator[Finding]:
     """Report cores, and check the free memory."""
     import psutil
 
@@ -299,7 +299,7 @@ def processors_and_memory() -> Iterator[Finding]:
     yield _advise("memory", status, detail, "Close other programs; a model may not fit.")
 
 
-def shared_memory() -> Iterator[Finding]:
+def check_shared_memory() -> Iterator[Finding]:
     """Check the shared memory, through which data workers hand over batches."""
     folder = "/dev/shm"
     if not os.path.isdir(folder):
@@ -310,7 +310,7 @@ def shared_memory() -> Iterator[Finding]:
     yield _advise("shared memory", "warn" if free < GIB else "ok", f"{free / GIB:.1f} GiB free", advice)
 
 
-def disk() -> Iterator[Finding]:
+def check_disk() -> Iterator[Finding]:
     """Check the folder where runs would be written."""
     folder = os.getcwd()
     if not os.access(folder, os.W_OK):
@@ -321,7 +321,7 @@ def disk() -> Iterator[Finding]:
     yield _advise("disk", status, f"{free / GIB:.1f} GiB free in {folder}", advice)
 
 
-def ports() -> Iterator[Finding]:
+def check_ports() -> Iterator[Finding]:
     """Check that a local port can be opened and reached."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -334,7 +334,8 @@ def ports() -> Iterator[Finding]:
 
 
 CHECKS: list[Callable[[], Iterator[Finding]]] = [
-    python, packages, fragile_packages, process_groups_and_devices, processors_and_memory, shared_memory, disk, ports,
+    check_python, check_packages, check_fragile_packages, check_process_groups_and_devices,
+    check_processors_and_memory, check_shared_memory, check_disk, check_ports,
 ]  # fmt: skip
 
 

@@ -161,7 +161,7 @@ class SharedFailure:
         self._is_inside = False
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def share(self) -> Iterator[None]:
         """Run a block that all ranks run; one inside another is the same block."""
         if self._alarm is None or self._is_inside:
             yield

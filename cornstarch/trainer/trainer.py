@@ -149,7 +149,7 @@ class Trainer:
 
     def fit(self) -> RunResult:
         """Train to the end, from the newest checkpoint if there is one, and write a report."""
-        with self._failure.shared(), self._resources:
+        with self._failure.share(), self._resources:
             was_finished = self.folder.read_summary().get("status") == "finished"
             self.setup()
             if was_finished and self.position.ended:
@@ -177,7 +177,7 @@ class Trainer:
     def setup(self) -> None:
         """Build everything that a step needs, and load the newest checkpoint if there is one."""
         if not self._is_ready:
-            with self._failure.shared():
+            with self._failure.share():
                 self._set_up()
             self._is_ready = True
 

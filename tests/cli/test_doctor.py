@@ -52,16 +52,16 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
 )
 def test_unsupported_versions_fail(monkeypatch: pytest.MonkeyPatch, version: str | None, status: str) -> None:
     monkeypatch.setattr(doctor, "get_version", installed({"torch": version} if version else {}))
-    finding = found(doctor.packages, "torch")
+    finding = found(doctor.check_packages, "torch")
     assert finding.status == status
     assert bool(finding.advice) == (status == "fail")
 
 
 def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "get_version", installed({}))
-    assert found(doctor.packages, "pyyaml") == Finding("pyyaml", "fail", "not installed", "pip install pyyaml")
-    assert found(doctor.packages, "peft").status == "ok"
-    assert list(doctor.process_groups_and_devices()) == []
+    assert found(doctor.check_packages, "pyyaml") == Finding("pyyaml", "fail", "not installed", "pip install pyyaml")
+    assert found(doctor.check_packages, "peft").status == "ok"
+    assert list(doctor.check_process_groups_and_devices()) == []
 
 
 def test_a_broken_torchvision_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_broken_torchvision_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     (tmp_path / "torchcodec.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(doctor, "get_version", lambda name: "0.28.0")
-    findings = {finding.name: finding for finding in doctor.fragile_packages()}
+    findings = {finding.name: finding for finding in doctor.check_fragile_packages()}
     assert {name: finding.status for name, finding in findings.items()} == {
         "torchvision": "fail", "torchaudio": "fail", "torchcodec": "ok",
     }  # fmt: skip
@@ -89,7 +89,7 @@ PROBES = [
 def test_a_torch_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, name: str) -> None:
     (tmp_path / "torch.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    finding = found(doctor.process_groups_and_devices, name)
+    finding = found(doctor.check_process_groups_and_devices, name)
     assert finding.status == "fail"
     assert "Install torch again" in finding.advice
 
@@ -102,7 +102,7 @@ def test_a_probe_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for seconds in (2, 20, 200):  # a busy machine may take longer until torch is imported
         monkeypatch.setattr(doctor, "PROBE_SECONDS", seconds)
-        findings = {finding.name: finding for finding in doctor.process_groups_and_devices()}
+        findings = {finding.name: finding for finding in doctor.check_process_groups_and_devices()}
         if findings["torch probe"].status == "ok":
             break
     assert findings["torch probe"].status == "ok"
@@ -113,14 +113,14 @@ def test_a_probe_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize(("free", "status"), [(0.5, "fail"), (5, "warn"), (50, "ok")])
 def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch, free: float, status: str) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free * doctor.GIB))
-    assert found(doctor.disk, "disk").status == status
+    assert found(doctor.check_disk, "disk").status == status
 
 
 def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 64 * 2**20))
-    assert found(doctor.shared_memory, "shared memory").status == "warn"
+    assert found(doctor.check_shared_memory, "shared memory").status == "warn"
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
-    assert found(doctor.shared_memory, "shared memory").status == "warn"
+    assert found(doctor.check_shared_memory, "shared memory").status == "warn"
 
 
 def test_unusable_ports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,14 +128,14 @@ def test_unusable_ports_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("no loopback")
 
     monkeypatch.setattr("socket.create_server", refuse)
-    assert found(doctor.ports, "ports").status == "fail"
+    assert found(doctor.check_ports, "ports").status == "fail"
 
 
 def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def odd_machine() -> None:
         raise RuntimeError("surprise")
 
-    monkeypatch.setattr(doctor, "CHECKS", [odd_machine, doctor.python])
+    monkeypatch.setattr(doctor, "CHECKS", [odd_machine, doctor.check_python])
     statuses = [(finding.name, finding.status) for finding in doctor.examine()]
     assert statuses == [("odd machine", "warn"), ("python", "ok")]
 
