@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from cornstarch.attention.interface import IMPLEMENTATION, use_mask
 from cornstarch.attention.mask import MaskSpec
-from cornstarch.compat import compile_counts
 from cornstarch.kernels.compile import CompiledForward, compile_layers
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from tests import zoo
 from tests.kernels.uncompile import uncompile_layers
+from tests.versions import compile_counts
 
 BACKEND = "aot_eager"  # traces and differentiates as the default does; only kernels are torch's own
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cornstarch.compat import TorchDispatchMode, compile_counts
+from cornstarch.compat import TorchDispatchMode
 from cornstarch.kernels.compile import compile_layers
 from cornstarch.kernels.fp8 import Fp8Linear, Scaling, compute_scales, explain_no_fp8, multiply_in_fp8
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from tests import zoo
+from tests.versions import compile_counts
 
 SCALINGS = get_args(Scaling)
 # The rounding error is up to 1/16 in e4m3, and up to 1/8 in e5m2 (gradients, tensorwise).
