@@ -25,8 +25,8 @@ def config(**sections: Any) -> RunConfig:
     return load_config(None, base={"model": {"given": "Net"}, "data": {"train": "x.json"}, **sections})
 
 
-def batch(*portions: list[str]) -> StepBatch:
-    return StepBatch([CollatedBatch({}, ids, 1, 1, {}) for ids in portions], 0, 0, [])
+def batch(*microbatches: list[str]) -> StepBatch:
+    return StepBatch([CollatedBatch({}, ids, 1, 1, {}) for ids in microbatches], 0, 0, [])
 
 
 # ------------------------------------------------------------------------------------------------ losses

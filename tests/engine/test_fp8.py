@@ -47,7 +47,7 @@ def test_losses_are_near_those_of_bf16(scaling: str, bf16: tuple[Path, dict[str,
 
 WAYS = {
     "compiled": ["compile=layers"],
-    "in portions, computed again": ["loop.gradient_accumulation_steps=2", "loop.activation_checkpointing=true"],
+    "in microbatches, computed again": ["loop.gradient_accumulation_steps=2", "loop.activation_checkpointing=true"],
 }
 
 

@@ -21,7 +21,7 @@ from tests.trainer.tiny import tiny_config
 
 DATA = "parallel.data."
 PLANS: dict[str, tuple[int, list[str]]] = {
-    "topk, portions": (2, ["compression.kind=topk", "compression.ratio=0.05", "compression.block=64"]),
+    "topk, microbatches": (2, ["compression.kind=topk", "compression.ratio=0.05", "compression.block=64"]),
     "zero1, chance": (2, ["kind=zero1", "compression.kind=quantize", "compression.bits=4", "compression.block=64"]),
     "powersgd": (2, ["compression.kind=powersgd", "compression.rank=1"]),
     "hsdp, signs": (4, ["kind=hsdp", "replicate=2", "compression.kind=quantize", "compression.bits=1"]),

@@ -17,8 +17,8 @@ from tests.parity.pool import pool
 
 
 def batch(index: int) -> StepBatch:
-    portion = CollatedBatch({}, trained_tokens=10 + index, tokens=20 + index, sample_ids=[], items={"vision": index})
-    return StepBatch([portion], epoch=0, index=index, skipped=[], samples=2)
+    microbatch = CollatedBatch({}, trained_tokens=10 + index, tokens=20 + index, sample_ids=[], items={"vision": index})
+    return StepBatch([microbatch], epoch=0, index=index, skipped=[], samples=2)
 
 
 @pytest.fixture

@@ -299,7 +299,7 @@ def rows_of(data: dict[str, Any], rank: int = 0) -> dict[str, dict[str, Any]]:
 
 VARIANTS: dict[str, list[str]] = {
     "plain": [],
-    "portions": ["loop.gradient_accumulation_steps=2"],
+    "microbatches": ["loop.gradient_accumulation_steps=2"],
     "packed": ["data.packing=true"],
     "adapters": ["model.language_model.train=lora", "model.encoders.vision.train=projector"],
     "recomputed": ["loop.activation_checkpointing=true"],

@@ -72,7 +72,7 @@ def test_data_wait_is_the_idle_time_of_the_gpu() -> None:
 VARIANTS: dict[str, list[str]] = {
     "plain": ["compile=off"],
     "compiled": ["compile=layers"],
-    "portions": ["loop.gradient_accumulation_steps=2", "compile=off"],
+    "microbatches": ["loop.gradient_accumulation_steps=2", "compile=off"],
     "recomputed": ["loop.activation_checkpointing=true", "compile=off"],
     "adapters": ["model.language_model.train=lora", "model.encoders.vision.train=projector", "compile=off"],
 }

@@ -82,13 +82,13 @@ def make_optimizer(model: nn.Module) -> SGD:
     return SGD([one for one in model.parameters() if one.requires_grad], lr=0.2, momentum=0.9)
 
 
-def train_by_hand(model: nn.Module, portions: int = 1) -> list[float]:
-    """Train on the tokens of a step alike, whichever portion they are in."""
+def train_by_hand(model: nn.Module, microbatches: int = 1) -> list[float]:
+    """Train on the tokens of a step alike, whichever microbatch they are in."""
     optimizer, losses = make_optimizer(model), []
     samples = make_samples()
     for step in range(STEPS):
         own = samples[step * SAMPLES : (step + 1) * SAMPLES]
-        size = SAMPLES // portions
+        size = SAMPLES // microbatches
         batches = [collate(own[first : first + size]) for first in range(0, SAMPLES, size)]
         counts = [(batch["labels"][:, 1:] != -100).sum() for batch in batches]
         total = 0.0
@@ -119,13 +119,13 @@ class InOrder(IterableDataset):  # type: ignore[type-arg]
 
 
 def arguments(
-    folder: Path, portions: int = 1, kind: type[TrainingArguments] = TrainingArguments, **options: Any
+    folder: Path, microbatches: int = 1, kind: type[TrainingArguments] = TrainingArguments, **options: Any
 ) -> Any:
     return kind(
         output_dir=str(folder),
         max_steps=STEPS,
-        per_device_train_batch_size=SAMPLES // portions,
-        gradient_accumulation_steps=portions,
+        per_device_train_batch_size=SAMPLES // microbatches,
+        gradient_accumulation_steps=microbatches,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         logging_steps=1,
@@ -170,14 +170,14 @@ def test_transformers_trainer(tmp_path: Path, collator: Callable[..., Any], opti
 
 def test_transformers_trainer_accumulates(tmp_path: Path) -> None:
     expected = build_model()
-    losses = train_by_hand(expected, portions=2)
+    losses = train_by_hand(expected, microbatches=2)
     model = build_model()
-    trainer = make_trainer(model, tmp_path, portions=2)
+    trainer = make_trainer(model, tmp_path, microbatches=2)
     trainer.train()
     assert logged(trainer) == pytest.approx(losses, rel=1e-4)
     assert_same(model, expected)
     with pytest.raises(ConfigError, match=r"counted over several batches.*\n?.*Set these labels to -100"):
-        make_trainer(build_model(), tmp_path, collate_all_labels, portions=2).train()
+        make_trainer(build_model(), tmp_path, collate_all_labels, microbatches=2).train()
 
 
 def test_transformers_trainer_saves_and_continues(tmp_path: Path) -> None:
@@ -217,12 +217,12 @@ def make_sft_trainer(
     return trainer
 
 
-@pytest.mark.parametrize("portions", [1, 2])
-def test_trl_sft_trainer(tmp_path: Path, portions: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_trl_sft_trainer(tmp_path: Path, microbatches: int) -> None:
     expected = build_model()
-    losses = train_by_hand(expected, portions)
+    losses = train_by_hand(expected, microbatches)
     model = build_model()
-    trainer = make_sft_trainer(model, tmp_path, portions=portions)
+    trainer = make_sft_trainer(model, tmp_path, microbatches=microbatches)
     trainer.train()
     assert logged(trainer) == pytest.approx(losses, rel=1e-4)
     assert_same(model, expected)

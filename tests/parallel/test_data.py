@@ -62,15 +62,15 @@ def assert_same(found: Mapping[str, Tensor | None], expected: Mapping[str, Tenso
             )
 
 
-@pytest.mark.parametrize("portions", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", PLANS)
-def test_norm_and_clipped_gradients_equal_those_of_one_process(workers: Pool, name: str, portions: int) -> None:
+def test_norm_and_clipped_gradients_equal_those_of_one_process(workers: Pool, name: str, microbatches: int) -> None:
     ranks, plan = PLANS[name]
-    if ranks * portions > SAMPLES // 2 and portions > 1:
-        pytest.skip("a portion would be a single sample")
+    if ranks * microbatches > SAMPLES // 2 and microbatches > 1:
+        pytest.skip("a microbatch would be a single sample")
     expected = alone(most=0.1)
     assert expected.norm > 0.1
-    found: list[Step] = workers.run(ranks, step, plan, 0.1, portions)
+    found: list[Step] = workers.run(ranks, step, plan, 0.1, microbatches)
     for one in found:
         assert one.norm == pytest.approx(expected.norm, rel=1e-5)
         assert_same(one.gradients, expected.gradients)

@@ -67,7 +67,7 @@ class Step:
     gradients: dict[str, Tensor | None]
     """Clipped."""
     kept: dict[str, Tensor | None]
-    """Of this process, after the first of two portions."""
+    """Of this process, after the first of two microbatches."""
 
 
 def alone(most: float) -> Step:
@@ -78,18 +78,18 @@ def alone(most: float) -> Step:
     return Step(norm.item(), {name: p.grad for name, p in model.named_parameters()}, {})
 
 
-def step(plan: Mapping[str, Any], most: float, portions: int = 1) -> Step:
-    """Do a step together, in portions, and clip its gradients."""
+def step(plan: Mapping[str, Any], most: float, microbatches: int = 1) -> Step:
+    """Do a step together, in microbatches, and clip its gradients."""
     given = DataPlan(**plan)
     model = layered()
     replicate = (given.replicate or 1) if given.kind == "hsdp" else None
     wrapped = apply_data_parallel(model, data_mesh("cpu", replicate), given)
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
     kept: dict[str, Tensor | None] = {}
-    for number, portion in enumerate(mine.chunk(portions), start=1):
-        with defer_gradient_sync(wrapped, number < portions):
-            (wrapped(portion) / portions).backward()
-        if number == 1 and portions > 1 and isinstance(wrapped, DistributedDataParallel):
+    for number, microbatch in enumerate(mine.chunk(microbatches), start=1):
+        with defer_gradient_sync(wrapped, number < microbatches):
+            (wrapped(microbatch) / microbatches).backward()
+        if number == 1 and microbatches > 1 and isinstance(wrapped, DistributedDataParallel):
             kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     norm = clip_gradients(wrapped, [p for p in model.parameters() if p.requires_grad], most)
     return Step(norm.item(), _gradients(wrapped, model), kept)

@@ -92,8 +92,8 @@ def outcome_of(trainer: RecordingTrainer) -> Outcome:
         assert result.grad_norm is not None
         losses.append(distributed.sum_over_ranks([float(result.loss)])[0] / trainer.replica.loss_copies)
         norms.append(float(result.grad_norm))
-        # Not what was multiplied: a portion of text alone has no backward pass where only projectors are trained, so
-        # that depends on which samples are in one portion.
+        # Not what was multiplied: a microbatch of text alone has no backward pass where only projectors are trained, so
+        # that depends on which samples are in one microbatch.
         counted = {name: value for name, value in vars(result.totals).items() if name != "flops"}
         totals.append({**counted, "items": dict(result.totals.items)})
     gradients = [{name: None if g is None else array_of(g) for name, g in step.items()} for step in trainer.gradients]

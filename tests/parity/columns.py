@@ -47,10 +47,10 @@ class Column:
         return {"data": dict(self.data), "modules": modules, "ranks": self.ranks_of, "schedule": self.schedule}
 
     def loads(self, row: str) -> list[str]:
-        """Return what it is tried with: what is refused, once; what is cut, in portions only when it is mixed."""
+        """Return what it is tried with: what is refused, once; what is cut, in microbatches only when it is mixed."""
         if self.refusal(row):  # one microbatch cannot be interleaved, whatever it is of
             return ["accumulation" if self.schedule == "interleaved" else "plain"]
-        if self.is_pipeline:  # portions are its microbatches
+        if self.is_pipeline:  # microbatches are its microbatches
             return ["accumulation", "mixed"]
         return ["plain", "mixed"] if self.module or self.last else list(LOADS)
 

@@ -16,8 +16,8 @@ from cornstarch.data.sample import Media, Message, Sample
 
 WORDS = "a and cat dog is it loud look now or sound the this what".split()
 
-# Steps of 16 samples in two portions. Of 2 processes each gets one half of a portion, of 4 a quarter. The last step is
-# one short portion.
+# Steps of 16 samples in two microbatches. Of 2 processes each gets one half of a microbatch, of 4 a quarter. The last
+# step is one short microbatch.
 MIXED = (
     # The first processes have no item at all while the last have several; then the other way round.
     ". . . . ii i s is".split() + "i is ss . x . . .".split(),

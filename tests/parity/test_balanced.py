@@ -14,7 +14,7 @@ from tests.parity.samples import mixed
 
 
 def run(row: str, column: str | None, packing: bool, tokenizer: str, folder: str) -> tuple[Outcome, list[list[int]]]:
-    """Do three steps of mixed samples; return what came out, and the tokens of this process's portions."""
+    """Do three steps of mixed samples; return what came out, and the tokens of this process's microbatches."""
     parallel = {} if column is None else COLUMNS[column].parallel(row_of(row))
     data = {"packing": packing, "balance": "off" if column is None else "cost"}
     loop = {"steps": 3, "batch_size": 16, "accumulation": 2}
@@ -23,7 +23,7 @@ def run(row: str, column: str | None, packing: bool, tokenizer: str, folder: str
     step = trainer.step
 
     def noted(batch: StepBatch) -> StepResult:
-        tokens.append([portion.tokens for portion in batch.microbatches])
+        tokens.append([microbatch.tokens for microbatch in batch.microbatches])
         return step(batch)
 
     trainer.step = noted  # type: ignore[method-assign]

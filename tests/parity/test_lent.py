@@ -41,7 +41,7 @@ def lent(matrix: Matrix, row: str, column: str) -> Deviation:
     work = partial(run, place=matrix.place)
     found = matrix.workers.run(spread.ranks(row_of(row)), work, row, column, *matrix.places())
     alone, _ = matrix.remembered((row, "lent"), run, row, None, *matrix.places(), matrix.place)
-    # In the first portion the first replica has none of 4 images, in the second all 2 of them.
+    # In the first microbatch the first replica has none of 4 images, in the second all 2 of them.
     assert all(seen[:2] == [2, 1] for _, seen in found), [seen for _, seen in found]
     return matrix.deviation([outcome for outcome, _ in found], alone, spread.unused_are_zero)
 

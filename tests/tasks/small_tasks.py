@@ -79,18 +79,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def check_microbatches(task: Task, config: RunConfig) -> None:
-    """The loss and every gradient of all rows at once are those of portions, weighted by what they count."""
+    """The loss and every gradient of all rows at once are those of microbatches, weighted by what they count."""
     (whole,) = batches(task, config, 1000)
     task.model.train()
     loss = task.loss(whole.inputs)
     loss.backward()
     expected = gradients(task.model)
     for size in (1, 2, 3):
-        portions = batches(task, config, size)
-        assert sum(portion.trained_tokens for portion in portions) == whole.trained_tokens
+        microbatches = batches(task, config, size)
+        assert sum(microbatch.trained_tokens for microbatch in microbatches) == whole.trained_tokens
         total = 0.0
-        for portion in portions:
-            part = task.loss(portion.inputs) * (portion.trained_tokens / whole.trained_tokens)
+        for microbatch in microbatches:
+            part = task.loss(microbatch.inputs) * (microbatch.trained_tokens / whole.trained_tokens)
             part.backward()
             total += part.item()
         torch.testing.assert_close(torch.tensor(total), loss.detach(), rtol=1e-5, atol=1e-6)
@@ -101,7 +101,7 @@ def check_microbatches(task: Task, config: RunConfig) -> None:
 
 
 def check_measures_add_up(task: Task, config: RunConfig) -> None:
-    """What is measured of all rows at once is the sum of what is measured of portions."""
+    """What is measured of all rows at once is the sum of what is measured of microbatches."""
     task.model.eval()
     with torch.no_grad():
         (whole,) = [task.measure(batch) for batch in batches(task, config, 1000)]

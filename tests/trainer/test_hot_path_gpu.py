@@ -61,13 +61,13 @@ def test_workers_give_pinned_batches_and_the_same_losses(tmp_path: Path) -> None
 
 
 def batch_of(*values: float) -> StepBatch:
-    portions = []
+    microbatches = []
     for value in values:
         ids = torch.full((4, 4096), int(value))
         inputs: dict[str, Any] = {"input_ids": ids, "nested": {"x": torch.full((64, 1024, 1024), float(value))}}
         inputs["facts"] = BatchFacts.of(inputs, {"vision": int(value)})
-        portions.append(CollatedBatch(inputs, ["a"], 1, 1, {}))
-    return StepBatch(portions, 0, 0, [])
+        microbatches.append(CollatedBatch(inputs, ["a"], 1, 1, {}))
+    return StepBatch(microbatches, 0, 0, [])
 
 
 def test_what_was_copied_beside_is_what_was_given() -> None:

@@ -1,4 +1,4 @@
-"""The loop against a hand-written one, and against itself: interrupted, in portions, with other precision."""
+"""The loop against a hand-written one, and against itself: interrupted, in microbatches, with other precision."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def hand_loop(trainer: Trainer, batches: list[StepBatch]) -> tuple[list[float], 
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 + math.cos(math.pi * step / 6)) / 2
         total, count = torch.zeros(()), 0
-        for portion in batch.microbatches:
-            logits = model(**{k: v for k, v in portion.inputs.items() if k != "labels"}).logits
-            target = portion.inputs["labels"][:, 1:].reshape(-1)
+        for microbatch in batch.microbatches:
+            logits = model(**{k: v for k, v in microbatch.inputs.items() if k != "labels"}).logits
+            target = microbatch.inputs["labels"][:, 1:].reshape(-1)
             total = total + nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), target, reduction="sum")
             count += int((target != -100).sum())
         (total / count).backward()

@@ -18,15 +18,15 @@ from tests.trainer.tiny import tiny_config
 STAGES = ["parallel.modules.vision={}", "parallel.modules.language_model.stages=4", "parallel.ranks=first_stage"]
 
 
-@pytest.mark.parametrize(("overrides", "portions"), [([], 2), (STAGES, 4)], ids=["2 microbatches", "4 microbatches"])
-def test_some_microbatches_have_no_items(tmp_path: Path, overrides: list[str], portions: int) -> None:
+@pytest.mark.parametrize(("overrides", "microbatches"), [([], 2), (STAGES, 4)], ids=["two", "four"])
+def test_some_microbatches_have_no_items(tmp_path: Path, overrides: list[str], microbatches: int) -> None:
     twin = build_twin_run(tiny_config(tmp_path, *overrides), tmp_path / "twin", replicas=1)
-    assert (twin.loop.batch_size, twin.loop.gradient_accumulation_steps) == (2 * portions, portions)
+    assert (twin.loop.batch_size, twin.loop.gradient_accumulation_steps) == (2 * microbatches, microbatches)
     samples = choose_samples(twin)
     has = [[bool(one.media) for one in samples[first : first + 2]] for first in range(0, len(samples), 2)]
-    assert len(has) == STEPS * portions
+    assert len(has) == STEPS * microbatches
     without = [number for number, found in enumerate(has) if not any(found)]
-    assert without == [2 * portions - 1, 2 * portions]  # the last of the second step, the first of the third
+    assert without == [2 * microbatches - 1, 2 * microbatches]  # the last of the second step, the first of the third
 
 
 def test_few_samples_are_taken_again_and_broken_ones_are_not(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def rows(step: int) -> Tensor:
 def trained(
     plan: Mapping[str, Any],
     steps: int = STEPS,
-    portions: int = 1,
+    microbatches: int = 1,
     state: Mapping[str, Any] | None = None,
     scaled: bool = False,
     device: str = "cpu",
@@ -86,7 +86,7 @@ def trained(
         exchange.load_state_dict(own["exchange"])
     for step in range(start, start + steps):
         mine = rows(step)[dist.get_rank() :: dist.get_world_size()].to(device)
-        _step(wrapped, optimizer, exchange, step, mine.chunk(portions), scaler)
+        _step(wrapped, optimizer, exchange, step, mine.chunk(microbatches), scaler)
     own = {"weights": {n: _local(p).cpu().clone() for n, p in model.named_parameters()}, "exchange": _copied(exchange)}
     exchange.finish()
     return {
@@ -127,13 +127,13 @@ def _step(
     optimizer: torch.optim.Optimizer,
     exchange: ReplicaSync,
     step: int,
-    portions: Sequence[Tensor],
+    microbatches: Sequence[Tensor],
     scaler: Any,
 ) -> None:
     exchange.before_step()
-    for number, portion in enumerate(portions, start=1):
-        with defer_gradient_sync(wrapped, number < len(portions)):
-            loss = wrapped(portion) / len(portions)
+    for number, microbatch in enumerate(microbatches, start=1):
+        with defer_gradient_sync(wrapped, number < len(microbatches)):
+            loss = wrapped(microbatch) / len(microbatches)
             (loss if scaler is None else scaler.scale(loss)).backward()
     if scaler is None:
         optimizer.step()

@@ -196,7 +196,7 @@ def test_single_rank_compresses_nothing(workers: Pool, name: str) -> None:
 @pytest.mark.parametrize("kind", [{}, {"kind": "hsdp", "replicate": 2}], ids=["ddp", "hsdp"])
 def test_microbatches_of_a_step_are_sent_once(workers: Pool, kind: dict[str, Any]) -> None:
     plan = {"compression": HOWS["topk"], **kind}
-    one, two = (workers.run(2, trained, plan, STEPS, portions)[0] for portions in (1, 2))
+    one, two = (workers.run(2, trained, plan, STEPS, microbatches)[0] for microbatches in (1, 2))
     assert one["figures"] == two["figures"]
     for name, weight in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=1e-5)
