@@ -342,6 +342,13 @@ def is_recompile_limit(error: BaseException) -> bool:
     return isinstance(error, FailOnRecompileLimitHit)
 
 
+def mark_any_size(tensor: Tensor, dim: int) -> None:
+    """Let what is compiled for a tensor take any size of a dim from two on, unless the code needs this one."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    maybe_mark_dynamic(tensor, dim)
+
+
 @contextmanager
 def raise_at_recompile_limit() -> Iterator[None]:
     """Let torch raise in this block, instead of running a function eagerly, when it has too many variants."""

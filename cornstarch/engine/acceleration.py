@@ -106,8 +106,9 @@ def accelerate_model(
     if compile == "layers" and device.type == "cuda" and not has_triton():
         raise ConfigError("compile = layers\n  Triton, which makes kernels for GPUs, is not there. Use compile: off.")
     parts: dict[str, nn.Module] = {"model": model}
+    encoders = model.encoders if isinstance(model, MultimodalModel) else {}  # batches have any number of images
     if isinstance(model, MultimodalModel):
-        parts = {name: encoder.module for name, encoder in model.encoders.items()}
+        parts = {name: encoder.module for name, encoder in encoders.items()}
         parts["language_model"] = model.language_model
     for part in parts.values():
         why = fuse_head_with_loss(unwrap(part))
@@ -136,5 +137,7 @@ def accelerate_model(
         layers = wrapping_units(unwrap(part))
         if layers:
             on_failure = speed.note if compile == "auto" else None
-            speed.compiled[name] = compile_layers(layers, on_failure, log=speed.compile_log, part=name)
+            speed.compiled[name] = compile_layers(
+                layers, on_failure, log=speed.compile_log, part=name, any_rows=name in encoders
+            )
     return speed

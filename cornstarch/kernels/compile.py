@@ -21,7 +21,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cornstarch.attention.backends import build_checkpoint_contexts
-from cornstarch.compat import compile_error, compile_variants, is_recompile_limit, last_guard, raise_at_recompile_limit
+from cornstarch.compat import (
+    compile_error,
+    compile_variants,
+    is_recompile_limit,
+    last_guard,
+    mark_any_size,
+    raise_at_recompile_limit,
+)
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile_log import CompileLog, shorten_guard
 
@@ -84,9 +91,10 @@ class CompiledForward:
         on_failure: OnFailure | None,
         log: CompileLog,
         part: str,
+        any_rows: bool,
         options: Any,
     ) -> None:
-        self.plain = plain
+        self.plain, self._any_rows = plain, any_rows
         self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
         self._on_failure, self._layer, self._log, self._part = on_failure, type(layer).__name__, log, part
         functools.update_wrapper(self, self.plain)
@@ -94,6 +102,10 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._compiled is None or _runs_eagerly:
             return self.plain(*args, **kwargs)
+        if self._any_rows:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] > 1:
+                    mark_any_size(value, 0)
         try:
             with raise_at_recompile_limit():
                 return self._log.run(self._part, self._layer, self._compiled, args, kwargs)
@@ -144,12 +156,14 @@ def compile_layers(
     *,
     log: CompileLog | None = None,
     part: str = "model",
+    any_rows: bool = False,
     **options: Any,
 ) -> int:
     """Compile the forward of layers that are not compiled yet, in place; return how many. `options`: `torch.compile`'s.
 
     `on_failure` is called with the reason if a layer cannot be compiled and runs eagerly instead. Default: raise.
-    `log` takes what torch compiles for these layers, as layers of `part`.
+    `log` takes what torch compiles for these layers, as layers of `part`. With `any_rows` the first variant is for any
+    number of rows (images of a batch) from two on; else it is for the number of the first batch, which is quicker.
     """
     log = CompileLog() if log is None else log
     count = 0
@@ -161,7 +175,7 @@ def compile_layers(
         for module in layer.modules():
             if module is not layer and "cu_seqlens" in inspect.signature(module.forward).parameters:
                 module.__dict__["forward"] = UncompiledForward(module)
-        replacement = CompiledForward(forward, layer, on_failure, log, part, options)
+        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, options)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cornstarch.attention.interface import IMPLEMENTATION, use_mask
 from cornstarch.attention.mask import MaskSpec
-from cornstarch.kernels.compile import CompiledForward, compile_layers
+from cornstarch.kernels.compile import CompiledForward, compile_layers, run_eagerly
+from cornstarch.kernels.compile_log import CompileLog
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from tests import zoo
@@ -134,3 +135,43 @@ def test_layer_that_cannot_be_compiled_runs_eagerly_and_reports_it() -> None:
     assert layer(torch.ones(2)).tolist() == [2, 2]
     assert layer(-torch.ones(2)).tolist() == [-1, -1]
     assert len(reasons) == 1 and "DataDependent cannot be compiled" in reasons[0]
+
+
+class Named(nn.Module):
+    """A layer for whose name torch compiles a variant of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.name != "none" else x
+
+
+def test_torch_gives_up_on_a_layer_and_the_log_names_the_guard() -> None:
+    layers, reasons, log = [Named(f"layer {number}") for number in range(66)], [], CompileLog()
+    compile_layers(layers, reasons.append, log=log, part="text", backend="eager")
+    for layer in layers:
+        assert layer(torch.ones(2)).tolist() == [2, 2]
+    assert log.layers == {"text": 66} and log.eager == {"text": 2} and log.variants() == {("text", "Named"): 64}
+    assert len(reasons) == 2 and "torch gave up on Named" in reasons[0] and "name == 'layer 6" in reasons[0]
+    assert log.recompilations == 63 and "name == 'layer " in str(log.compilations[1].reason)
+    assert len(log.read_new()) == 64 and not log.read_new()
+
+
+def test_layers_run_eagerly_on_request() -> None:
+    layer, log = Named("layer"), CompileLog()
+    compile_layers([layer], log=log, backend="eager")
+    with run_eagerly():
+        assert layer(torch.ones(2)).tolist() == [2, 2]
+    assert not log.compilations
+    layer(torch.ones(2))
+    assert len(log.compilations) == 1
+
+
+def test_any_number_of_rows_is_one_variant_from_the_start() -> None:
+    layer, log = nn.Linear(4, 4), CompileLog()
+    compile_layers([layer], log=log, any_rows=True, backend="eager")
+    for rows in (3, 5, 2, 9):
+        layer(torch.ones(rows, 4))
+    assert log.variants() == {("model", "Linear"): 1}

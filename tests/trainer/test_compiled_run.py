@@ -15,7 +15,7 @@ from cornstarch.kernels import compile as compile_module
 from cornstarch.train import Trainer
 from tests.trainer.tiny import tiny_config, trainer_of
 
-LAYERS = 6
+LAYERS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +45,10 @@ def test_layers_have_few_variants_and_none_per_layer(tmp_path: Path, packing: st
     log = run(tmp_path, f"data.packing={packing}", "loop.steps=8").run_model.acceleration.compile_log
     assert log.layers == {"vision": 1, "language_model": LAYERS} and not log.eager
     assert not any("past_key_values" in (one.reason or "") for one in log.compilations)
-    # 0 would mean that nothing was compiled; a variant per layer would be at least LAYERS
-    assert all(0 < count <= 5 for count in log.variants().values()), [one.describe() for one in log.compilations]
+    variants = log.variants()
+    # With and without gradients, one row and several, with a mask and without; nothing for each of the layers.
+    assert 0 < variants["language_model", "LlamaDecoderLayer"] <= 8 < LAYERS
+    assert 0 < variants["vision", "CLIPEncoderLayer"] <= 3  # any number of images from the first batch on, and one
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("event") == "recompiled" for line in lines) == log.recompilations
     assert [line["eager_layers"] for line in lines if line["kind"] == "train"] == [0] * 8
@@ -58,6 +60,9 @@ def test_a_layer_that_torch_gives_up_on_is_an_error_or_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cornstarch.compat._MOST_COMPILED", 1)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    with pytest.raises(ConfigError, match=r"torch gave up on \w+, .* guard that failed: .+\n  Use compile: auto"):
+    with (
+        torch._dynamo.config.patch(recompile_limit=1),
+        pytest.raises(ConfigError, match=r"torch gave up on \w+, .* guard that failed: .+\n  Use compile: auto"),
+    ):
         run(tmp_path, "loop.steps=4")
+
