@@ -65,4 +65,3 @@ def test_a_layer_that_torch_gives_up_on_is_an_error_or_a_warning(
         pytest.raises(ConfigError, match=r"torch gave up on \w+, .* guard that failed: .+\n  Use compile: auto"),
     ):
         run(tmp_path, "loop.steps=4")
-
