@@ -304,14 +304,12 @@ def _complete_future(value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass. The public function,
-# `torch.nn.attention.varlen.varlen_attn`, has no scale in all versions, no float32 and no CPU. The backward passes take
-# gradient, query, key, value, output and logsumexp.
+# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass, which takes gradient,
+# query, key, value, output and logsumexp. The public function, `torch.nn.attention.varlen.varlen_attn`, has no scale in
+# torch 2.10, and no float32 and no CPU in any version up to 2.13.
 
 
-def attend_varlen_flash(
-    states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend_varlen_flash(states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return the output and the logsumexp [H, T]; half precision on a GPU."""
     numbers = (bounds, bounds, longest, longest, 0.0, False, False)
     output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(*states, *numbers, scale=scale)
@@ -321,7 +319,7 @@ def attend_varlen_flash(
 def attend_varlen_flash_backward(
     states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, ...]:
-    unused = torch.zeros(2, dtype=torch.uint64, device=bounds.device)  # the state of random numbers: there is no dropout
+    unused = torch.zeros(2, dtype=torch.uint64, device=bounds.device)  # of random numbers: there is no dropout
     numbers = (bounds, bounds, longest, longest, 0.0, False, unused, unused[:0])
     found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*states, *numbers, scale=scale)
     return found

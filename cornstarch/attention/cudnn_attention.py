@@ -69,7 +69,6 @@ def build_piece_mask(spec: MaskSpec) -> PieceMask:
 
 
 def sort_by_length(pieces: Tensor) -> Tensor:
-    """Sort pieces [2, N] by their lengths, the longest first."""
     return pieces[:, pieces[1].argsort(descending=True, stable=True)]
 
 
@@ -79,8 +78,7 @@ def sort_by_length(pieces: Tensor) -> Tensor:
 class PieceBatch(NamedTuple):
     """One call of a kernel: in each piece a token sees the tokens up to itself.
 
-    With `looks_ahead`, it sees the tokens after itself, in a piece that continues for one token past its length. With
-    `sees_all`, it sees all tokens of its piece.
+    With `looks_ahead`, it sees the tokens after itself, in a piece that continues for one token past its length.
     """
 
     pieces: Tensor | None
@@ -90,7 +88,7 @@ class PieceBatch(NamedTuple):
     """Tokens of the longest piece, or more."""
     scale: float
     looks_ahead: bool
-    sees_all: bool = False
+    sees_all: bool = False  # each token sees all tokens of its piece
 
 
 class PlainKernel:
@@ -151,19 +149,14 @@ def _package() -> Any:
     return importlib.import_module("cudnn")
 
 
-@cache
 def has_kernels(head_dim: int, device: torch.device) -> bool:
     """Whether there are kernels for heads of a size on a device; builds plans for small pieces without running them."""
-    return _can_build(head_dim, device, ((False, True), (False, False), (True, False)))
+    return can_build_plans(head_dim, device, ((False, True), (False, False), (True, False)))
 
 
 @cache
-def has_item_kernels(head_dim: int, device: torch.device) -> bool:
-    """Whether there are kernels with `PieceBatch.sees_all` for heads of a size on a device."""
-    return has_cudnn() and _can_build(head_dim, device, ((None, False),))
-
-
-def _can_build(head_dim: int, device: torch.device, masks: Sequence[tuple[bool | None, bool]]) -> bool:
+def can_build_plans(head_dim: int, device: torch.device, masks: tuple[tuple[bool | None, bool], ...]) -> bool:
+    """Whether plans can be built for masks: which tokens are seen (None: all), and whether pieces are whole rows."""
     shapes = (device, torch.bfloat16, 256, 2, 1, head_dim)
     try:
         for build in (_build_forward_plan, _build_backward_plan):
@@ -201,8 +194,7 @@ class CudnnKernel:
 
 
 def _get_plan_arguments(query: Tensor, key: Tensor, batch: PieceBatch) -> tuple[Any, ...]:
-    # Batches of items have any number of tokens, and plans only need to know how many there are at most.
-    tokens = round_up(len(query)) if batch.sees_all else len(query)
+    tokens = round_up(len(query)) if batch.sees_all else len(query)  # of items there is any number; most is enough
     shapes = query.device, query.dtype, tokens, query.shape[1], key.shape[1], query.shape[2]
     count = batch.rows if batch.pieces is None else batch.pieces.shape[1] - 1
     ahead = None if batch.sees_all else batch.looks_ahead

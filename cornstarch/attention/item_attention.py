@@ -161,18 +161,23 @@ def select_item_kernel(query: Tensor) -> ItemKernel:
     head_dim, is_half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     if not query.is_cuda:
         return ItemsByLength()
-    capability = torch.cuda.get_device_capability(query.device)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    wants_cudnn = backends.get_attention_choice() in ("auto", "varlen", "cudnn")
     if is_half and head_dim % 8 == 0:
-        if wants_cudnn and capability >= (9, 0) and not is_deterministic and head_dim <= _CUDNN_MAX_HEAD_DIM:
-            if cudnn_attention.has_item_kernels(head_dim, query.device):
-                return CudnnItems()
-        if capability >= (8, 0) and head_dim <= _FLASH_MAX_HEAD_DIM:
+        if not is_deterministic and _has_cudnn_kernels(head_dim, query.device):
+            return CudnnItems()
+        if torch.cuda.get_device_capability(query.device) >= (8, 0) and head_dim <= _FLASH_MAX_HEAD_DIM:
             return FlashItems()  # deterministic where torch is asked for it
     if head_dim % (8 if is_half else 4) == 0 and not is_deterministic:
         return EfficientItems()
     return ItemsByLength()
+
+
+def _has_cudnn_kernels(head_dim: int, device: torch.device) -> bool:
+    if backends.get_attention_choice() not in ("auto", "varlen", "cudnn") or head_dim > _CUDNN_MAX_HEAD_DIM:
+        return False
+    if torch.cuda.get_device_capability(device) < (9, 0) or not cudnn_attention.has_cudnn():
+        return False
+    return cudnn_attention.can_build_plans(head_dim, device, ((None, False),))
 
 
 # ------------------------------------------------------------------------------------------------ operator
