@@ -63,7 +63,8 @@ class Evaluator:
     """Evaluates a task on sources, given by name; training goes on as if nothing had happened.
 
     `replica` has the ranks that evaluate the same samples, `pipeline` this rank's stages, if the model is split into
-    stages, and `use_weights` makes the context in which the model has the weights that it would be used with.
+    stages, `use_weights` makes the context in which the model has the weights that it would be used with, and
+    `workers` processes prepare the batches.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class Evaluator:
         replica: Replica | None = None,
         pipeline: Pipeline | None = None,
         use_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        workers: int = 0,
     ) -> None:
         self._task, self._config, self._sources, self._placement = task, config, dict(sources), placement
         self._replica, self._pipeline, self._use_weights = replica or Replica.here(), pipeline, use_weights
+        self._workers = workers
 
     def evaluate(self) -> Evaluation:
         return self._evaluate_sources(lambda source: source)
@@ -178,7 +181,7 @@ class Evaluator:
         loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
         size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
-        workers = min(data.workers, -(-len(source) // size))
+        workers = min(self._workers, -(-len(source) // size))
         ranks: dict[str, Any] = {"rank": replica.index, "ranks": replica.count}
         loader = StepLoader(
             source, order, self._task.collator, size, workers=workers, prefetch=data.prefetch, epochs=1, **ranks
