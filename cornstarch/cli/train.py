@@ -47,6 +47,7 @@ def train(
     Without a config, a small model learns from real images, sounds and text that come with Cornstarch, in about a
     minute on a laptop.
     """
+    from cornstarch.checkpoint.storage import check_empty
     from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
     from cornstarch.demo import demo_config
     from cornstarch.launch import current_world, launch, process_count
@@ -67,6 +68,8 @@ def train(
         if trace:
             check_trace(run.parallel.is_pipeline)
         layout = Layout.of(run.parallel, max(count, world.size), max(count, world.local_size))
+    if restart and world.rank == 0 and run.checkpoint.folder is not None:
+        check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
     if restart and world.rank == 0 and (aside := RunFolder(run.folder).set_aside()) is not None:
         print(f"{run.folder}: moved the earlier run to {aside}")
     if count > 1:
