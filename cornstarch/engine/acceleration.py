@@ -53,8 +53,8 @@ def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
     for name, module in plan.modules.items():
         if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
             found[name] = "the schedule takes the backward pass of its layers apart"
-        elif module.tp > 1 or module.cp > 1:
-            found[name] = "its layers talk to other ranks (tp, cp)"
+        elif module.cp > 1:
+            found[name] = "its attention talks to other ranks (cp)"
     return found
 
 
