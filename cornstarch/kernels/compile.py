@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cornstarch.attention.backends import build_checkpoint_contexts
 from cornstarch.compat import compile_error, compile_variants
+from cornstarch.models.multimodal_language_model.item_encoders import is_item_attention, takes_bounds
 
 OnFailure = Callable[[str], None]
 
@@ -83,8 +83,8 @@ class CompiledForward:
 class UncompiledForward:
     """The forward of attention that loops over the items of a row, excluded from compilation.
 
-    Encoders over the patches of many images (Qwen2-VL) do so where no kernel takes the lengths of images. A graph of
-    the loop would be specialized to the number of images, and every other number would compile again.
+    Encoders that `attend_within_items` refused do so. A graph of the loop would be specialized to the number of items,
+    and every other number would compile again.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -107,10 +107,13 @@ def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = N
         forward = wrapper.inner if isinstance(wrapper, CheckpointedForward) else layer.forward
         if isinstance(forward, CompiledForward):
             continue
-        for module in layer.modules():
-            if module is not layer and "cu_seqlens" in inspect.signature(module.forward).parameters:
+        item_modules = [module for module in layer.modules() if takes_bounds(module)]
+        for module in item_modules:
+            if module is not layer and not is_item_attention(module):
                 module.__dict__["forward"] = UncompiledForward(module)
-        replacement = CompiledForward(forward, layer, on_failure, options)
+        # The first batch says nothing about the number of items and tokens of the next.
+        own = {"dynamic": True, **options} if any(map(is_item_attention, item_modules)) else options
+        replacement = CompiledForward(forward, layer, on_failure, own)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:
