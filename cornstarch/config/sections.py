@@ -206,7 +206,13 @@ class DataConfig(Section):
     too_long: Literal["skip", "cut", "error"] = "skip"
     """What to do with a longer sample."""
     packing: bool = False
-    """Put several samples in one row instead of padding."""
+    """Put several samples in one row instead of padding: every row has `max_length` tokens, and a step a fixed number
+    of rows."""
+    packing_buffer: Positive = 1024
+    """With `packing`: the samples among which those that fill a row are looked for. None waits for more rows."""
+    tokens_per_step: Positive | None = None
+    """With `packing`: the tokens of a step over all processes, of which rows of `max_length` are made; it takes the
+    place of `loop.batch_size`. Default: as many rows as `loop.batch_size` samples fill on average."""
     balance: Annotated[Literal["off", "cost"], fields.false_as_off] = "off"
     """cost: distribute the samples of a step so that all processes, and all microbatches, have as much to compute. The
     cost of a sample is predicted from its text and the headers of its media; the loss stays the same."""
@@ -239,6 +245,20 @@ class DataConfig(Section):
         """Allow one path, one source, or a list of either."""
         many = value if isinstance(value, list) else [value]
         return [{"path": source} if isinstance(source, str) else source for source in many]
+
+    @model_validator(mode="after")
+    def _check_tokens_per_step(self) -> DataConfig:
+        if self.tokens_per_step is not None and not self.packing:
+            raise ValueError(
+                f"`tokens_per_step` = {self.tokens_per_step} is for packed rows; set `packing: true`, or give the "
+                "samples of a step: `loop.batch_size`"
+            )
+        if self.tokens_per_step is not None and self.tokens_per_step < self.max_length:
+            raise ValueError(
+                f"`tokens_per_step` = {self.tokens_per_step} is less than one row of `max_length` = {self.max_length} "
+                f"tokens; expected at least {self.max_length}"
+            )
+        return self
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -311,7 +331,7 @@ class LoopConfig(Section):
     epochs: Annotated[PositiveFloat | None, Also("num_train_epochs", "num_epochs", "max_epochs")] = None
     """Passes over the data. Default, if `steps` is not given either: 1."""
     batch_size: Annotated[Positive, Also("global_batch_size", "bs")] = 8
-    """Samples per step over all processes, packed or not."""
+    """Samples per step over all processes; packed, on average."""
     gradient_accumulation_steps: Annotated[Positive, Also("accumulation", "accumulate_grad_batches", "grad_accum")] = 1
     """Microbatches that a batch is split into, one after the other; the gradient is the same."""
     evaluate_every: Annotated[Positive | None, Also("eval_steps")] = None
