@@ -230,8 +230,9 @@ class DataConfig(Section):
     """A Jinja chat template. Default: the tokenizer's, else a plain one."""
     shuffle: bool = True
     """A new random order for every epoch."""
-    workers: Annotated[NotNegative, Also("num_workers", "dataloader_num_workers")] = 0
-    """Processes that read and decode."""
+    workers: Annotated[Literal["auto"] | NotNegative, Also("num_workers", "dataloader_num_workers")] = "auto"
+    """Processes of each rank that read, decode and tokenize while steps compute. auto: by the cores and the memory of
+    the machine, up to 8 on a GPU; 0 on a CPU with few cores or for text, and for data that need no decoding."""
     prefetch: Annotated[Positive, Also("prefetch_factor", "dataloader_prefetch_factor")] = 2
     """Batches that each of them prepares ahead."""
     skip_limit: Fraction = 0.05

@@ -92,6 +92,11 @@ class ChatCollator:
         self._lengths = RowLengths.of(self.data, compiled=True)
 
     @property
+    def runs_encoders(self) -> bool:
+        """Whether an encoder itself is run to count the tokens of an item, which a worker cannot do on a GPU."""
+        return isinstance(self.processor, MultimodalProcessor) and self.processor.runs_encoders
+
+    @property
     def _composed(self) -> MultimodalProcessor:
         assert isinstance(self.processor, MultimodalProcessor)
         return self.processor

@@ -21,6 +21,14 @@ from cornstarch.data.packing_plan import PackedOrder, build_packed_order
 from cornstarch.data.sample import BrokenSample, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.data.token_lengths import TokenLengths, find_lengths_file
+from cornstarch.data.worker_count import (
+    NodeResources,
+    WorkerCount,
+    allow_open_files,
+    bytes_of,
+    choose_worker_count,
+    classify_work,
+)
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
@@ -160,6 +168,7 @@ class StepLoader:
         if not self.workers:
             yield from map(steps.__getitem__, places)
             return
+        allow_open_files()
         loader: DataLoader[StepBatch | str] = DataLoader(
             steps,
             batch_size=None,  # one item of `steps` is a whole step
@@ -366,6 +375,7 @@ class DevicePrefetcher:
 # ------------------------------------------------------------------------------------------------ the data of a run
 
 _TRIED = 20  # samples of a source, to find one that can be used
+_MEASURED = 4  # samples of a source, to know the size of a batch
 
 
 @dataclass(frozen=True)
@@ -424,18 +434,51 @@ class RunData:
         counter.begin_epoch(count_samples_before(self.order, self.packed, size, position.epoch, position.batch))
         return counter
 
-    def peek_batch(self, collator: Collator) -> CollatedBatch | None:
-        """Return a batch with the first usable sample of each training source; None if there is none."""
+    def peek_batch(self, collator: Collator, count: int = 1) -> CollatedBatch | None:
+        """Return a batch with the first usable samples of each training source; None if there are none."""
         prepared: list[Any] = []
         for source in self.train.sources:
+            wanted = len(prepared) + count
             for index in range(min(len(source), _TRIED)):
                 with suppress(SampleError):
                     prepared.append(collator.prepare(source[index]))
+                if len(prepared) == wanted:
                     break
         return collator.join(prepared) if prepared else None
 
+    def choose_workers(
+        self, collator: Collator, replica: Replica, device: torch.device, log: Callable[[str], None]
+    ) -> int:
+        """Return `data.workers`, or what `auto` chooses for this machine and these samples, which is logged."""
+        loop, data, on_gpu = self.config.loop, self.config.data, device.type == "cuda"
+        if data.workers != "auto":
+            return data.workers
+
+        def measure_ahead() -> int:
+            # Preparing samples here also fills the collator's tables before they are copied to the workers.
+            batch = self.peek_batch(collator, _MEASURED)
+            if batch is None:
+                return 0
+            per_sample = bytes_of(batch.inputs) / max(len(batch.sample_ids), 1)
+            return int(per_sample * loop.batch_size / replica.count * data.prefetch)
+
+        # Data made in Python may be changed by reading them, or depend on this process.
+        files = [s for s, one in zip(self.train.sources, data.train, strict=True) if one.format != "given"]
+        ranks = distributed.ranks_per_node()
+        chosen = choose_worker_count(classify_work(files), on_gpu, ranks, NodeResources.here(), measure_ahead)
+        if chosen.count and on_gpu and isinstance(collator, ChatCollator) and collator.runs_encoders:
+            chosen = WorkerCount(0, "the encoder itself is run to count the tokens of an item")
+        log(str(chosen))
+        return chosen.count
+
     def build_loader(
-        self, collator: Collator, position: Position, replica: Replica, balancer: Deal | None, pin: bool
+        self,
+        collator: Collator,
+        position: Position,
+        replica: Replica,
+        balancer: Deal | None,
+        workers: int,
+        pin: bool,
     ) -> StepLoader:
         """Return the loader of a replica's batches, from a position on; `pin` copies them to pinned memory."""
         loop, data = self.config.loop, self.config.data
@@ -445,7 +488,7 @@ class RunData:
             collator,
             loop.batch_size,
             loop.gradient_accumulation_steps,
-            workers=data.workers,
+            workers=workers,
             prefetch=data.prefetch,
             pin=pin,
             start=(position.epoch, position.batch),

@@ -66,7 +66,7 @@ class Evaluator:
 
     `replica` has the ranks that evaluate the same samples, `pipeline` this rank's stages, if the model is split into
     stages, and `use_weights` makes the context in which the model has the weights that it would be used with. Batches
-    have the shape of `packed`, the rows of the training data, if there are any.
+    have the shape of `packed`, the rows of the training data, if there are any; `workers` processes prepare them.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Evaluator:
         pipeline: Pipeline | None = None,
         use_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         packed: PackedOrder | None = None,
+        workers: int = 0,
     ) -> None:
         self._task, self._config, self._sources, self._placement = task, config, dict(sources), placement
         self._replica, self._pipeline, self._use_weights = replica or Replica.here(), pipeline, use_weights
-        self._packed = packed
+        self._packed, self._workers = packed, workers
         self._lengths: dict[str, TokenLengths] = {}  # of packed samples, by the description of their source
 
     def evaluate(self) -> Evaluation:
@@ -184,7 +185,7 @@ class Evaluator:
         loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
         size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
-        workers = min(data.workers, -(-len(source) // size))
+        workers = min(self._workers, -(-len(source) // size))
         ranks: dict[str, Any] = {"rank": replica.index, "ranks": replica.count}
         ranks["packed"] = self._pack_rows(source, order)
         loader = StepLoader(

@@ -21,7 +21,7 @@ from cornstarch.data.load_balancing import build_balancer, describe_gain
 from cornstarch.data.loader import DevicePrefetcher, StepBatch, StepLoader, open_data
 from cornstarch.data.sample import SkipCounter
 from cornstarch.engine.acceleration import check_fp8
-from cornstarch.engine.context import DistributedContext, build_layout, check_process_group, ranks_per_node
+from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
 from cornstarch.engine.plan_requirements import check_optimizer
 from cornstarch.engine.run_model import RunModel, build_train_state
@@ -89,7 +89,7 @@ class Trainer:
         check_process_group()
         self._auto_plan = None
         if config.parallel.auto:
-            self._auto_plan = choose_plan(config, distributed.world_size(), ranks_per_node(), device)
+            self._auto_plan = choose_plan(config, distributed.world_size(), distributed.ranks_per_node(), device)
             config = self._auto_plan.config
         self.config, self._layout = config, build_layout(config.parallel)
         check_optimizer(config, self._layout)
@@ -250,13 +250,15 @@ class Trainer:
         self._balancer = build_balancer(config, self.task.collator, data.train, flops.step, self._layout, self.folder)
         if self._balancer is not None:
             self.logger.log(describe_gain(self._balancer, data, self.replica.count))
+        self._workers = data.choose_workers(self.task.collator, self.replica, self.placement.device, self.logger.log)
 
         self.watch = LossWatch(config, self.placement)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)
         use_weights = state.use_evaluation_weights
         self.evaluator = Evaluator(
-            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed
+            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed,
+            self._workers,
         )
         self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
@@ -320,8 +322,8 @@ class Trainer:
 
     def build_loader(self) -> StepLoader:
         """Return the loader of the batches that are left; `batches` is what a loop wants."""
-        pin = self.placement.device.type == "cuda"
-        return self.data.build_loader(self.task.collator, self.position, self.replica, self._balancer, pin)
+        pin, own = self.placement.device.type == "cuda", (self.replica, self._balancer, self._workers)
+        return self.data.build_loader(self.task.collator, self.position, *own, pin)
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do one optimizer step: forward and backward of every microbatch, then the weights.
