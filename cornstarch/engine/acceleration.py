@@ -12,6 +12,7 @@ from torch import nn
 from cornstarch.compat import has_triton, set_activation_budget
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import compile_layers
+from cornstarch.kernels.compile_log import CompileLog
 from cornstarch.kernels.fp8 import MIN_DIM, Scaling, explain_no_fp8, multiply_in_fp8
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -28,7 +29,9 @@ class Acceleration:
     """What is done for speed."""
 
     compiled: dict[str, int] = field(default_factory=dict)
-    """By part: layers that are compiled."""
+    """By part: layers that are to be compiled."""
+    compile_log: CompileLog = field(default_factory=CompileLog)
+    """What torch compiled of them so far, how often, and which run eagerly after all."""
     fused_loss: bool = False
     """Whether the loss is computed without all logits."""
     fp8: dict[str, int] = field(default_factory=dict)
@@ -121,5 +124,6 @@ def accelerate_model(
             continue
         layers = wrapping_units(unwrap(part))
         if layers:
-            speed.compiled[name] = compile_layers(layers, speed.note if compile == "auto" else None)
+            on_failure = speed.note if compile == "auto" else None
+            speed.compiled[name] = compile_layers(layers, on_failure, log=speed.compile_log, part=name)
     return speed

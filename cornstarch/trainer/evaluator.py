@@ -25,6 +25,7 @@ from cornstarch.data.media import load_audio, load_image
 from cornstarch.data.sample import BrokenSample, Media, MediaKind, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder, ShuffledMedia
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile import run_eagerly
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
 from cornstarch.parallel.context import use_whole_rows
@@ -103,6 +104,7 @@ class Evaluator:
             self._placement.forward_context(),
             use_full_model(self._task.wrapped),
             use_whole_rows(self._task.model),
+            run_eagerly(),
             nullcontext() if self._pipeline is None else self._pipeline.use_eval_mode(),
         ):
             yield
