@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,6 +46,17 @@ class Acceleration:
         if text not in self.notes:
             self.notes.append(text)
             self.log(text)
+
+    def figures(self) -> dict[str, float]:
+        """Return the numbers that are logged with every step: recompilations so far, and layers that run eagerly."""
+        if not self.compiled:
+            return {}
+        log = self.compile_log
+        return {"recompilations": log.recompilations, "eager_layers": sum(log.eager.values())}
+
+    def describe_compilation(self) -> dict[str, Any] | None:
+        """Return what the report shows of compiled layers; None if nothing is compiled."""
+        return {"parts": self.compile_log.describe(), "notes": self.notes} if self.compiled else None
 
 
 def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
