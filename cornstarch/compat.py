@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -315,8 +315,8 @@ def _complete_future(value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass, which takes gradient,
-# query, key, value, output and logsumexp. The public function, `torch.nn.attention.varlen.varlen_attn`, has no scale in
+# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass, which takes the
+# gradient, query, key, value, output and logsumexp. The public function, `torch.nn.attention.varlen.varlen_attn`, has no scale in
 # torch 2.10, and no float32 and no CPU in any version up to 2.13.
 
 
@@ -396,11 +396,78 @@ def compile_variants(function: Callable[..., Any], **options: Any) -> Callable[.
     return made
 
 
-def compile_error() -> type[Exception]:
-    """Return the class of what torch raises when it cannot compile a function."""
-    from torch._dynamo.exc import TorchDynamoException
+def compile_error() -> tuple[type[Exception], ...]:
+    """Return the classes of what torch raises when it cannot compile a function, or has compiled it too often."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return TorchDynamoException
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Return whether torch gave up on a function because it has too many compiled variants."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
+@contextmanager
+def raise_at_recompile_limit() -> Iterator[None]:
+    """Let torch raise in this block, instead of running a function eagerly, when it has too many variants."""
+    # Not for the whole process: code of a user's own, compiled elsewhere, keeps torch's way.
+    from torch._dynamo import config
+
+    before, config.fail_on_recompile_limit_hit = config.fail_on_recompile_limit_hit, True
+    try:
+        yield
+    finally:
+        config.fail_on_recompile_limit_hit = before
+
+
+class CompiledFrame(NamedTuple):
+    """A Python function that torch compiled, or failed to."""
+
+    function: str
+    reason: str | None  # the guard that failed, if the function had been compiled before
+    seconds: float
+    failed: bool
+
+
+_frames: list[CompiledFrame] = []
+_last_metrics: list[Any] = [None]  # the newest of torch's records that was read
+
+
+def count_frames() -> int:
+    """Return how many functions torch has compiled in this process, as far as it keeps records."""
+    # torch keeps the last 64 records, of forward and backward passes, as private names of all versions from 2.11 on.
+    from torch._dynamo import utils
+
+    records = utils._compilation_metrics
+    if not records or records[-1] is _last_metrics[0]:
+        return len(_frames)
+    new = []
+    for record in reversed(records):
+        if record is _last_metrics[0]:
+            break
+        new.append(record)
+    _last_metrics[0] = records[-1]
+    for record in reversed(new):
+        if record.co_name is not None and record.is_forward is not False:
+            function = f"{record.co_name} ({record.co_filename}:{record.co_firstlineno})"
+            seconds = float(record.entire_frame_compile_time_s or 0.0)
+            reason = getattr(record, "recompile_reason", None)
+            _frames.append(CompiledFrame(function, reason, seconds, record.fail_type is not None))
+    return len(_frames)
+
+
+def last_guard() -> str | None:
+    """Return the guard that failed in the last compilation, if it was not the first of its function."""
+    count_frames()
+    return _frames[-1].reason if _frames else None
+
+
+def read_frames(count: int) -> list[CompiledFrame]:
+    """Return the newest of the functions that `count_frames` has counted."""
+    return _frames[-count:] if count else []
 
 
 def set_activation_budget(fraction: float) -> None:

@@ -173,7 +173,9 @@ def _compute_logits(language_model: nn.Module, tokens: Tensor, spec: MaskSpec) -
 
 
 def _forward(language_model: nn.Module, **inputs: Tensor) -> Tensor:
-    output = language_model(**inputs)
+    # Nobody reads a key/value cache here, and layers that are compiled already would be compiled again for its entries.
+    parameters = inspect.signature(_unwrap_model(language_model).forward).parameters
+    output = language_model(**inputs, **({"use_cache": False} if "use_cache" in parameters else {}))
     logits: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return logits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -390,7 +390,7 @@ class RunData:
         data = self.config.data
         return EpochOrder(self.train.lengths, [source.weight for source in data.train], self.config.seed, data.shuffle)
 
-    def plan_packing(self, collator: Collator) -> RunData:
+    def plan_packing(self, collator: Collator, workers: int = 0) -> RunData:
         """Return the data with the rows of all steps, if they are packed; all ranks must call it, and count together.
 
         Without `loop.steps` all samples are counted, because the learning rate depends on the number of steps.
@@ -400,7 +400,7 @@ class RunData:
             return self
         chat = check_packing(collator)
         file = find_lengths_file(chat, data.train, self.config.model.model_dump(mode="json"))
-        lengths = TokenLengths(self.train, chat, data.workers, file)
+        lengths = TokenLengths(self.train, chat, workers, file)
         with lengths.share():
             if loop.steps is None:
                 lengths(np.arange(len(self.train)))

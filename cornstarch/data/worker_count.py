@@ -109,7 +109,7 @@ def count_cores() -> int:
 
 
 def free_memory() -> int:
-    """Return the bytes that batches may be kept in: a part of the memory, and of the shared memory that carries them."""
+    """Return the bytes that batches may take: a part of the memory, and of the shared memory that carries them."""
     free = [int(psutil.virtual_memory().available * _MEMORY_FRACTION)]
     for limit, used in _read_limits("memory.max", "memory.current"):
         free.append(int((int(limit) - int(used)) * _MEMORY_FRACTION))
@@ -145,7 +145,7 @@ def _read_limits(*names: str) -> list[list[str]]:
 
 
 def allow_open_files() -> None:
-    """Raise the limit of open files as far as the system allows: each tensor from a worker is a file until it is read."""
+    """Raise the limit of open files as far as the system allows: a tensor from a worker is a file until it is read."""
     try:
         import resource
     except ImportError:  # not a Unix system

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from cornstarch.compat import has_triton, set_activation_budget
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import compile_layers
+from cornstarch.kernels.compile_log import CompileLog
 from cornstarch.kernels.fp8 import MIN_DIM, Scaling, explain_no_fp8, multiply_in_fp8
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -29,7 +30,9 @@ class Acceleration:
     """What is done for speed."""
 
     compiled: dict[str, int] = field(default_factory=dict)
-    """By part: layers that are compiled."""
+    """By part: layers that are to be compiled."""
+    compile_log: CompileLog = field(default_factory=CompileLog)
+    """What torch compiled of them so far, how often, and which run eagerly after all."""
     packed: list[str] = field(default_factory=list)
     """Encoders of items of any size that attend to all items of a batch at once."""
     fused_loss: bool = False
@@ -46,6 +49,17 @@ class Acceleration:
         if text not in self.notes:
             self.notes.append(text)
             self.log(text)
+
+    def figures(self) -> dict[str, float]:
+        """Return the numbers that are logged with every step: recompilations so far, and layers that run eagerly."""
+        if not self.compiled:
+            return {}
+        log = self.compile_log
+        return {"recompilations": log.recompilations, "eager_layers": sum(log.eager.values())}
+
+    def describe_compilation(self) -> dict[str, Any] | None:
+        """Return what the report shows of compiled layers; None if nothing is compiled."""
+        return {"parts": self.compile_log.describe(), "notes": self.notes} if self.compiled else None
 
 
 def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
@@ -128,5 +142,6 @@ def accelerate_model(
             continue
         layers = wrapping_units(unwrap(part))
         if layers:
-            speed.compiled[name] = compile_layers(layers, speed.note if compile == "auto" else None)
+            on_failure = speed.note if compile == "auto" else None
+            speed.compiled[name] = compile_layers(layers, on_failure, log=speed.compile_log, part=name)
     return speed

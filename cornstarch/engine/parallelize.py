@@ -136,6 +136,8 @@ def parallelize(
         move_present(model, device)
     inspect_whole_model()  # the last moment at which FLOPs, memory and weights of the whole model can be seen
     if context.world_size == 1:
+        # Before layers are compiled: the check runs the model with shapes and masks that training never has.
+        _route_masks(model, context, None, options.packed)
         return ParallelModel(model)
 
     check_data_plan(model, plan.data)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cornstarch.attention.backends import build_checkpoint_contexts
-from cornstarch.compat import compile_error, compile_variants
+from cornstarch.compat import compile_error, compile_variants, is_recompile_limit, last_guard, raise_at_recompile_limit
+from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile_log import CompileLog, shorten_guard
 from cornstarch.models.multimodal_language_model.item_encoders import is_item_attention, takes_bounds
 
 OnFailure = Callable[[str], None]
@@ -54,26 +57,65 @@ def checkpoint_layer(layer: nn.Module) -> None:
         layer.__dict__["forward"] = CheckpointedForward(layer)
 
 
+_runs_eagerly = False
+
+
+@contextmanager
+def run_eagerly() -> Iterator[None]:
+    """Run compiled layers eagerly in this block.
+
+    Generation has another length at every token, and a cache entry for every layer: each would be compiled on its own.
+    """
+    global _runs_eagerly
+    before, _runs_eagerly = _runs_eagerly, True
+    try:
+        yield
+    finally:
+        _runs_eagerly = before
+
+
 class CompiledForward:
     """The compiled forward of a layer; the eager one if compilation fails and `on_failure` is given."""
 
-    def __init__(self, plain: Callable[..., Any], layer: nn.Module, on_failure: OnFailure | None, options: Any) -> None:
+    def __init__(
+        self,
+        plain: Callable[..., Any],
+        layer: nn.Module,
+        on_failure: OnFailure | None,
+        log: CompileLog,
+        part: str,
+        options: Any,
+    ) -> None:
         self.plain = plain
         self._compiled: Callable[..., Any] | None = compile_variants(self.plain, **options)
-        self._on_failure, self._layer = on_failure, type(layer).__name__
+        self._on_failure, self._layer, self._log, self._part = on_failure, type(layer).__name__, log, part
         functools.update_wrapper(self, self.plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled is None:
+        if self._compiled is None or _runs_eagerly:
             return self.plain(*args, **kwargs)
         try:
-            return self._compiled(*args, **kwargs)
+            with raise_at_recompile_limit():
+                return self._log.run(self._part, self._layer, self._compiled, args, kwargs)
         except compile_error() as error:
+            reason = self._explain(error)
             if self._on_failure is None:
+                if is_recompile_limit(error):
+                    raise ConfigError(f"compile = layers\n  {reason}.\n  Use compile: auto.") from error
                 raise
             self._compiled = None
-            self._on_failure(f"{self._layer} cannot be compiled: {str(error).strip().splitlines()[0]}")
+            self._log.eager[self._part] += 1
+            self._on_failure(reason)
             return self.plain(*args, **kwargs)
+
+    def _explain(self, error: Exception) -> str:
+        """Return why torch does not compile the layer."""
+        if is_recompile_limit(error):
+            return (
+                f"{self._part}: torch gave up on {self._layer}, which it has compiled too often; the last guard that "
+                f"failed: {shorten_guard(last_guard()) or 'unknown'}"
+            )
+        return f"{self._part}: {self._layer} cannot be compiled: {str(error).strip().splitlines()[0]}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the eager forward of the copied layer: the compiled code is bound to this layer."""
@@ -96,11 +138,20 @@ class UncompiledForward:
         return self.plain(*args, **kwargs)
 
 
-def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = None, **options: Any) -> int:
+def compile_layers(
+    layers: Iterable[nn.Module],
+    on_failure: OnFailure | None = None,
+    *,
+    log: CompileLog | None = None,
+    part: str = "model",
+    **options: Any,
+) -> int:
     """Compile the forward of layers that are not compiled yet, in place; return how many. `options`: `torch.compile`'s.
 
     `on_failure` is called with the reason if a layer cannot be compiled and runs eagerly instead. Default: raise.
+    `log` takes what torch compiles for these layers, as layers of `part`.
     """
+    log = CompileLog() if log is None else log
     count = 0
     for layer in layers:
         wrapper = layer.__dict__.get("forward")
@@ -113,10 +164,11 @@ def compile_layers(layers: Iterable[nn.Module], on_failure: OnFailure | None = N
                 module.__dict__["forward"] = UncompiledForward(module)
         # The first batch says nothing about the number of items and tokens of the next.
         own = {"dynamic": True, **options} if any(map(is_item_attention, item_modules)) else options
-        replacement = CompiledForward(forward, layer, on_failure, own)
+        replacement = CompiledForward(forward, layer, on_failure, log, part, own)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:
             layer.__dict__["forward"] = replacement
         count += 1
+    log.layers[part] += count
     return count

@@ -13,6 +13,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.report import charts
 from cornstarch.report import number_format as fmt
 from cornstarch.report.charts import Chart, ChartLine, keep_finite, smooth_points
+from cornstarch.report.compilation import build_compilation_view
 from cornstarch.report.held_out import build_samples_view, build_shuffled_view, shorten_text
 from cornstarch.report.html import Table, TableCell, render_page
 from cornstarch.report.json_values import as_list, as_mapping, as_number, as_text
@@ -27,6 +28,7 @@ _SECTIONS = {
     "curves": "Curves",
     "pipeline": "Pipeline",
     "times": "Where the time goes",
+    "compilation": "Compiled layers",
     "shuffled-media": "Shuffled-media check",
     "samples": "Samples",
     "model": "Model",
@@ -64,7 +66,7 @@ def write_report(folder: Path) -> Path:
 
 def render_run(run: RunRecord) -> str:
     """Render the page of a run."""
-    optional = {"pipeline": build_pipeline_view(run.timelines), "times": _build_times(run)}
+    optional = {"pipeline": build_pipeline_view(run.timelines), "times": _build_times(run), "compilation": build_compilation_view(run)}
     return render_page(
         "run.html",
         title=f"{run.name[:200]} · {run.status[:40]}",

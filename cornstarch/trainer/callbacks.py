@@ -98,6 +98,8 @@ def build_callbacks(wanted: Iterable[Callback | str]) -> list[Callback]:
 def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, profile: bool) -> None:
     """Add the callbacks of the product itself to those of a trainer that is ready for its first step."""
     trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
+    if trainer.run_model.acceleration.compiled:
+        trainer.callbacks.append(CompileCallback())
     if trainer.pipeline is not None:
         trainer.callbacks.append(TimelineCallback(trainer, trace))
     if profile:
@@ -307,3 +309,13 @@ class MemoryCallback(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
         if (line := self.tracker.line()) is not None:
             trainer.logger.log(line)
+
+
+class CompileCallback(Callback):
+    """Logs what torch compiled in a step or an evaluation, and why it compiled again."""
+
+    def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
+        trainer.logger.log_compilations(trainer.run_model.acceleration, result.step)
+
+    def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
+        trainer.logger.log_compilations(trainer.run_model.acceleration, trainer.position.step)

@@ -27,6 +27,7 @@ from cornstarch.data.sample import BrokenSample, Media, MediaKind, Sample, Sampl
 from cornstarch.data.sampler import EpochOrder, ShuffledMedia
 from cornstarch.data.token_lengths import TokenLengths
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile import run_eagerly
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
 from cornstarch.parallel.context import use_whole_rows
@@ -110,6 +111,7 @@ class Evaluator:
             self._placement.forward_context(),
             use_full_model(self._task.wrapped),
             use_whole_rows(self._task.model),
+            run_eagerly(),
             nullcontext() if self._pipeline is None else self._pipeline.use_eval_mode(),
         ):
             yield
@@ -199,7 +201,7 @@ class Evaluator:
         if self._packed is None:
             return None
         if source.description not in self._lengths:
-            lengths = TokenLengths(source, check_packing(collator), data.workers)
+            lengths = TokenLengths(source, check_packing(collator), self._workers)
             with lengths.share():
                 lengths(order.order(0))
             self._lengths[source.description] = lengths

@@ -19,6 +19,7 @@ from cornstarch import __version__
 from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import METRICS, REPORT, RunFolder
 from cornstarch.data.sample import BrokenSample
+from cornstarch.engine.acceleration import Acceleration
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import MetricsFile, Position, StepClock, StepResult, Throughput
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from cornstarch.trainer.trainer import Trainer
 
 _SKIPPED_SHOWN = 5
+_WARM_UP = 10  # steps in which layers are compiled; later compilations are printed
 _COLUMNS = ("parameters", "trained", "memory", "train", "rate", "decay")
 _WIDE = 110
 _RECORD_KEYS = ("kind", "step", "time", "modality")
@@ -130,6 +132,7 @@ class MetricsLogger:
             "features": None if model.features is None else model.features.describe(),
             "recomputation": None if again is None else {**asdict(again), "line": again.line()},
             "buckets": model.parallel.bucket_size,
+            "compilation": model.acceleration.describe_compilation(),
         }
 
     # ------------------------------------------------------------------ training
@@ -216,6 +219,7 @@ class MetricsLogger:
             **line,
             "memory": trainer.placement.memory(),
             "skipped": position.broken + position.too_long,
+            **trainer.run_model.acceleration.figures(),
             **trainer.replica_sync.figures(),
         }
         peak = peak_flops(_device_name(trainer.placement.device), trainer.placement.precision)
@@ -259,6 +263,14 @@ class MetricsLogger:
     def read_shuffled(self) -> dict[str, dict[str, Any]]:
         """Return, by modality, the evaluations with shuffled items of an earlier start."""
         return {line["modality"]: _strip_record(line) for line in self._summary["shuffled"]}
+
+    def log_compilations(self, acceleration: Acceleration, step: int) -> None:
+        """Log the layers that torch compiled since the last call, and why it compiled one again."""
+        for one in acceleration.compile_log.read_new():
+            is_late = one.is_again and step > _WARM_UP
+            text = f"compiled again at step {step}: {one.describe()}" if is_late else one.describe()
+            self._write_event(step, "recompiled" if one.is_again else "compiled", text, is_shown=is_late)
+        self._summary["compilation"] = acceleration.describe_compilation()
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         self._write_event(step, "saved", path.name)

@@ -237,7 +237,9 @@ class Trainer:
 
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
-        self.data = self.data.plan_packing(self.task.collator)
+        device, collator = self.placement.device, self.task.collator
+        self._workers = self.data.choose_workers(collator, self.replica, device, self.logger.log)
+        self.data = self.data.plan_packing(collator, self._workers)
         config, data, flops = self.config, self.data, self.run_model.flops
         self.total_steps = data.total_steps()
         state = build_train_state(config, self.context, self.task, self.run_model, self.total_steps)
@@ -250,14 +252,20 @@ class Trainer:
         self._balancer = build_balancer(config, self.task.collator, data.train, flops.step, self._layout, self.folder)
         if self._balancer is not None:
             self.logger.log(describe_gain(self._balancer, data, self.replica.count))
-        self._workers = data.choose_workers(self.task.collator, self.replica, self.placement.device, self.logger.log)
 
         self.watch = LossWatch(config, self.placement)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)
         use_weights = state.use_evaluation_weights
         self.evaluator = Evaluator(
-            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed,
+            self.task,
+            config,
+            data.evaluation,
+            self.placement,
+            self.replica,
+            self.pipeline,
+            use_weights,
+            data.packed,
             self._workers,
         )
         self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)

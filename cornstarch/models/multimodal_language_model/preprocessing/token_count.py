@@ -168,8 +168,8 @@ class FeatureCounter:
         device = parameters[0].device if parameters else torch.device("cpu")
         if device.type != "cpu" and torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
-                f"How many tokens {self._name} makes depends on the values of its inputs, so it must be run, but a data "
-                "worker cannot use the GPU. Set `data.workers: 0`."
+                f"How many tokens {self._name} makes depends on the values of its inputs, so it must be run, but a "
+                "data worker cannot use the GPU. Set `data.workers: 0`."
             )
         dtype = _float_dtype(self._encoder)
         moved = map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), dict(inputs))
