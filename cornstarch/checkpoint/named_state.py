@@ -24,14 +24,11 @@ from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, is_sharded
 from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
-from cornstarch.kernels.master_weights import REMAINDER, find_master
 from cornstarch.parallel.tensor import original_boxes
 from cornstarch.pipeline.stages import ORIGINAL_NAMES
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "param_names"}  # they choose a kernel, not the result
-
-_SAVED_BEFORE = {"TritonAdamW": "AdamW"}  # names of classes in checkpoints of earlier versions
 
 Parameters = Mapping[str, nn.Parameter]
 Group = dict[str, Any]
@@ -190,14 +187,6 @@ class NamedOptimizer:
         inner = getattr(optimizer, "optim", None)
         self.outer, self.optimizer = optimizer, inner if isinstance(inner, Optimizer) else optimizer
         self.parameters, self.local = named_parameters(model), local_parameters(model)
-        # A weight in bf16 is saved as its float32 master, as if it had been trained in float32.
-        masters = {name: find_master(self.optimizer, one) for name, one in self.parameters.items()}
-        self.local |= {name: master for name, master in masters.items() if master is not None}
-
-    @property
-    def _class_name(self) -> str:
-        kind = type(self.optimizer)
-        return str(getattr(kind, "saved_as", kind.__qualname__))
 
     @cached_property
     def members(self) -> list[list[str]]:
@@ -222,13 +211,11 @@ class NamedOptimizer:
         states, whole = {}, {}
         for key, value in state_dict["state"].items():
             if key in names:
-                own = {name: one for name, one in value.items() if name != REMAINDER}
-                if own:
-                    states[names[key]] = _shard_alike(own, self.local[names[key]])
+                states[names[key]] = _shard_alike(value, self.local[names[key]])
             else:
                 whole[key] = value
         return {
-            "class": self._class_name,
+            "class": type(self.optimizer).__qualname__,
             "groups": groups,
             "parameters": flatten_values(states, "optimizer/parameters", tensors),
             "whole": flatten_values(whole, "optimizer/whole", tensors),
@@ -236,8 +223,9 @@ class NamedOptimizer:
 
     def find_differences(self, saved: Mapping[str, Any], optimized: Collection[str]) -> list[str]:
         """Return how a saved optimizer differs from those of all ranks, which have the parameters `optimized`."""
-        if _SAVED_BEFORE.get(saved["class"], saved["class"]) != self._class_name:
-            return [f"it is {saved['class']} in the checkpoint, {self._class_name} here"]
+        kind = type(self.optimizer).__qualname__
+        if saved["class"] != kind:
+            return [f"it is {saved['class']} in the checkpoint, {kind} here"]
         # Groups with equal options count as one: tensor parallelism has separate groups for sharded parameters.
         group_of = {
             name: json.dumps(group["options"], sort_keys=True)

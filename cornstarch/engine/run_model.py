@@ -26,7 +26,7 @@ from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.failure import out_of_memory
 from cornstarch.engine.feature_cache import FeatureCache, build_encoder_prefetch, use_feature_cache
 from cornstarch.engine.memory_tracker import MemoryTracker
-from cornstarch.engine.model_parts import ModelPart, cast_parts, choose_masters, split_into_parts
+from cornstarch.engine.model_parts import ModelPart, cast_parts, split_into_parts
 from cornstarch.engine.optimizer import AveragedWeights, LearningRate, highest_rate, make_optimizer, scale_rates
 from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
 from cornstarch.engine.recompute import Recomputation, fit_activations
@@ -142,9 +142,7 @@ class RunModel:
 
     def _cast_weights(self) -> None:
         self.parts = self.all_parts = split_into_parts(self.module, self._config.model, self._config.optimizer)
-        context = self._context
-        masters = choose_masters(self._config, context.device.type, context.placement.dtype, context.world_size)
-        cast_parts(self.parts, context.placement.dtype, masters)
+        cast_parts(self.parts, self._context.placement.dtype)
 
     def _inspect_whole_model(self, verify_plan: Callable[[nn.Module], None]) -> None:
         """Take from the whole model what cannot be seen once it is sharded; all ranks must call it."""
@@ -305,7 +303,7 @@ def build_train_state(
         loss_scale=context.placement.loss_scale(),
         loss_shards=context.loss_shards,
         owned=owned,
-        averages=AveragedWeights(trained, config.loop.ema_decay, optimizer) if config.loop.ema_decay else None,
+        averages=AveragedWeights(trained, config.loop.ema_decay) if config.loop.ema_decay else None,
     )
     sync = None
     if context.world_size > 1 and wrapped is not None:

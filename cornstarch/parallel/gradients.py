@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from cornstarch.compat import compute_total_norm, multiply_all
+from cornstarch.compat import multiply_all
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.distributed import to_local_tensor
 
@@ -96,9 +96,7 @@ def clip_gradients(
     if isinstance(wrapped, FullyShardedDataParallel):
         return wrapped.clip_grad_norm_(most)
     if holders is None and not any(isinstance(parameter, DTensor) for parameter in parameters):
-        norm = compute_total_norm([one.grad for one in parameters if one.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return norm.to(device)
+        return torch.nn.utils.clip_grad_norm_(parameters, most).to(device)
     with torch.no_grad():
         gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         uncounted = {id(parameter) for parameter in copies}
@@ -109,7 +107,7 @@ def clip_gradients(
             if id(parameter) not in uncounted:
                 number = _count_copies(gradient, holders or dist.get_world_size())
                 by_copies.setdefault(number, []).append(to_local_tensor(gradient))
-        squares = [compute_total_norm(one).float() ** 2 / number for number, one in by_copies.items()]
+        squares = [torch.nn.utils.get_total_norm(one).float() ** 2 / number for number, one in by_copies.items()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         dist.all_reduce(total)
         norm = total.sqrt()
@@ -120,7 +118,7 @@ def clip_gradients(
 
 def compute_clip_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[Tensor, Tensor]:
     """Return the norm of gradients that are all on this rank, and the divisor that brings it down to `most`."""
-    norm = compute_total_norm([one.grad for one in parameters if one.grad is not None])
+    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
     if parameters:
         norm = norm.to(parameters[0].device)  # without any gradient it is on the CPU
     return norm, torch.clamp((norm + 1e-6) / most, min=1.0)
