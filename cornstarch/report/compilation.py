@@ -32,7 +32,9 @@ def build_compilation_view(run: RunRecord) -> dict[str, Any] | None:
     return {
         "lead": f"{fmt.pluralize(len(again), 'recompilation')} of layers on the first process.",
         "eager": f"{eager:,.0f} layers run eagerly: torch does not compile them." if eager else "",
-        "table": Table(["part", "compiled#", "eager#", "variants of each class", "compiling#"], rows, "Compiled layers"),
+        "table": Table(
+            ["part", "compiled#", "eager#", "variants of each class", "compiling#"], rows, "Compiled layers"
+        ),
         "again": Table(["step", "layer and the guard that failed"], lines, "Recompilations") if lines else None,
         "notes": [as_text(note)[:400] for note in as_list(found.get("notes"))][:_MAX_ROWS],
     }

@@ -66,7 +66,11 @@ def write_report(folder: Path) -> Path:
 
 def render_run(run: RunRecord) -> str:
     """Render the page of a run."""
-    optional = {"pipeline": build_pipeline_view(run.timelines), "times": _build_times(run), "compilation": build_compilation_view(run)}
+    optional = {
+        "pipeline": build_pipeline_view(run.timelines),
+        "times": _build_times(run),
+        "compilation": build_compilation_view(run),
+    }
     return render_page(
         "run.html",
         title=f"{run.name[:200]} · {run.status[:40]}",
