@@ -221,7 +221,7 @@ class DataConfig(Section):
     others. The loss stays the same, and each process reads its own samples only."""
     pad_to: Literal["auto"] | Positive = "auto"
     """Pad rows of conversations and documents to a multiple of this many tokens, at most `max_length`. auto: no
-    padding; or, where the model is compiled, to one of eight lengths, packed rows to `max_length`."""
+    padding; or, where the model is compiled, to one of eight lengths. Packed rows always have `max_length`."""
     train_on: Literal["answers", "everything"] = "answers"
     """Which tokens count in the loss: those of the assistant's messages, or all text."""
     system: str | None = None

@@ -1,4 +1,4 @@
-"""The data of a run: its sources, and its batches step by step, loaded by workers and copied to the device."""
+"""The data of a run: its sources, and its batches step by step, loaded by workers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ from cornstarch.data.worker_count import (
 )
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
-from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.parallel import distributed
-from cornstarch.parallel.device import DevicePlacement, pin_batch
+from cornstarch.parallel.device import pin_batch
 from cornstarch.parallel.mesh import Replica
 from cornstarch.plan.balancing import SampleAssignment, assign_in_order
-from cornstarch.trees import tensors_in
 
 
 class Deal(Protocol):
@@ -313,65 +311,6 @@ class _StepDataset(Dataset[StepBatch | str]):
         return good
 
 
-# ------------------------------------------------------------------------------------------------ to the device
-
-
-class _PendingCopy(NamedTuple):
-    microbatch: CollatedBatch
-    inputs: dict[str, Any]  # on the device, but not to be read before `done`
-    done: torch.cuda.Event
-
-
-class DevicePrefetcher:
-    """Copies microbatches to a GPU, one ahead, on a stream of its own: on the compute stream, copies would wait."""
-
-    def __init__(self, placement: DevicePlacement) -> None:
-        self._placement = placement
-        self._stream = torch.cuda.Stream(placement.device) if placement.device.type == "cuda" else None
-        self._next: _PendingCopy | None = None
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self, batch: StepBatch, number: int = 0) -> None:
-        """Start to copy a microbatch, if there is one of this number. Its tensors must not change any more."""
-        if self._stream is None or number >= len(batch.microbatches):
-            return
-        microbatch = batch.microbatches[number]
-        with torch.cuda.stream(self._stream):
-            inputs = self._placement.move_batch(pin_batch(microbatch.inputs))
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        self._next = _PendingCopy(microbatch, inputs, done)
-
-    def inputs(self, batch: StepBatch, number: int) -> dict[str, Any]:
-        """Return a microbatch's inputs on the device, and start to copy the next."""
-        microbatch = batch.microbatches[number]
-        if self._stream is None:
-            return self._placement.move_batch(microbatch.inputs)
-        if self._next is None or self._next.microbatch is not microbatch:
-            self.begin(batch, number)
-        pending, self._next = self._next, None
-        assert pending is not None
-        # Let the compute stream wait for the copy, and measure the wait.
-        stream = torch.cuda.current_stream(self._placement.device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
-        stream.wait_event(pending.done)
-        after.record(stream)
-        self._waits.append((before, after))
-        facts = pending.inputs.get("facts")
-        places = facts.places.values() if isinstance(facts, BatchFacts) else ()
-        for tensor in (*tensors_in(pending.inputs), *places):
-            tensor.record_stream(stream)  # or the allocator could reuse its memory for the next copy while it is read
-        self.begin(batch, number + 1)
-        return pending.inputs
-
-    def wait_seconds(self) -> float:
-        """Return the seconds that the GPU waited for copies since the last call, without waits in progress."""
-        over = [pair for pair in self._waits if pair[1].query()]
-        self._waits = [pair for pair in self._waits if pair not in over]
-        return sum(before.elapsed_time(after) for before, after in over) / 1000
-
-
 # ------------------------------------------------------------------------------------------------ the data of a run
 
 _TRIED = 20  # samples of a source, to find one that can be used
@@ -414,9 +353,25 @@ class RunData:
             return -(-self.order.count(epoch) // self.config.loop.batch_size)
         if self.config.loop.steps is None:
             return self.packed.steps(epoch)
-        # Not all lengths are known: estimated from the first step.
-        first = max(self.packed.count_samples(0, 1), 1)
-        return -(-self.order.count(epoch) // first)
+        return self.packed.estimate_steps(epoch)  # not all lengths are known
+
+    def describe_steps(self, ranks: int) -> str:
+        """Return the size of a step, and a hint if the rows of a step do not divide over replicas and microbatches."""
+        loop, packed = self.config.loop, self.packed
+        if packed is None:
+            return f"{loop.batch_size} samples"
+        rows, length = packed.rows_per_step, packed.max_length
+        each = packed.rows_per_microbatch(ranks, loop.gradient_accumulation_steps)
+        computed = -(-rows // (each * ranks)) * each * ranks
+        text = f"{rows} packed row{'s' if rows > 1 else ''} of {length:,} tokens"
+        if computed > rows:
+            unit = ranks * loop.gradient_accumulation_steps
+            tokens = -(-rows // unit) * unit * length
+            text += (
+                f" (and {computed - rows} empty: {rows} do not divide over {ranks} replicas × "
+                f"{loop.gradient_accumulation_steps} microbatches; data.tokens_per_step={tokens} would)"
+            )
+        return text
 
     def total_steps(self) -> int:
         loop = self.config.loop

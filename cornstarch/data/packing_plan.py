@@ -164,6 +164,12 @@ class PackedOrder:
             self._steps[epoch] = -(-len(rows) // self.rows_per_step)
         return self._steps[epoch]
 
+    def estimate_steps(self, epoch: int) -> int:
+        """Return about as many steps as an epoch has, from the lengths of the first samples alone."""
+        mean = float(self.count_tokens(self.order.order(0)[: self.buffer]).mean())
+        tokens = self.order.count(epoch) * mean
+        return max(math.ceil(tokens / (self.max_length * self.rows_per_step)), 1)
+
     def step(self, epoch: int, index: int) -> list[np.ndarray]:
         """Return the rows of a step; empty behind the end of the epoch. The last step may have fewer than others."""
         return self._epoch(epoch).read(index * self.rows_per_step, self.rows_per_step)

@@ -87,8 +87,9 @@ def balance(
     """Return an assignment that makes every phase even, over replicas first, then over microbatches.
 
     `costs` is [D, N], in any unit. Each microbatch of each of the `ranks` replicas has `least` samples if there are
-    enough; if there are no more than that, exactly so many. The heaviest microbatches of all replicas come first, so that they run at the same time. `padded`: rows of
-    the language model are padded to the longest of their microbatch, so each costs as much as the most expensive one.
+    enough; if there are no more than that, exactly so many. The heaviest microbatches of all replicas come first, so
+    that they run at the same time. `padded`: rows of the language model are padded to the longest of their microbatch,
+    so each costs as much as the most expensive one.
     """
     if costs.ndim != 2 or ranks < 1 or microbatches < 1:
         raise ConfigError(

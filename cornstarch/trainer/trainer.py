@@ -16,9 +16,10 @@ from cornstarch.checkpoint.state_values import seed_all
 from cornstarch.config import RunConfig
 from cornstarch.config.config_file import load_config
 from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
+from cornstarch.data.device_prefetcher import DevicePrefetcher
 from cornstarch.data.formats import JoinedSources
 from cornstarch.data.load_balancing import build_balancer, describe_gain
-from cornstarch.data.loader import DevicePrefetcher, StepBatch, StepLoader, open_data
+from cornstarch.data.loader import StepBatch, StepLoader, open_data
 from cornstarch.data.sample import SkipCounter
 from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
