@@ -304,8 +304,8 @@ def _complete_future(value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass, which takes the
-# gradient, query, key, value, output and logsumexp. The public function, `torch.nn.attention.varlen.varlen_attn`, has no scale in
+# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass, which takes
+# gradient, query, key, value, output and logsumexp. The public `torch.nn.attention.varlen.varlen_attn` has no scale in
 # torch 2.10, and no float32 and no CPU in any version up to 2.13.
 
 

@@ -24,7 +24,7 @@ from cornstarch.data.collate import ChatCollator
 from cornstarch.data.formats import DataSource
 from cornstarch.data.loader import Collator, RunData
 from cornstarch.data.sample import Sample, SampleError
-from cornstarch.data.token_lengths import TokenCount, TokenCounter
+from cornstarch.data.token_lengths import SampleTokenCounter, TokenCount
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.parallel import distributed
@@ -178,7 +178,7 @@ class SampleSize(TokenCount):
     """By phase (each encoder, the language model): the FLOPs of forward and backward."""
 
 
-class SampleSizer(TokenCounter):
+class SampleSizer(SampleTokenCounter):
     """Predicts sizes and work of samples from texts and headers of media."""
 
     def __init__(self, collator: ChatCollator, step: CountFlops) -> None:

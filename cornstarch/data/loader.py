@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,14 +21,7 @@ from cornstarch.data.packing_plan import PackedOrder, build_packed_order
 from cornstarch.data.sample import BrokenSample, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.data.token_lengths import TokenLengths, find_lengths_file
-from cornstarch.data.worker_count import (
-    NodeResources,
-    WorkerCount,
-    allow_open_files,
-    bytes_of,
-    choose_worker_count,
-    classify_work,
-)
+from cornstarch.data.worker_count import allow_open_files
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
 from cornstarch.parallel import distributed
@@ -314,7 +307,6 @@ class _StepDataset(Dataset[StepBatch | str]):
 # ------------------------------------------------------------------------------------------------ the data of a run
 
 _TRIED = 20  # samples of a source, to find one that can be used
-_MEASURED = 4  # samples of a source, to know the size of a batch
 
 
 @dataclass(frozen=True)
@@ -400,31 +392,6 @@ class RunData:
                 if len(prepared) == wanted:
                     break
         return collator.join(prepared) if prepared else None
-
-    def choose_workers(
-        self, collator: Collator, replica: Replica, device: torch.device, log: Callable[[str], None]
-    ) -> int:
-        """Return `data.workers`, or what `auto` chooses for this machine and these samples, which is logged."""
-        loop, data, on_gpu = self.config.loop, self.config.data, device.type == "cuda"
-        if data.workers != "auto":
-            return data.workers
-
-        def measure_ahead() -> int:
-            # Preparing samples here also fills the collator's tables before they are copied to the workers.
-            batch = self.peek_batch(collator, _MEASURED)
-            if batch is None:
-                return 0
-            per_sample = bytes_of(batch.inputs) / max(len(batch.sample_ids), 1)
-            return int(per_sample * loop.batch_size / replica.count * data.prefetch)
-
-        # Data made in Python may be changed by reading them, or depend on this process.
-        files = [s for s, one in zip(self.train.sources, data.train, strict=True) if one.format != "given"]
-        ranks = distributed.ranks_per_node()
-        chosen = choose_worker_count(classify_work(files), on_gpu, ranks, NodeResources.here(), measure_ahead)
-        if chosen.count and on_gpu and isinstance(collator, ChatCollator) and collator.runs_encoders:
-            chosen = WorkerCount(0, "the encoder itself is run to count the tokens of an item")
-        log(str(chosen))
-        return chosen.count
 
     def build_loader(
         self,

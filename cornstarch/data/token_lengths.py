@@ -49,7 +49,7 @@ class TokenCount:
     item_tokens: Mapping[str, int]  # by encoder, of all its items
 
 
-class TokenCounter:
+class SampleTokenCounter:
     """Counts the tokens of samples; each item size is measured once, on a blank item."""
 
     def __init__(self, collator: ChatCollator) -> None:
@@ -144,7 +144,7 @@ class TokenLengths:
     """
 
     def __init__(self, source: DataSource, collator: ChatCollator, workers: int = 0, file: Path | None = None) -> None:
-        self._source, self._counter, self._workers, self._file = source, TokenCounter(collator), workers, file
+        self._source, self._counter, self._workers, self._file = source, SampleTokenCounter(collator), workers, file
         self._lengths = np.full(len(source), _UNKNOWN, np.int64)
         self._is_shared = False
 
@@ -221,7 +221,7 @@ class TokenLengths:
 class _CountDataset(Dataset[list[int]]):
     """Counts the tokens of some samples, in a worker."""
 
-    def __init__(self, source: DataSource, counter: TokenCounter, parts: Sequence[list[int]]) -> None:
+    def __init__(self, source: DataSource, counter: SampleTokenCounter, parts: Sequence[list[int]]) -> None:
         self._source, self._counter, self._parts = source, counter, parts
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ from cornstarch.data.device_prefetcher import DevicePrefetcher
 from cornstarch.data.formats import JoinedSources
 from cornstarch.data.load_balancing import build_balancer, describe_gain
 from cornstarch.data.loader import StepBatch, StepLoader, open_data
+from cornstarch.data.run_workers import choose_workers
 from cornstarch.data.sample import SkipCounter
 from cornstarch.engine.acceleration import check_fp8
 from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
@@ -239,7 +240,7 @@ class Trainer:
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
         device, collator = self.placement.device, self.task.collator
-        self._workers = self.data.choose_workers(collator, self.replica, device, self.logger.log)
+        self._workers = choose_workers(self.data, collator, self.replica, device, self.logger.log)
         self.data = self.data.plan_packing(collator, self._workers)
         config, data, flops = self.config, self.data, self.run_model.flops
         self.total_steps = data.total_steps()
@@ -259,16 +260,9 @@ class Trainer:
         self.clock = StepClock.for_device(self.placement.device)
         use_weights = state.use_evaluation_weights
         self.evaluator = Evaluator(
-            self.task,
-            config,
-            data.evaluation,
-            self.placement,
-            self.replica,
-            self.pipeline,
-            use_weights,
-            data.packed,
+            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed,
             self._workers,
-        )
+        )  # fmt: skip
         self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
     def _call(self, name: str, *arguments: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cornstarch.parallel.collectives import RankGroup
+from cornstarch.parallel.collective_ops import RankGroup
 from cornstarch.parallel.tensor.layers import RowParallelLinear
 from cornstarch.parallel.tensor.regions import Region
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.collectives import (
+from cornstarch.parallel.collective_ops import (
     RankGroup,
     SequenceShards,
     copy_to_ranks,

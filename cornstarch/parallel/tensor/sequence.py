@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GradientCheckpointingLayer
 
 from cornstarch.errors import UnsupportedModelError
-from cornstarch.parallel.collectives import RankGroup, SequenceShards
+from cornstarch.parallel.collective_ops import RankGroup, SequenceShards
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_token_dropout
 from cornstarch.parallel.tensor.layers import Use, change_output, sum_parameter_gradients
 from cornstarch.parallel.tensor.regions import Region, TensorPlan

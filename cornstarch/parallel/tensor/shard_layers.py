@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
-from cornstarch.parallel.collectives import RankGroup, copy_to_ranks
+from cornstarch.parallel.collective_ops import RankGroup, copy_to_ranks
 from cornstarch.parallel.tensor import layers, shard_boxes
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_adapter_dropout, separate_dropout
 from cornstarch.parallel.tensor.regions import Region, get_child, get_linear, plan_regions

@@ -19,7 +19,7 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.kernels.cross_entropy import NO_TRANSFORM, compute_losses_and_gradients
 from cornstarch.kernels.fused_loss import FusedCausalLMLoss, LazyLogits, has_inline_loss
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.parallel.collectives import RankGroup, copy_to_ranks, gather_from_ranks, reduce_from_ranks
+from cornstarch.parallel.collective_ops import RankGroup, copy_to_ranks, gather_from_ranks, reduce_from_ranks
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_interval, shard_parameter, to_local_parameter
 
 
