@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, count_samples, detach_output, join_outputs
 from cornstarch.checkpoint.named_state import group_members
@@ -177,6 +178,17 @@ class BoostedModel(nn.Module):
                         f"and {kind} needs it to run in all of them or in none. Give the plugin the processor "
                         "(MultimodalParallelPlugin(processor=…)), which makes something to stand in."
                     )
+        elif isinstance(self.parallel.wrapped, DistributedDataParallel) and not self._has_stand_ins:
+            # One replica with context parallelism: all its ranks run the same encoders, but DDP reduces gradients with
+            # the last microbatch, and only of parameters that it uses.
+            for name in {name for one in present for name in one}.difference(present[-1]):
+                if not any(parameter.requires_grad for parameter in self.module.encoders[name].parameters()):
+                    continue
+                raise ConfigError(
+                    f"The last of {here} microbatches has nothing for the {name} encoder, but an earlier one has, and "
+                    f"{self.layout.plan.data.kind} exchanges gradients with the last. Give the plugin the processor "
+                    "(MultimodalParallelPlugin(processor=…)), which makes something to stand in."
+                )
         return _StepTotals(sums[0], sums[1], items)
 
 

@@ -180,7 +180,7 @@ class Booster:
             microbatches=plugin.num_microbatches or 1,
             packed=plugin.packed,
             templates=plugin.templates(),
-            stand_ins=set_stand_ins if layout.dp > 1 or layout.plan.is_pipeline else None,
+            stand_ins=set_stand_ins,
         )
         parallel = parallelize(model, context, options)
         return BoostedModel(parallel, context, splitter=splitter, tokens=tokens, weigh=plugin.loss_weight)

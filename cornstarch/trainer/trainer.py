@@ -233,7 +233,7 @@ class Trainer:
 
     def verify_plan(self, model: nn.Module) -> None:
         """Refuse a plan under which a tiny twin of the model computes something else than in one process."""
-        verify_plan(model, self._layout, self.config, self.logger.log)
+        verify_plan(model, self._layout, self.config, self.logger.log, self._rows[0])
 
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""

@@ -10,8 +10,9 @@ import io
 import json
 import math
 import os
+import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from transformers import PreTrainedModel
 
 from cornstarch.config import PartConfig, RunConfig
 from cornstarch.config.config_file import dump_config, load_config
+from cornstarch.data.formats import open_sources
+from cornstarch.data.sample import Sample, SampleError
 from cornstarch.engine.plan_requirements import check_loss
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import ModalEncoderModule
@@ -67,6 +70,32 @@ def build_twin_run(config: RunConfig, folder: Path, replicas: int) -> RunConfig:
             place[name] = _twin_part(name, part, place[name], multiple, _layers(config), folder.parent / "parts")
     data["model"]["start_from"] = None
     return _short_run(data, folder, replicas)
+
+
+def hand_over_samples(twin: RunConfig, rows: Sequence[Any] | None, folder: Path) -> RunConfig:
+    """Return a twin's run whose processes can read rows that were given in Python: the first samples, from a file."""
+    if all(source.format != "given" for source in twin.data.train):
+        return twin
+    sources, samples = open_sources(twin.data.train, rows), []
+    for index in range(len(sources)):
+        with suppress(SampleError):  # a run skips it, too
+            samples.append(sources[index])
+        if len(samples) == STEPS * twin.loop.batch_size:
+            break
+    file = folder / "samples.pickle"
+    try:
+        file.write_bytes(pickle.dumps(samples))
+    except Exception as error:  # objects of the user's own may raise anything
+        raise ConfigError(f"the given data cannot be handed to another process ({error})") from error
+    source = {"path": f"{__name__}:read_samples", "format": "callable", "arguments": {"file": str(file)}}
+    data = {**as_data(twin), "data": {**as_data(twin.data), "train": [source]}}
+    return load_config(None, base=data)
+
+
+def read_samples(file: str) -> list[Sample]:
+    """Return what `hand_over_samples` has written a moment ago, into a folder that only this user can read."""
+    samples: list[Sample] = pickle.loads(Path(file).read_bytes())
+    return samples
 
 
 def build_given_twin_run(config: RunConfig, model: PreTrainedModel, folder: Path, replicas: int) -> RunConfig:
@@ -209,10 +238,17 @@ def find_untested_modules(model: nn.Module, layout: Layout) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Callable[[str], None]) -> None:
+def verify_plan(
+    model: nn.Module,
+    layout: Layout,
+    config: RunConfig,
+    note: Callable[[str], None],
+    rows: Sequence[Any] | None = None,
+) -> None:
     """Try the plan on a tiny twin of the model if it cuts something untested; refuse to train if it is wrong.
 
     All ranks must call it, before the model is sharded: rank 0 tries it in local processes, and broadcasts the result.
+    `rows` are those of sources of the format `given`.
     """
     how = config.parallel.verify
     if how != "never":
@@ -227,10 +263,10 @@ def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Calla
     if distributed.rank() == 0:
         note(f"{why}The plan is tried on a tiny twin of the model first (parallel.verify).")
     if distributed.is_single_process():
-        refusal = _try_plan(model, config)
+        refusal = _try_plan(model, config, rows)
     else:
         with ThreadPoolExecutor(1) as thread:
-            trial = thread.submit(_try_plan, model, config) if distributed.rank() == 0 else None
+            trial = thread.submit(_try_plan, model, config, rows) if distributed.rank() == 0 else None
             answer = None
             while answer is None:  # all ranks communicate meanwhile, so that no collective reaches the group's timeout
                 is_known = trial is not None and bool(wait([trial], _PULSE).done)
@@ -240,14 +276,14 @@ def verify_plan(model: nn.Module, layout: Layout, config: RunConfig, note: Calla
         raise ConfigError(f"{why}{refusal}\n  {_OFF}")
 
 
-def _try_plan(model: nn.Module, config: RunConfig) -> str | None:
+def _try_plan(model: nn.Module, config: RunConfig, rows: Sequence[Any] | None) -> str | None:
     try:
         # One replica, so that both sides see the same batch and the first wrong output can be named.
         ranks, replicas = choose_trial_size(config.parallel, (1, 2, 4))
         with TemporaryDirectory(prefix="cornstarch-verify-") as folder:
             place = Path(folder)
             if config.model.given is None and config.model.factory is None:
-                twin = build_twin_run(config, place / "run", replicas)
+                twin = hand_over_samples(build_twin_run(config, place / "run", replicas), rows, place)
             elif isinstance(inner := unwrap(model), PreTrainedModel):
                 twin = build_given_twin_run(config, inner, place, replicas)
             else:

@@ -178,6 +178,15 @@ def test_replicas_in_step_need_a_processor(workers: Pool) -> None:
         assert "microbatches have something for the vision encoder" in text
 
 
+def test_a_last_microbatch_without_an_encoder_needs_a_processor_under_ddp(workers: Pool) -> None:
+    """DDP reduces with the last microbatch what that one uses; gradients of earlier ones would be left out."""
+    cp = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+    plugin = {**SHARED, "num_microbatches": 8, "zero_stage": 0}
+    case = Case(2, llm=cp, vision=cp, rows=("tt*tt", "ttttt"), plugin=plugin)
+    for text in workers.run(2, refused, case, ""):
+        assert "The last of 8 microbatches has nothing for the vision encoder, but an earlier one has" in text
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     case, model, booster = one_process(num_microbatches=3)
     fast, *_ = booster.boost(model)
