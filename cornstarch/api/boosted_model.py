@@ -182,7 +182,8 @@ class BoostedModel(nn.Module):
             # One replica with context parallelism: all its ranks run the same encoders, but DDP reduces gradients with
             # the last microbatch, and only of parameters that it uses.
             for name in {name for one in present for name in one}.difference(present[-1]):
-                if not any(parameter.requires_grad for parameter in self.module.encoders[name].parameters()):
+                encoder = self.module.get_submodule(f"encoders.{name}")
+                if not any(parameter.requires_grad for parameter in encoder.parameters()):
                     continue
                 raise ConfigError(
                     f"The last of {here} microbatches has nothing for the {name} encoder, but an earlier one has, and "

@@ -1,8 +1,8 @@
 """The registry of attention kernels, which of them runs, and those of torch itself.
 
 An `AttentionBackend` is one kernel: the masks that it reads, the devices and layers that it supports, and its call. To
-add a kernel, write a subclass in a file of its own, call `register_attention_backend`, and import the file in
-`cornstarch/attention/__init__.py`.
+add a kernel, write a subclass in a file of its own and call `register_attention_backend`; a kernel of this package is
+imported in `cornstarch/attention/__init__.py`, too.
 
 A backend is selected once per forward pass, where the mask is built (`select_backend`). Layers then find the backend by
 the type of their mask (`run_attention`). For a layer that it does not support (dropout, another head size), the mask is
@@ -28,6 +28,7 @@ from transformers import AttentionInterface
 from cornstarch.attention.mask import MaskSpec, evaluate_mask
 from cornstarch.compat import allow_variants
 from cornstarch.errors import ConfigError, UnsupportedModelError
+from cornstarch.plan.data_options import REGISTERED
 
 AttentionChoice = Literal["auto", "flex", "sdpa", "cudnn", "varlen"]
 """Values of the config key `attention`."""
@@ -53,8 +54,13 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     mask_type: ClassVar[type]
     """Layers with a mask of this type run on this backend."""
-    choices: ClassVar[tuple[AttentionChoice, ...]] = ()
-    """Values of `attention` under which `select_backend` may choose it, for causal masks with documents and spans."""
+    choices: ClassVar[tuple[str, ...]] = ()
+    """Values of `attention` under which `select_backend` may choose it, for causal masks with documents and spans. A
+    name of its own becomes a value of the config key when the backend is registered."""
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    """Types of devices that its kernels run on."""
+    needs_half: ClassVar[bool] = False
+    """Whether its kernels compute in bf16 and fp16 only."""
     priority: ClassVar[int] = 0
     """The available backend with the highest priority is selected."""
     auto_capability: ClassVar[tuple[int, int]] = (9, 0)
@@ -102,6 +108,7 @@ class AttentionBackend(ABC):
 class DocumentBackend(AttentionBackend):
     """A kernel for causal masks with documents and spans, in half precision, without dropout, softcap and sinks."""
 
+    needs_half = True
     head_dim_multiple: ClassVar[int]
 
     def supports_head_dim(self, head_dim: int) -> bool:
@@ -141,6 +148,7 @@ def register_attention_backend(backend: AttentionBackend) -> None:
     other = ATTENTION_BACKENDS.setdefault(backend.mask_type, backend)
     if other is not backend:
         raise ValueError(f"{backend.mask_type.__name__} is the mask of the attention backend {other.name!r} already.")
+    REGISTERED["attention"].update(set(backend.choices).difference(get_args(AttentionChoice)))
 
 
 def run_attention(
@@ -199,19 +207,17 @@ def is_dense_requested() -> bool:
 def select_backend(device: torch.device, head_dim: int | None = None, sharded: bool = False) -> AttentionBackend | None:
     """Return the backend for causal masks with documents and spans, of whole rows or rows `sharded` over ranks."""
     choice = _choice.get() or "auto"
-    if device.type != "cuda":
-        return None  # dense masks
     for backend in sorted(ATTENTION_BACKENDS.values(), key=lambda one: -one.priority):
-        if choice not in backend.choices or backend.for_sharded_rows != sharded:
+        if choice not in backend.choices or backend.for_sharded_rows != sharded or device.type not in backend.devices:
             continue
-        if choice == "auto" and (
+        if choice == "auto" and device.type == "cuda" and (
             (torch.are_deterministic_algorithms_enabled() and not backend.is_deterministic)
             or torch.cuda.get_device_capability(device) < backend.auto_capability
         ):
             continue
         if backend.is_available(device, head_dim):
             return backend
-    return None  # FlexAttention
+    return None  # FlexAttention on a GPU, dense masks elsewhere
 
 
 def has_range_backend(device: torch.device) -> bool:
@@ -221,21 +227,24 @@ def has_range_backend(device: torch.device) -> bool:
 
 def check_attention(choice: AttentionChoice, device: torch.device, half: bool) -> None:
     """Refuse kernels that a device does not have; `half`: whether the run computes in half precision."""
-    if choice not in get_args(AttentionChoice):
-        raise ConfigError(f"attention = {choice!r}\n  Use one of {', '.join(get_args(AttentionChoice))}.")
+    names = [*get_args(AttentionChoice), *sorted(REGISTERED["attention"])]
+    if choice not in names:
+        raise ConfigError(f"attention = {choice!r}\n  Use one of {', '.join(names)}.")
     if choice in ("auto", "sdpa"):
         return
-    if device.type != "cuda":
-        raise ConfigError(
-            f"attention = {choice}\n  These kernels need a GPU; this runs on {device.type}. Use auto or sdpa."
-        )
     candidates = [backend for backend in ATTENTION_BACKENDS.values() if choice in backend.choices]
+    devices = {name for backend in candidates for name in backend.devices} or {"cuda"}
+    if device.type not in devices:
+        needed = "a GPU" if devices == {"cuda"} else " or ".join(sorted(devices))
+        raise ConfigError(
+            f"attention = {choice}\n  These kernels need {needed}; this runs on {device.type}. Use auto or sdpa."
+        )
     if candidates and not any(backend.is_installed() for backend in candidates):
         packages = " or ".join(dict.fromkeys(backend.package for backend in candidates))
         raise ConfigError(
             f"attention = {choice}\n  {packages} is not installed: pip install 'cornstarch[gpu]', or use auto."
         )
-    if candidates and not half:
+    if not half and any(backend.needs_half for backend in candidates):
         raise ConfigError(f"attention = {choice}\n  These kernels compute in bf16 or fp16. Set precision, or use auto.")
 
 

@@ -97,11 +97,14 @@ def build_mask(
     spec = spec.to(device).extend(end)
     pattern = _restrict_to_documents(mask_function, None if attention_mask is None else attention_mask.to(device))
     whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == end == spec.documents.shape[1]
-    if use_flex and spec.documents.is_cuda and whole_row and q_length >= BLOCK_SIZE and not is_dense_requested():
+    if use_flex and whole_row and q_length >= BLOCK_SIZE and not is_dense_requested():
         backend = None
         if pattern is CAUSAL and spec.counts.are_contiguous:
             backend = select_backend(spec.documents.device, _get_head_dim(config))
-        return spec.block_mask(pattern) if backend is None else backend.build_mask(spec)
+        if backend is not None:
+            return backend.build_mask(spec)
+        if spec.documents.is_cuda:
+            return spec.block_mask(pattern)
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_offset, end, device=device)
     return spec.dense(pattern, queries, keys)

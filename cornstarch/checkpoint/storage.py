@@ -164,3 +164,13 @@ def resolve_storage(folder: str | os.PathLike[str]) -> tuple[Storage, Path]:
             "Register one with cornstarch.checkpoint.register_storage."
         )
     return _backends[found[1]](), Path("/" + location[found.end() :])
+
+
+def check_empty(folder: str) -> None:
+    """Refuse to start a run over while a folder outside of the run's has checkpoints of it."""
+    storage, path = resolve_storage(folder)
+    if storage.exists(path) and any(name.startswith("step_") for name in storage.list_names(path)):
+        raise ConfigError(
+            f"--restart: {folder} (checkpoint.folder) has checkpoints of an earlier run, and only the run's own folder "
+            "is moved aside. Remove them, or choose another folder."
+        )

@@ -24,6 +24,7 @@ from cornstarch.checkpoint.shards import Tensorlike
 from cornstarch.checkpoint.state import describe_model, detach, restore_weights
 from cornstarch.checkpoint.state_values import flatten_values, unflatten_values
 from cornstarch.checkpoint.store import CheckpointStore
+from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, read_run_config
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -125,11 +126,15 @@ def _open_part(folder: PathLike, kind: str) -> Checkpoint:
     return found
 
 
+def open_store(config: RunConfig, folder: Path) -> CheckpointStore:
+    """Return the checkpoints of the run in a folder, which its config may keep elsewhere."""
+    better: Literal["lower", "higher"] = "lower" if config.checkpoint.best_by == "loss" else "higher"
+    return CheckpointStore(config.checkpoint.folder or folder / CHECKPOINTS, config.checkpoint.keep, better)
+
+
 def open_checkpoint(folder: Path, which: CheckpointChoice | int = "best") -> Checkpoint:
     """Return a checkpoint of a run: the best (without evaluations: the last), the last, or that of a step."""
-    config = read_run_config(folder)
-    better: Literal["lower", "higher"] = "lower" if config.checkpoint.best_by == "loss" else "higher"
-    store = CheckpointStore(folder / CHECKPOINTS, config.checkpoint.keep, better)
+    store = open_store(read_run_config(folder), folder)
     if isinstance(which, int):
         return store.verify(which)
     found = (store.best() if which == "best" else None) or store.latest()

@@ -89,14 +89,18 @@ def convert_checkpoint(
 def _read_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints of a folder and the problems with others; ConfigError if there is neither."""
     from cornstarch.checkpoint import CheckpointStore, read_checkpoint
-    from cornstarch.config.run_folder import CHECKPOINTS
+    from cornstarch.checkpoint.weights import open_store
+    from cornstarch.config.run_folder import CHECKPOINTS, CONFIG, read_run_config
 
     if (folder / "checkpoint.json").is_file() or folder.name.startswith("step_"):
         return [read_checkpoint(folder)], []
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}. {_EXPECTED}")
     inside = folder / CHECKPOINTS
-    store = CheckpointStore(inside if inside.is_dir() else folder, keep=1)
+    if (folder / CONFIG).is_file() and not inside.is_dir():
+        store = open_store(read_run_config(folder), folder)
+    else:
+        store = CheckpointStore(inside if inside.is_dir() else folder, keep=1)
     found = store.list()
     if not found and not store.problems:
         raise ConfigError(f"{folder} has no checkpoint. {_EXPECTED}")

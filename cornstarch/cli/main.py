@@ -11,6 +11,7 @@ import typer
 from cornstarch import __version__
 from cornstarch.cli import INTERRUPTED, WRONG_INPUT
 from cornstarch.errors import ConfigError
+from cornstarch.launch.launcher import import_extensions
 
 # In the order of the help: command -> file of this folder and function. A new command is one file and one line here.
 # All files are imported for `cornstarch --help`, so they import torch and other heavy packages inside functions.
@@ -59,7 +60,7 @@ def make_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_print_help)
+    app.callback()(_prepare)
     groups: dict[str, typer.Typer] = {}
     for command, target in COMMANDS.items():
         group, _, name = command.rpartition(" ")
@@ -78,12 +79,19 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _print_help(
+def _prepare(
+    imports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import", metavar="MODULE", help="A module to import first: one that registers parts. May be repeated."
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Compose multimodal language models from Hugging Face parts, and train them."""
+    import_extensions(imports or ())
 
 
 if __name__ == "__main__":

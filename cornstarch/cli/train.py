@@ -67,6 +67,10 @@ def train(
         if trace:
             check_trace(run.parallel.is_pipeline)
         layout = Layout.of(run.parallel, max(count, world.size), max(count, world.local_size))
+    if restart and world.rank == 0 and run.checkpoint.folder is not None:
+        from cornstarch.checkpoint.storage import check_empty  # imports torch
+
+        check_empty(run.checkpoint.folder)  # it would not be moved aside, and the run would go on from there
     if restart and world.rank == 0 and (aside := RunFolder(run.folder).set_aside()) is not None:
         print(f"{run.folder}: moved the earlier run to {aside}")
     if count > 1:

@@ -12,9 +12,9 @@ from pydantic import Field, field_validator, model_validator
 
 from cornstarch.config import sections
 from cornstarch.config.fields import Also, Section, false_as_off
-from cornstarch.plan.data_options import LANGUAGE_MODEL, SPLIT_BACKWARD, WHOLE_MODEL, Precision
+from cornstarch.plan.data_options import LANGUAGE_MODEL, REGISTERED, SPLIT_BACKWARD, WHOLE_MODEL, Precision
 from cornstarch.plan.plan import ModulePlan, Plan, fill_empty
-from cornstarch.plan.validation import NotNegative, Positive, Switch, section
+from cornstarch.plan.validation import NotNegative, Positive, Switch, or_registered, section
 
 _DEVICE = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu|npu)(:\d+)?")
 _OTHER_DEVICES = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
@@ -77,7 +77,9 @@ class RunConfig(Section):
     fp8: Annotated[Literal["off", "rowwise", "tensorwise"], false_as_off] = "off"
     """Multiply in 8 bits in the large linear layers of the trained parts (Ada, Hopper and newer GPUs). rowwise: a scale
     for each row, closer to bf16; tensorwise: one for each matrix, faster."""
-    attention: Literal["auto", "flex", "sdpa", "cudnn", "varlen"] = "auto"
+    attention: Annotated[
+        Literal["auto", "flex", "sdpa", "cudnn", "varlen"], or_registered(REGISTERED["attention"])
+    ] = "auto"
     """The attention kernels on a GPU. auto: the fastest that respect the mask."""
     model: sections.ModelConfig
     """The model to train."""

@@ -364,6 +364,9 @@ class CheckpointConfig(Section):
     """How many of the newest are kept; the best one is kept beside them."""
     best_by: Literal["loss", "accuracy"] = "loss"
     """The metric of the best evaluation."""
+    folder: str | None = None
+    """A folder for checkpoints outside of the run's: a path, or `scheme://…` of a registered storage. No two runs may
+    have the same one. Default: `checkpoints` in the run's folder."""
     background: bool = False
     """Copy the state and write it while training continues: steps wait for the copy only, which takes as much CPU
     memory as the state. A failure ends the run in the next step."""

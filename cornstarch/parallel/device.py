@@ -42,7 +42,7 @@ class DevicePlacement:
         with ExitStack() as stack:
             if self.dtype != torch.float32:
                 stack.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" or self.attention != "auto":
                 stack.enter_context(use_attention(self.attention))
             yield
 

@@ -35,7 +35,9 @@ FULLY_SHARD: tuple[DataKind, ...] = ("fsdp2", "zero2", "zero3", "hsdp")
 SPLIT_BACKWARD: tuple[str, ...] = ("zero_bubble", "auto")
 """Schedules that may compute the gradients of inputs and of weights at different times."""
 
-REGISTERED: dict[str, set[str]] = {key: set() for key in ("cp_mode", "compression", "tracker", "task", "data_format")}
+REGISTERED: dict[str, set[str]] = {
+    key: set() for key in ("cp_mode", "compression", "tracker", "task", "data_format", "attention")
+}
 """Names that `register_…` functions have added to the literal types of a config (docs/extending.md)."""
 
 LANGUAGE_MODEL = "language_model"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +16,7 @@ from cornstarch.checkpoint.state import capture, restore, restore_weights
 from cornstarch.checkpoint.state_values import random_state, restore_random_state, seed_all
 from cornstarch.checkpoint.weights import CheckpointChoice, open_checkpoint
 from cornstarch.config import RunConfig
-from cornstarch.config.run_folder import CHECKPOINTS, METRICS, RunFolder, read_run_config
+from cornstarch.config.run_folder import METRICS, RunFolder, read_run_config
 from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.formats import open_sources
 from cornstarch.data.sample import SampleError
@@ -35,11 +34,6 @@ _COMPARED = 4  # samples, after an export
 _TRIED = 100
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Relative to the largest logit: merging adapters into weights rounds differently."""
-
-
-def build_store(config: RunConfig, folder: RunFolder) -> CheckpointStore:
-    better: Literal["lower", "higher"] = "lower" if config.checkpoint.best_by == "loss" else "higher"
-    return CheckpointStore(folder / CHECKPOINTS, config.checkpoint.keep, better)
 
 
 def find_checkpoint(

@@ -30,6 +30,7 @@ from cornstarch.data.sample import Content, Media, Sample, SampleError
 from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world, start_process_group
+from cornstarch.launch.launcher import import_extensions
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.twin import add_noise
 from cornstarch.parallel import distributed
@@ -186,6 +187,7 @@ def _drop_media(content: Content) -> Content:
 
 def main(arguments: list[str]) -> None:
     """Be one process of a trial: the arguments are a config and the folder to write to."""
+    import_extensions()  # before the config, which may name what they register
     config, folder = load_config(Path(arguments[0])), Path(arguments[1])
     world = current_world()
     with nullcontext() if world.size == 1 else start_process_group(world, "cpu", _SECONDS):

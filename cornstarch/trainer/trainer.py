@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from cornstarch.checkpoint.state_values import seed_all
+from cornstarch.checkpoint.weights import open_store
 from cornstarch.config import RunConfig
 from cornstarch.config.config_file import load_config
 from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
@@ -41,7 +42,7 @@ from cornstarch.tasks import build_task
 from cornstarch.tasks.module import CollateFunction, LossFunction, build_module_task
 from cornstarch.tasks.task import Task
 from cornstarch.trainer.callbacks import Callback, add_builtin_callbacks, build_callbacks
-from cornstarch.trainer.checkpointer import Checkpointer, build_store, find_checkpoint
+from cornstarch.trainer.checkpointer import Checkpointer, find_checkpoint
 from cornstarch.trainer.evaluator import Evaluation, Evaluator, record_best, should_stop_early
 from cornstarch.trainer.metrics_logger import MetricsLogger
 from cornstarch.verify.twin_trial import verify_plan
@@ -103,7 +104,7 @@ class Trainer:
         self.callbacks = build_callbacks(callbacks)
         self.folder = RunFolder(config.folder)
         self.logger = MetricsLogger(config, self.folder, console or Console(soft_wrap=True), command, self.rank == 0)
-        self.checkpoints = build_store(config, self.folder)
+        self.checkpoints = open_store(config, self.folder.path)
         self.stop_signal = StopSignal()
         self._failure = SharedFailure()
         self._resources = ExitStack()

@@ -41,6 +41,7 @@ from cornstarch.parallel import distributed
 from cornstarch.parallel.passes import iter_planned_modules
 from cornstarch.parallel.tensor import check_tensor_plan
 from cornstarch.parallel.tested import is_tested
+from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import Plan
 from cornstarch.plan.validation import as_data
@@ -148,7 +149,12 @@ def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     data["logging"] = {"progress": "none", "samples": 0}
     for module in data["parallel"]["modules"].values():
         module["layers"] = None  # a twin has others
-    data["parallel"]["data"].update(param_dtype=None, reduce_dtype=None, buffer_dtype=None, offload=False)
+    options = data["parallel"]["data"]
+    options.update(param_dtype=None, reduce_dtype=None, buffer_dtype=None, offload=False)
+    # What differs from one process on purpose is left out: a trial is about how the model is cut.
+    options["compression"] = {"kind": "none"}
+    if options["kind"] in UNSYNCHRONIZED:
+        data["parallel"]["data"] = {"kind": "ddp"}
     return load_config(None, base=data)
 
 

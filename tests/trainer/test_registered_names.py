@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,17 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from cornstarch.attention.backends import (
+    ATTENTION_BACKENDS,
+    AttentionBackend,
+    register_attention_backend,
+    run_attention,
+)
+from cornstarch.attention.mask import MaskSpec
 from cornstarch.config.config_file import load_config
+from cornstarch.config.sections import OPTIMIZER_NAMES
 from cornstarch.data.formats import _SOURCE_FORMATS, open_rows, register_data_source
+from cornstarch.engine.optimizer import OPTIMIZERS, register_optimizer
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.trackers import TRACKERS, TrackedRun, register_tracker
 from cornstarch.parallel.context.modes import MODES, GatherAttention, register_context_parallel_mode
@@ -42,6 +53,9 @@ def forgotten() -> Iterator[None]:
 def forget() -> None:
     for registry in (_SOURCE_FORMATS, TRACKERS, MODES, SCHEMES, SCHEDULES, TASKS):
         registry.pop(NAME, None)  # type: ignore[attr-defined]
+    ATTENTION_BACKENDS.pop(NamedMask, None)
+    if OPTIMIZERS.pop(NAME, None) is not None:
+        OPTIMIZER_NAMES.remove(NAME)
     for names in REGISTERED.values():
         names.discard(NAME)
 
@@ -158,6 +172,67 @@ def test_a_registered_task_runs(tmp_path: Path) -> None:
     assert fit(config) == 2 and built
 
 
+def test_a_registered_optimizer_runs(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class CountedAdam(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            steps.append(len(steps))
+            return super().step(closure)
+
+    register_optimizer(NAME, CountedAdam)
+    assert fit(tiny_config(tmp_path, f"optimizer.name={NAME}", "loop.steps=2")) == 2
+    assert len(steps) >= 2
+
+
+@dataclass
+class NamedMask:
+    """The mask of the kernel below."""
+
+    spec: MaskSpec
+
+
+class NamedBackend(AttentionBackend):
+    """A kernel that computes what a dense mask asks for, and counts its calls."""
+
+    name, mask_type, choices, devices = NAME, NamedMask, (NAME,), ("cpu",)
+    calls = 0
+
+    def is_available(self, device: torch.device, head_dim: int | None) -> bool:
+        return True
+
+    def build_mask(self, spec: MaskSpec) -> NamedMask:
+        return NamedMask(spec)
+
+    def supports(self, query: Any, value: Any, options: Any) -> bool:
+        return options["dropout"] == 0
+
+    def run(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        type(self).calls += 1
+        return run_attention(module, query, key, value, mask.spec.dense(), **options)
+
+    def convert_mask(self, mask: Any, query: Any, key: Any) -> Any:
+        return mask.spec.dense()
+
+
+def test_a_registered_attention_kernel_runs_and_changes_nothing(tmp_path: Path) -> None:
+    # Rows of at least a block of tokens, without dropout.
+    long = ["data.max_length=192", "data.packing=true", "loop.batch_size=16"]
+    long += ["model.language_model.config.attention_dropout=0.0"]
+    losses = []
+    register_attention_backend(NamedBackend())
+    for choice in (NAME, "auto"):
+        config = tiny_config(tmp_path, *long, f"attention={choice}", "loop.steps=2", f"output={tmp_path}/{choice}")
+        assert fit(config) == 2
+        lines = (tmp_path / choice / "metrics.jsonl").read_text().splitlines()
+        losses.append([entry["loss"] for entry in map(json.loads, lines) if "loss" in entry])
+        if choice == NAME:
+            assert NamedBackend.calls >= 2
+            NamedBackend.calls = 0
+    assert NamedBackend.calls == 0
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2
+
+
 # ------------------------------------------------------------------------------------------------ names
 
 
@@ -167,6 +242,7 @@ def test_a_registered_task_runs(tmp_path: Path) -> None:
         ("parallel.schedule", "Expected naive, gpipe, 1f1b, interleaved, zero_bubble or auto."),
         ("parallel.modules.model.cp_mode", "Expected ring_attn, all_to_all or gather."),
         ("parallel.data.compression.kind", "Expected none, bf16, fp16, topk, randomk, quantize or powersgd."),
+        ("attention", "Expected auto, flex, sdpa, cudnn or varlen."),
         ("logging.to.0", "Expected tensorboard, trackio, wandb or mlflow."),
         ("data.train.0.format", "Expected auto, llava, sharegpt, text, pairs, rows, webdataset,"),
         ("model.whole.task", "Expected auto, multimodal, causal-lm, seq2seq-lm, masked-lm,"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,6 +113,23 @@ def test_a_run_that_asks_for_it(tmp_path: Path) -> None:
     results = together(described, str(tmp_path), *changes)
     assert [refused for refused, _ in results] == ["", ""]
     assert "tried on a tiny twin" in results[0][1]
+
+
+def described_with_given_rows(folder: str) -> str:
+    """Train a described model on rows that exist in this process alone: decoded images, and a broken row."""
+    written: list[dict[str, Any]] = json.loads((Path(folder) / "train.json").read_text())
+    for row in written:
+        if "image" in row:
+            row["image"] = Image.open(Path(folder) / row["image"]).copy()
+    changes = ["parallel.modules.model.tp=2", "parallel.verify=always", "loop.steps=1"]
+    config = tiny_config(Path(folder), *changes, "data.train.0={path: rows, format: given}")
+    broken = {"conversations": "nothing"}
+    return attempt(Trainer(config, train_data=[written[0], broken, *written[1:]], console=Console(file=io.StringIO())))
+
+
+def test_a_trial_is_run_with_rows_given_in_python(tmp_path: Path) -> None:
+    tiny_config(tmp_path)
+    assert together(described_with_given_rows, str(tmp_path)) == ["", ""]
 
 
 def test_a_trial_that_fails_says_how_to_go_on(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from cornstarch.errors import ConfigError
 from cornstarch.trainer.recording_trainer import STEPS, build_trial, choose_samples
-from cornstarch.verify.twin_trial import build_twin_run
+from cornstarch.verify.twin_trial import build_twin_run, hand_over_samples
 from tests.trainer.tiny import tiny_config
 
 STAGES = ["parallel.modules.vision={}", "parallel.modules.language_model.stages=4", "parallel.ranks=first_stage"]
@@ -61,3 +62,25 @@ def test_a_trial_of_fp16_scales_its_loss_and_rounds_nothing(tmp_path: Path) -> N
     torch.testing.assert_close(result.grad_norm, norm)  # what is recorded is not scaled
     with witness.placement.forward_context():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_rows_that_cannot_travel_are_refused_in_words(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "data.train.0={path: rows, format: given}")
+    twin = build_twin_run(config, tmp_path / "twin", replicas=1)
+    rows = [{"text": "a cat", "more": lambda: None}]
+    with pytest.raises(ConfigError, match="the given data cannot be handed to another process"):
+        hand_over_samples(twin, rows, tmp_path)
+    readable = build_twin_run(tiny_config(tmp_path), tmp_path / "x", 1)
+    assert hand_over_samples(readable, None, tmp_path) is readable
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["{kind: ddp, compression: {kind: quantize, bits: 4}}", "{kind: diloco, local: {every: 2}}", "{kind: gossip}"],
+    ids=["compressed", "diloco", "gossip"],
+)
+def test_a_trial_leaves_out_what_differs_from_one_process_on_purpose(tmp_path: Path, options: str) -> None:
+    overrides = ["parallel.modules.model.tp=2", f"parallel.data={options}"]
+    twin = build_twin_run(tiny_config(tmp_path, *overrides), tmp_path / "twin", replicas=1)
+    assert (twin.parallel.data.kind, twin.parallel.data.compression.kind) == ("ddp", "none")
+    assert all(module.tp == 2 for module in twin.parallel.modules.values())
