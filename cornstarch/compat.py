@@ -214,7 +214,8 @@ def backward_of_weights(weights: Sequence[torch.nn.Parameter], left: Any) -> Non
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     compare = torch.autograd._make_grads
-    torch.autograd._make_grads = lambda outputs, gradients, *_: tuple(gradients)
+    if torch.__version__ < "2.13":
+        torch.autograd._make_grads = lambda outputs, gradients, *_, **__: tuple(gradients)
     try:
         stage_backward_weight(iter(weights), left)
     finally:

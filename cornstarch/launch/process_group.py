@@ -60,6 +60,10 @@ def start_process_group(
             processes than GPUs: NCCL refuses to share a GPU.
     """
     import torch
+
+    # Defaults of its functions are the world as it is when the module is imported. If that happens later (torch._dynamo
+    # imports it), they keep the group and its threads until the interpreter ends, where threads of gloo abort at times.
+    import torch.distributed.nn.functional
     from torch import distributed
 
     if device_type not in _BACKENDS:

@@ -61,6 +61,21 @@ def test_ranks_compare_configs_and_versions(tmp_path: Path) -> None:
     assert "5.0.0 on rank 1\nInstall the same versions" in versions
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed in /proc")
+def test_no_thread_outlives_the_group(tmp_path: Path) -> None:
+    script = (
+        _REDUCES
+        + """
+        import torch._dynamo  # whatever is imported meanwhile
+    threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    publish(f"threads_{rank}", repr([name for name in threads if "gloo" in name]))
+    """
+    )
+    code, _, stderr = start(tmp_path, script, 2, environment={"PYTHONPATH": str(ROOT)}).wait()
+    assert (code, stderr) == (0, "")
+    assert [(tmp_path / f"threads_{rank}").read_text() for rank in (0, 1)] == ["[]", "[]"]
+
+
 def test_the_error_of_the_first_rank_is_shown(tmp_path: Path) -> None:
     script = (
         _REDUCES
