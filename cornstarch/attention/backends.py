@@ -199,6 +199,10 @@ def build_checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractCo
     return nullcontext(), nullcontext() if choice is None else use_attention(choice)
 
 
+def get_attention_choice() -> AttentionChoice:
+    return _choice.get() or "auto"
+
+
 def is_dense_requested() -> bool:
     """Whether `use_attention` asks for dense masks."""
     return _choice.get() == "sdpa"
@@ -206,7 +210,7 @@ def is_dense_requested() -> bool:
 
 def select_backend(device: torch.device, head_dim: int | None = None, sharded: bool = False) -> AttentionBackend | None:
     """Return the backend for causal masks with documents and spans, of whole rows or rows `sharded` over ranks."""
-    choice = _choice.get() or "auto"
+    choice = get_attention_choice()
     for backend in sorted(ATTENTION_BACKENDS.values(), key=lambda one: -one.priority):
         if choice not in backend.choices or backend.for_sharded_rows != sharded or device.type not in backend.devices:
             continue
@@ -365,16 +369,16 @@ def define_operators(name: str, mask: str, backward_mask: str, logsumexp_dims: S
     return forward, backward
 
 
-def connect_backward(operators: tuple[Any, Any], passed_on: Sequence[int]) -> None:
-    """Let autograd call the backward operator, with the inputs `passed_on` of the other: tensors of its mask."""
+def connect_backward(operators: tuple[Any, Any], passed_on: Sequence[int], numbers: Sequence[int] = ()) -> None:
+    """Let autograd call the backward operator, with the tensors `passed_on` and the `numbers` of the other's mask."""
     forward, backward = operators
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:3], *output, *(inputs[number] for number in passed_on))
-        ctx.scale, ctx.rest = inputs[-1], len(inputs) - 3
+        ctx.rest, ctx.last = len(inputs) - 3, (*(inputs[number] for number in numbers), inputs[-1])
 
     def differentiate(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scale)  # it may be one expanded number
+        found = backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.last)  # it may be one expanded number
         return (*found, *[None] * ctx.rest)
 
     forward.register_autograd(differentiate, setup_context=save)

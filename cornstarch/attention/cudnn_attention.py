@@ -54,13 +54,13 @@ def build_piece_mask(spec: MaskSpec) -> PieceMask:
     documents = spans = in_span = None
     if not counts.whole_rows:
         documents = list_pieces(new_document, torch.ones_like(new_document), round_up(counts.documents))
-        documents = _sort_by_length(documents)
+        documents = sort_by_length(documents)
     if counts.longest_span > 1:
         inside = ((spec.spans >= 0) & (spec.documents > 0)).flatten()
         new_span = new_document | find_starts(spec.spans).flatten()
         spans = list_pieces(new_span & inside, inside, round_up(counts.spans))
         spans[1] = (spans[1] - 1).clamp(min=0)
-        spans = _sort_by_length(spans)
+        spans = sort_by_length(spans)
         in_span = torch.zeros_like(inside)
         in_span[:-1] = inside[:-1] & inside[1:] & ~new_span[1:]
     longest = tokens if counts.whole_rows else min(round_up(counts.longest), tokens)
@@ -68,7 +68,7 @@ def build_piece_mask(spec: MaskSpec) -> PieceMask:
     return PieceMask(spec, sizes, documents, spans, in_span)
 
 
-def _sort_by_length(pieces: Tensor) -> Tensor:
+def sort_by_length(pieces: Tensor) -> Tensor:
     return pieces[:, pieces[1].argsort(descending=True, stable=True)]
 
 
@@ -88,6 +88,7 @@ class PieceBatch(NamedTuple):
     """Tokens of the longest piece, or more."""
     scale: float
     looks_ahead: bool
+    sees_all: bool = False  # each token sees all tokens of its piece
 
 
 class PlainKernel:
@@ -130,7 +131,8 @@ def _iterate_pieces(batch: PieceBatch, tokens: int) -> Iterator[tuple[slice, sli
         if length:
             pairs = torch.ones(length, length, dtype=torch.bool)
             keys = slice(start + ahead, start + ahead + length)
-            yield slice(start, start + length), keys, pairs.tril(-1) if batch.looks_ahead else pairs.triu(1)
+            hidden = pairs.tril(-1) if batch.looks_ahead else pairs.triu(length if batch.sees_all else 1)
+            yield slice(start, start + length), keys, hidden
 
 
 @cache
@@ -147,13 +149,18 @@ def _package() -> Any:
     return importlib.import_module("cudnn")
 
 
-@cache
 def has_kernels(head_dim: int, device: torch.device) -> bool:
     """Whether there are kernels for heads of a size on a device; builds plans for small pieces without running them."""
+    return can_build_plans(head_dim, device, ((False, True), (False, False), (True, False)))
+
+
+@cache
+def can_build_plans(head_dim: int, device: torch.device, masks: tuple[tuple[bool | None, bool], ...]) -> bool:
+    """Whether plans can be built for masks: which tokens are seen (None: all), and whether pieces are whole rows."""
     shapes = (device, torch.bfloat16, 256, 2, 1, head_dim)
     try:
         for build in (_build_forward_plan, _build_backward_plan):
-            for ahead, whole in ((False, True), (False, False), (True, False)):
+            for ahead, whole in masks:
                 build(shapes, 2, 128, 1.0, ahead, whole)
     except Exception:  # many kinds, depending on the versions of cuDNN and of its package
         return False
@@ -187,9 +194,11 @@ class CudnnKernel:
 
 
 def _get_plan_arguments(query: Tensor, key: Tensor, batch: PieceBatch) -> tuple[Any, ...]:
-    shapes = query.device, query.dtype, query.shape[0], query.shape[1], key.shape[1], query.shape[2]
+    tokens = round_up(len(query)) if batch.sees_all else len(query)  # of items there is any number; most is enough
+    shapes = query.device, query.dtype, tokens, query.shape[1], key.shape[1], query.shape[2]
     count = batch.rows if batch.pieces is None else batch.pieces.shape[1] - 1
-    return shapes, count, batch.longest, batch.scale, batch.looks_ahead, batch.pieces is None
+    ahead = None if batch.sees_all else batch.looks_ahead
+    return shapes, count, batch.longest, batch.scale, ahead, batch.pieces is None
 
 
 def _run(plan: tuple[Any, int], batch: PieceBatch, states: list[Tensor]) -> None:
@@ -282,8 +291,8 @@ class _GraphBuilder:
             tensor.set_ragged_offset(self.offsets[number - 1])
         return tensor
 
-    def build_mask_options(self, scale: float, ahead: bool) -> dict[str, Any]:
-        """Return the mask: tokens up to itself, or from itself on."""
+    def build_mask_options(self, scale: float, ahead: bool | None) -> dict[str, Any]:
+        """Return the mask: tokens up to itself, or from itself on; None: all."""
         return {
             "attn_scale": scale,
             "use_padding_mask": bool(self.offsets),
@@ -291,7 +300,7 @@ class _GraphBuilder:
             "seq_len_kv": self.lengths,
             "diagonal_alignment": self.cudnn.diagonal_alignment.TOP_LEFT,
             "diagonal_band_left_bound": 1 if ahead else None,
-            "diagonal_band_right_bound": self.longest if ahead else 0,
+            "diagonal_band_right_bound": self.longest if ahead else None if ahead is None else 0,
         }
 
     def build_plan(self) -> tuple[Any, int]:
@@ -306,7 +315,7 @@ class _GraphBuilder:
 
 @lru_cache(maxsize=_PLAN_CACHE_SIZE)
 def _build_forward_plan(
-    shapes: tuple[Any, ...], pieces: int, longest: int, scale: float, ahead: bool, whole: bool
+    shapes: tuple[Any, ...], pieces: int, longest: int, scale: float, ahead: bool | None, whole: bool
 ) -> tuple[Any, int]:
     builder = _GraphBuilder(shapes, pieces, longest, whole, tensors=5)
     heads, groups = builder.heads, builder.groups
@@ -325,7 +334,7 @@ def _build_forward_plan(
 
 @lru_cache(maxsize=_PLAN_CACHE_SIZE)
 def _build_backward_plan(
-    shapes: tuple[Any, ...], pieces: int, longest: int, scale: float, ahead: bool, whole: bool
+    shapes: tuple[Any, ...], pieces: int, longest: int, scale: float, ahead: bool | None, whole: bool
 ) -> tuple[Any, int]:
     builder = _GraphBuilder(shapes, pieces, longest, whole, tensors=9)
     heads, groups = builder.heads, builder.groups

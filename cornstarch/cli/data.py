@@ -94,6 +94,10 @@ def inspect_data(
             lines.append(f"{pluralize(len(unused), 'sample')} {'is' if len(unused) == 1 else 'are'} {text}:")
             lines += [f"  {sample}" for sample in unused[:_MAX_LISTED]]
             lines += [f"  … and {len(unused) - _MAX_LISTED:,} more"] if len(unused) > _MAX_LISTED else []
+    lines.append(
+        f"Packed rows of {run.data.max_length:,} tokens are {found.fill:.1%} full"
+        f"{'' if run.data.packing else ' (data.packing=true)'}."
+    )
     for line in [*lines, *recommend(found)]:
         console.print(line, soft_wrap=True)
     if output is not None:

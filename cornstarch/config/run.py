@@ -251,6 +251,12 @@ class RunConfig(Section):
         return self.parallel.is_pipeline or any(module.tp > 1 or module.cp > 1 for module in modules)
 
     @property
+    def rows_per_step(self) -> int:
+        """The rows of a step over all processes; of packed rows without `tokens_per_step`, at most so many."""
+        tokens = self.data.tokens_per_step
+        return self.loop.batch_size if tokens is None else tokens // self.data.max_length
+
+    @property
     def recomputes(self) -> bool:
         """Whether all of the model recomputes activations in the backward pass."""
         modules = self.parallel.modules.values()

@@ -206,7 +206,13 @@ class DataConfig(Section):
     too_long: Literal["skip", "cut", "error"] = "skip"
     """What to do with a longer sample."""
     packing: bool = False
-    """Put several samples in one row instead of padding."""
+    """Put several samples in one row instead of padding: every row has `max_length` tokens, and a step a fixed number
+    of rows."""
+    packing_buffer: Positive = 1024
+    """With `packing`: the samples among which those that fill a row are looked for. None waits for more rows."""
+    tokens_per_step: Positive | None = None
+    """With `packing`: the tokens of a step over all processes, of which rows of `max_length` are made; it takes the
+    place of `loop.batch_size`. Default: as many rows as `loop.batch_size` samples fill on average."""
     balance: Annotated[Literal["off", "cost"], fields.false_as_off] = "off"
     """cost: distribute the samples of a step so that all processes, and all microbatches, have as much to compute. The
     cost of a sample is predicted from its text and the headers of its media; the loss stays the same."""
@@ -215,7 +221,7 @@ class DataConfig(Section):
     others. The loss stays the same, and each process reads its own samples only."""
     pad_to: Literal["auto"] | Positive = "auto"
     """Pad rows of conversations and documents to a multiple of this many tokens, at most `max_length`. auto: no
-    padding; or, where the model is compiled, to one of eight lengths, packed rows to `max_length`."""
+    padding; or, where the model is compiled, to one of eight lengths. Packed rows always have `max_length`."""
     train_on: Literal["answers", "everything"] = "answers"
     """Which tokens count in the loss: those of the assistant's messages, or all text."""
     system: str | None = None
@@ -224,8 +230,9 @@ class DataConfig(Section):
     """A Jinja chat template. Default: the tokenizer's, else a plain one."""
     shuffle: bool = True
     """A new random order for every epoch."""
-    workers: Annotated[NotNegative, Also("num_workers", "dataloader_num_workers")] = 0
-    """Processes that read and decode."""
+    workers: Annotated[Literal["auto"] | NotNegative, Also("num_workers", "dataloader_num_workers")] = "auto"
+    """Processes of each rank that read, decode and tokenize while steps compute. auto: by the cores and the memory of
+    the machine, up to 8 on a GPU; 0 on a CPU with few cores or for text, and for data that need no decoding."""
     prefetch: Annotated[Positive, Also("prefetch_factor", "dataloader_prefetch_factor")] = 2
     """Batches that each of them prepares ahead."""
     skip_limit: Fraction = 0.05
@@ -239,6 +246,20 @@ class DataConfig(Section):
         """Allow one path, one source, or a list of either."""
         many = value if isinstance(value, list) else [value]
         return [{"path": source} if isinstance(source, str) else source for source in many]
+
+    @model_validator(mode="after")
+    def _check_tokens_per_step(self) -> DataConfig:
+        if self.tokens_per_step is not None and not self.packing:
+            raise ValueError(
+                f"`tokens_per_step` = {self.tokens_per_step} is for packed rows; set `packing: true`, or give the "
+                "samples of a step: `loop.batch_size`"
+            )
+        if self.tokens_per_step is not None and self.tokens_per_step < self.max_length:
+            raise ValueError(
+                f"`tokens_per_step` = {self.tokens_per_step} is less than one row of `max_length` = {self.max_length} "
+                f"tokens; expected at least {self.max_length}"
+            )
+        return self
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -311,7 +332,7 @@ class LoopConfig(Section):
     epochs: Annotated[PositiveFloat | None, Also("num_train_epochs", "num_epochs", "max_epochs")] = None
     """Passes over the data. Default, if `steps` is not given either: 1."""
     batch_size: Annotated[Positive, Also("global_batch_size", "bs")] = 8
-    """Samples per step over all processes, packed or not."""
+    """Samples per step over all processes; packed, on average."""
     gradient_accumulation_steps: Annotated[Positive, Also("accumulation", "accumulate_grad_batches", "grad_accum")] = 1
     """Microbatches that a batch is split into, one after the other; the gradient is the same."""
     evaluate_every: Annotated[Positive | None, Also("eval_steps")] = None

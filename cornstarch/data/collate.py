@@ -22,7 +22,7 @@ from cornstarch.data.sample import Media, MediaKind, Message, Sample, SampleErro
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalProcessor, PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
-from cornstarch.models.multimodal_language_model.packing import pack
+from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing, pack
 from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
 
@@ -90,6 +90,11 @@ class ChatCollator:
     def expect_compiled(self) -> None:
         """Pad rows to few lengths unless the config sets the padding: the model is compiled for each length."""
         self._lengths = RowLengths.of(self.data, compiled=True)
+
+    @property
+    def runs_encoders(self) -> bool:
+        """Whether an encoder itself is run to count the tokens of an item, which a worker cannot do on a GPU."""
+        return isinstance(self.processor, MultimodalProcessor) and self.processor.runs_encoders
 
     @property
     def _composed(self) -> MultimodalProcessor:
@@ -282,6 +287,18 @@ class ChatCollator:
         return PreparedSample(sample.id, sample.text, ids, labels, items, encoder_inputs)
 
     def join(self, samples: Sequence[PreparedSample]) -> CollatedBatch:
+        """Return the batch of samples: a row each, or with packing as few rows as first-fit-decreasing finds."""
+        if not self.data.packing:
+            return self._join(samples, None)
+        lengths = [len(sample.input_ids) for sample in samples]
+        return self._join(samples, first_fit_decreasing(lengths, self.data.max_length))
+
+    def join_rows(self, rows: Sequence[Sequence[PreparedSample]]) -> CollatedBatch:
+        """Return the batch of packed rows of `max_length` tokens; one without samples counts nothing."""
+        places = iter(range(sum(map(len, rows))))
+        return self._join([sample for row in rows for sample in row], [[next(places) for _ in row] for row in rows])
+
+    def _join(self, samples: Sequence[PreparedSample], packed: Sequence[Sequence[int]] | None) -> CollatedBatch:
         keys = list(dict.fromkeys(key for sample in samples for key in sample.token_inputs))
         rows = [
             {
@@ -292,25 +309,23 @@ class ChatCollator:
             }
             for sample in samples
         ]
-        if not self.data.packing:
+        if packed is None:
             inputs, ordered = self._pad_rows(rows), list(samples)
         else:
-            inputs = pack(
-                [{**row, "number": torch.full_like(row["input_ids"], n)} for n, row in enumerate(rows, start=1)],
-                self.data.max_length,
-                pad_token_id=self._pad,
-                pad_to=self._lengths.of_packed_rows,
-                token_keys=("number", *keys),
-            )
-            numbers = inputs.pop("number").flatten().unique_consecutive()
-            ordered = [samples[number - 1] for number in numbers[numbers > 0].tolist()]
+            limit = self.data.max_length  # all rows have one length: the model is compiled once
+            # A row of padding alone would begin with padding, which not every model takes: it gets a token.
+            filler = {key: torch.zeros(1, dtype=torch.long) for key in keys}
+            filler |= {"input_ids": torch.tensor([self._pad]), "labels": torch.tensor([IGNORE_INDEX])}
+            filled = [list(row) or [len(rows)] for row in packed]
+            inputs = pack([*rows, filler], limit, pad_token_id=self._pad, pad_to=limit, token_keys=keys, rows=filled)
+            ordered = [samples[number] for row in packed for number in row]
         inputs.update(self._join_encoder_inputs(ordered, inputs["input_ids"]))
         inputs["facts"] = BatchFacts.of(inputs, self.processor.modality_token_ids)
         names = self._modalities(samples)
         return CollatedBatch(
             inputs=inputs,
             sample_ids=[sample.id for sample in ordered],
-            tokens=int(inputs["attention_mask"].sum()),
+            tokens=sum(len(sample.input_ids) for sample in samples),
             trained_tokens=int((inputs["labels"][:, 1:] != IGNORE_INDEX).sum()),
             items={name: sum(len(sample.items.get(name, ())) for sample in samples) for name in names},
         )
@@ -411,10 +426,6 @@ class RowLengths:
         if self.multiple is not None:
             return max(longest, min(-(-longest // self.multiple) * self.multiple, self.max_length))
         return next((length for length in self.lengths if length >= longest), longest)
-
-    def of_packed_rows(self, fullest: int) -> int:
-        """Return the length of packed rows. They are nearly full: one length is enough."""
-        return self.max_length if self.lengths else self.of_rows(fullest)
 
 
 def few_lengths(max_length: int) -> tuple[int, ...]:

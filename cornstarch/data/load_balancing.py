@@ -11,35 +11,34 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import RunFolder
 from cornstarch.cost.flops import StepFlops
-from cornstarch.data.collate import ChatCollator, sampling_rate
+from cornstarch.data.collate import ChatCollator
 from cornstarch.data.formats import DataSource
-from cornstarch.data.loader import Collator
-from cornstarch.data.media import feature_frames, image_size, sound_length
-from cornstarch.data.sample import Media, Sample, SampleError, as_sample_errors
-from cornstarch.data.sampler import EpochOrder
+from cornstarch.data.loader import Collator, RunData
+from cornstarch.data.sample import Sample, SampleError
+from cornstarch.data.token_lengths import SampleTokenCounter, TokenCount
 from cornstarch.errors import ConfigError
-from cornstarch.models.multimodal_language_model import PrecomputedFeatureExtractor
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 from cornstarch.parallel import distributed
 from cornstarch.plan import balancing
+from cornstarch.plan.balancing import SampleAssignment
 from cornstarch.plan.layout import Layout
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
 COSTS = "sample_costs.npz"
-_WITHOUT_EFFECT = {"evaluation", "workers", "prefetch", "balance", "packing", "balance_encoders"}  # on the costs
+_WITHOUT_EFFECT = {  # on the costs
+    "evaluation", "workers", "prefetch", "balance", "packing", "balance_encoders", "packing_buffer", "tokens_per_step",
+}  # fmt: skip
 _GAIN_STEPS = 8
 _LENGTHS = 32  # row lengths for which the language model's work is counted; between them it is interpolated
-_ALIKE = 32  # item sizes with equal work, after which an encoder is assumed to resize all items to one size
 _HEAD = 64  # tokens of the row from which the work of the head is derived
 
 CountFlops = Callable[[Mapping[str, Any]], StepFlops | None]
@@ -51,20 +50,44 @@ class LoadBalancer:
     costs: balancing.SampleCosts  # [phases, samples of the source]
     padded: bool  # whether rows are padded to the longest of their microbatch
 
-    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> balancing.SampleAssignment:
+    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> SampleAssignment:
         return balancing.balance(self.costs[:, numbers], ranks, microbatches, self.padded)
+
+    def deal_rows(self, rows: Sequence[np.ndarray], ranks: int, microbatches: int, size: int) -> SampleAssignment:
+        """Return the rows of each replica by microbatch, at most `size` in each; a row costs as much as its samples."""
+        costs = np.zeros((len(self.costs), ranks * microbatches * size))  # places without a row cost nothing
+        costs[:, : len(rows)] = self._row_costs(rows)
+        dealt = balancing.balance(costs, ranks, microbatches, least=size)
+        return tuple(tuple(places[places < len(rows)] for places in own) for own in dealt)
+
+    def _row_costs(self, rows: Sequence[np.ndarray]) -> balancing.SampleCosts:
+        return np.stack([self.costs[:, row].sum(1) for row in rows], axis=1)
 
     def gain(self, steps: Sequence[np.ndarray], ranks: int, microbatches: int) -> tuple[float, float]:
         """Return the slowest replica's work over the mean, for samples in order and balanced, over some steps."""
+        dealt = [self(numbers, ranks, microbatches) for numbers in steps]
+        return self._compare([self.costs[:, numbers] for numbers in steps], dealt, ranks, microbatches)
+
+    def gain_of_rows(
+        self, steps: Sequence[Sequence[np.ndarray]], ranks: int, microbatches: int, size: int
+    ) -> tuple[float, float]:
+        """Return the same as `gain`, for the packed rows of some steps."""
+        dealt = [self.deal_rows(rows, ranks, microbatches, size) for rows in steps]
+        return self._compare([self._row_costs(rows) for rows in steps], dealt, ranks, microbatches)
+
+    def _compare(
+        self,
+        steps: Sequence[balancing.SampleCosts],
+        dealt: Sequence[SampleAssignment],
+        ranks: int,
+        microbatches: int,
+    ) -> tuple[float, float]:
         mean = in_order = balanced = 0.0
-        for numbers in steps:
-            costs = self.costs[:, numbers]
+        for costs, assignment in zip(steps, dealt, strict=True):
             mean += float(costs.sum()) / ranks
-            as_given = balancing.assign_in_order(len(numbers), ranks, microbatches)
-            in_order, balanced = (
-                work + balancing.compute_step_work(balancing.compute_loads(costs, assignment, self.padded))
-                for work, assignment in ((in_order, as_given), (balanced, self(numbers, ranks, microbatches)))
-            )
+            as_given = balancing.assign_in_order(costs.shape[1], ranks, microbatches)
+            in_order += balancing.compute_step_work(balancing.compute_loads(costs, as_given, self.padded))
+            balanced += balancing.compute_step_work(balancing.compute_loads(costs, assignment, self.padded))
         return (in_order / mean, balanced / mean) if mean else (1.0, 1.0)
 
 
@@ -90,15 +113,23 @@ def build_balancer(
     return LoadBalancer(costs[-1:] if balances_encoders else costs, not config.data.packing)
 
 
-def describe_gain(balancer: LoadBalancer, order: EpochOrder, config: RunConfig, ranks: int) -> str:
+def describe_gain(balancer: LoadBalancer, data: RunData, ranks: int) -> str:
     """Return a line about the predicted gain of balancing in the first steps."""
-    size = config.loop.batch_size
-    numbers = order.order(0)[: _GAIN_STEPS * size]
-    steps = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-    before, after = balancer.gain(steps, ranks, config.loop.gradient_accumulation_steps)
+    loop = data.config.loop
+    if data.packed is not None:
+        rows = [data.packed.step(0, number) for number in range(_GAIN_STEPS)]
+        rows = [one for one in rows if one]
+        size = data.packed.rows_per_microbatch(ranks, loop.gradient_accumulation_steps)
+        before, after = balancer.gain_of_rows(rows, ranks, loop.gradient_accumulation_steps, size)
+        count = len(rows)
+    else:
+        numbers = data.order.order(0)[: _GAIN_STEPS * loop.batch_size]
+        steps = [numbers[start : start + loop.batch_size] for start in range(0, len(numbers), loop.batch_size)]
+        before, after = balancer.gain(steps, ranks, loop.gradient_accumulation_steps)
+        count = len(steps)
     return (
         f"Samples are balanced by cost: the slowest replica has {after:.2f} × the mean work, not {before:.2f} × "
-        f"(predicted, first {len(steps)} steps)."
+        f"(predicted, first {count} steps)."
     )
 
 
@@ -142,75 +173,31 @@ def _share_costs(sizer: SampleSizer, source: DataSource, config: RunConfig, fold
 
 
 @dataclass(frozen=True)
-class SampleSize:
-    tokens: int  # in the language model, including the tokens of items, before truncation
-    trained: int  # tokens that are learned
-    items: Mapping[str, int]  # by encoder
-    item_tokens: Mapping[str, int]  # by encoder, of all its items
-    work: Mapping[str, float]  # by phase (each encoder, the language model): the FLOPs of forward and backward
+class SampleSize(TokenCount):
+    work: Mapping[str, float] = field(default_factory=dict)
+    """By phase (each encoder, the language model): the FLOPs of forward and backward."""
 
 
-class SampleSizer:
-    """Predicts sizes of samples from texts and headers of media; each item size is measured once, on a blank item."""
+class SampleSizer(SampleTokenCounter):
+    """Predicts sizes and work of samples from texts and headers of media."""
 
     def __init__(self, collator: ChatCollator, step: CountFlops) -> None:
-        self._collator, self._step = collator, step
+        super().__init__(collator)
+        self._step = step
         self.phases = (*collator.processor.encoder_processors, LANGUAGE_MODEL)  # encoders, then the language model
-        self.data = collator.data
-        self._items: dict[str, dict[Any, tuple[int, float]]] = {}  # tokens and work, by name and size
         placeholders = set(collator.processor.modality_token_ids.values())
-        self._placeholder_ids = torch.tensor(list(placeholders))
         self._word = next(number for number in range(len(placeholders) + 1) if number not in placeholders)
         self._rows: tuple[np.ndarray, np.ndarray, float] | None = None
 
     def __call__(self, sample: Sample) -> SampleSize:
-        ids, trained = self._collator.tokenize(sample)
-        counts, tokens = dict.fromkeys(self.phases[:-1], 0), dict.fromkeys(self.phases[:-1], 0)
-        work = dict.fromkeys(self.phases, 0.0)
-        by_name: dict[str, list[Media]] = {}
-        for media in sample.media:
-            by_name.setdefault(self._collator.modality(media), []).append(media)
-        for name, group in by_name.items():
-            together = len(group) > 1 and self._collator.counts_together(name)
-            for items in [group] if together else [[media] for media in group]:
-                taken, cost = self._item_size(name, items)
-                counts[name], tokens[name] = counts[name] + len(items), tokens[name] + taken
-                work[name] += cost
-        learned = int((trained & ~torch.isin(ids, self._placeholder_ids))[1:].sum())
-        length = len(ids) + sum(tokens.values()) - sum(counts.values())
-        if not learned:
-            raise SampleError(f"has no token to train on ({self.data.train_on}, {length} tokens)")
-        work[LANGUAGE_MODEL] = self._row_work(min(length, self.data.max_length), learned)
-        return SampleSize(length, learned, counts, tokens, work)
+        count, work = self.count(sample)
+        row = self._row_work(min(count.tokens, self.data.max_length), count.trained)
+        return SampleSize(count.tokens, count.trained, count.items, count.item_tokens, {**work, LANGUAGE_MODEL: row})
 
-    def _item_size(self, name: str, items: list[Media]) -> tuple[int, float]:
-        """Return tokens and work of an item, or of several that are counted together."""
-        processor = self._collator.processor.encoder_processors[name]
-        takes_arrays = isinstance(processor, PrecomputedFeatureExtractor)
-        sizes: list[Any] = []  # width and height of an image, the length of a sound
-        for media in items:
-            if media.kind == "image":
-                sizes.append(image_size(media, self.data.max_pixels))
-            else:
-                length = feature_frames(media) if takes_arrays else sound_length(media, sampling_rate(processor))
-                sizes.append(self._collator.check_sound_length(length, processor))
-        known = self._items.setdefault(name, {})
-        key = tuple(_count_patches(size, processor) or size for size in sizes)
-        if key not in known:
-            alone = {value for other, value in known.items() if len(other) == 1}
-            if len(key) == 1 and len(known) >= _ALIKE and len(alone) == 1:
-                return next(iter(alone))
-            with as_sample_errors():
-                shape = (processor.feature_size,) if takes_arrays else ()
-                blanks: list[Any] = [
-                    Image.new("RGB", size) if isinstance(size, tuple) else np.zeros((size, *shape), np.float32)
-                    for size in sizes
-                ]
-                inputs, lengths = self._collator.item_inputs(name, blanks)
-            parts = self._count({**self._text(1), name: inputs}).parts
-            own = [parts[part] for part in (f"{name} encoder", f"{name} projector") if part in parts]
-            known[key] = sum(lengths), sum(part.total + part.recomputed for part in own)
-        return known[key]
+    def measure_work(self, name: str, inputs: Mapping[str, Any]) -> float:
+        parts = self._count({**self._text(1), name: inputs}).parts
+        own = [parts[part] for part in (f"{name} encoder", f"{name} projector") if part in parts]
+        return sum(part.total + part.recomputed for part in own)
 
     def _row_work(self, tokens: int, trained: int) -> float:
         if self._rows is None:
@@ -241,16 +228,3 @@ class SampleSizer:
                 "`data.balance` off."
             )
         return found
-
-
-def _count_patches(size: Any, processor: Any) -> str | None:
-    """Return the number of patches of an image, as a key, where the processor can say it."""
-    inner = getattr(processor, "image_processor", processor)
-    count = getattr(inner, "get_number_of_image_patches", None)
-    # Other processors count crops, whose cut-off parts depend on the size, too.
-    if count is None or "image_grid_thw" not in getattr(inner, "model_input_names", ()):
-        return None
-    try:
-        return f"{count(size[1], size[0], {})} patches"
-    except Exception:  # a size that the processor refuses: it raises again when it gets the image
-        return None

@@ -1,10 +1,10 @@
-"""The data of a run: its sources, and its batches step by step, loaded by workers and copied to the device."""
+"""The data of a run: its sources, and its batches step by step, loaded by workers."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,21 +15,28 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from cornstarch.config import DataConfig, RunConfig, SourceConfig
-from cornstarch.data.collate import CollatedBatch
+from cornstarch.data.collate import ChatCollator, CollatedBatch
 from cornstarch.data.formats import DataSource, JoinedSources, open_sources
+from cornstarch.data.packing_plan import PackedOrder, build_packed_order
 from cornstarch.data.sample import BrokenSample, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder
+from cornstarch.data.token_lengths import TokenLengths, find_lengths_file
+from cornstarch.data.worker_count import allow_open_files
 from cornstarch.errors import ConfigError
 from cornstarch.metrics.metrics import Position
-from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.parallel import distributed
-from cornstarch.parallel.device import DevicePlacement, pin_batch
+from cornstarch.parallel.device import pin_batch
 from cornstarch.parallel.mesh import Replica
 from cornstarch.plan.balancing import SampleAssignment, assign_in_order
-from cornstarch.trees import tensors_in
 
-Deal = Callable[[np.ndarray, int, int], SampleAssignment]
-"""(samples of a step, replicas, microbatches) -> the places of each replica's samples in the step, by microbatch."""
+
+class Deal(Protocol):
+    """Assigns the samples of a step, or its packed rows, to replicas and microbatches, by their places in the step."""
+
+    def __call__(self, numbers: np.ndarray, ranks: int, microbatches: int) -> SampleAssignment: ...
+
+    def deal_rows(self, rows: Sequence[np.ndarray], ranks: int, microbatches: int, size: int) -> SampleAssignment:
+        """Assign at most `size` rows to each microbatch."""
 
 
 class Collator(Protocol):
@@ -75,12 +82,16 @@ class StepLoader:
     number of workers.
 
     A sample that cannot be used is left out of its batch and reported; a batch without any other sample is skipped.
+
+    With `data.packing` a step is a fixed number of rows of `max_length` tokens (`packed`), and every microbatch has
+    the same number of them, some without samples where they do not divide. A sample that is longer than was counted,
+    and no longer fits its row, is left out and reported, too.
     """
 
     source: DataSource
     order: EpochOrder
     collator: Collator
-    batch_size: int  # samples per step
+    batch_size: int  # samples per step; with packing, on average
     accumulation: int = 1  # microbatches per step
     workers: int = 0  # processes that prepare batches; 0: this one
     prefetch: int = 2  # batches that each worker prepares in advance
@@ -93,6 +104,8 @@ class StepLoader:
     epochs: int | None = None  # the epoch before which it ends; None: never
     balancer: Deal | None = None
     """Assigns the samples of a step to replicas. Default: in order, the same number for each."""
+    packed: PackedOrder | None = None
+    """The rows of each step. Default: with `data.packing`, they are planned here."""
     skips: SkipCounter | None = None
     """Default: built from the collator's `skip_limit`. One of several replicas sees its own samples only, and may have
     none: the caller then counts the samples of all."""
@@ -100,7 +113,10 @@ class StepLoader:
 
     def __post_init__(self) -> None:
         step = self.accumulation * self.ranks
-        if self.batch_size % step:
+        if self.collator.data.packing and self.packed is None:
+            lengths = TokenLengths(self.source, check_packing(self.collator), self.workers)
+            self.packed = build_packed_order(self.order, lengths, self.collator.data, self.batch_size)
+        if self.batch_size % step and self.packed is None:
             processes = f" × processes = {self.ranks}" if self.ranks > 1 else ""
             raise ConfigError(
                 f"batch_size = {self.batch_size} is no multiple of accumulation = {self.accumulation}{processes}.\n"
@@ -116,11 +132,13 @@ class StepLoader:
 
     def steps(self, epoch: int) -> int:
         """Return the steps of an epoch; the last may have fewer samples."""
+        if self.packed is not None:
+            return self.packed.steps(epoch)
         return -(-self.order.count(epoch) // self.batch_size)
 
     def __iter__(self) -> Iterator[StepBatch]:
         earlier: list[BrokenSample] = []  # of batches that were skipped as a whole
-        self._counter.begin_epoch(min(self.start[1] * self.batch_size, self.order.count(self.start[0])))
+        self._counter.begin_epoch(count_samples_before(self.order, self.packed, self.batch_size, *self.start))
         asked = time.perf_counter()
         for batch in self._fetch():
             if isinstance(batch, str):
@@ -141,6 +159,7 @@ class StepLoader:
         if not self.workers:
             yield from map(steps.__getitem__, places)
             return
+        allow_open_files()
         loader: DataLoader[StepBatch | str] = DataLoader(
             steps,
             batch_size=None,  # one item of `steps` is a whole step
@@ -165,6 +184,11 @@ class StepLoader:
         size = self.batch_size
         epoch, first = self.start
         while self.epochs is None or epoch < self.epochs:
+            if self.packed is not None:
+                for number, rows, ends_epoch in self.packed.list_steps(epoch, first):
+                    yield _StepPlace(epoch, number, np.empty(0, np.int64), ends_epoch, rows)
+                epoch, first = epoch + 1, 0
+                continue
             numbers = self.order.order(epoch)
             for start in range(first * size, len(numbers), size):
                 end = start + size
@@ -177,6 +201,20 @@ class _StepPlace(NamedTuple):
     batch: int  # its number within the epoch
     numbers: np.ndarray  # sample indices, counted through all sources
     ends_epoch: bool
+    rows: Sequence[np.ndarray] = ()  # the sample indices of packed rows, instead of `numbers`
+
+
+def check_packing(collator: Collator) -> ChatCollator:
+    """Return a collator that packs rows; others never have `data.packing`, which their tasks refuse."""
+    assert isinstance(collator, ChatCollator), type(collator)
+    return collator
+
+
+def count_samples_before(order: EpochOrder, packed: PackedOrder | None, size: int, epoch: int, steps: int) -> int:
+    """Return the number of samples in the first steps of an epoch."""
+    if packed is not None:
+        return packed.count_samples(epoch, steps)
+    return min(steps * size, order.count(epoch))
 
 
 class _StepDataset(Dataset[StepBatch | str]):
@@ -186,27 +224,62 @@ class _StepDataset(Dataset[StepBatch | str]):
         self._source, self._collator = loader.source, loader.collator
         self._rank, self._ranks, self._balancer = loader.rank, loader.ranks, loader.balancer
         self._microbatch_size = loader.batch_size // loader.accumulation
+        self._rows = 0  # of a microbatch, if they are packed
+        if loader.packed is not None:
+            self._rows = loader.packed.rows_per_microbatch(self._ranks, loader.accumulation)
         self._stand_in: CollatedBatch | None = None
 
     def __getitem__(self, place: _StepPlace) -> StepBatch | str:
         skipped: list[BrokenSample] = []
         microbatches: list[CollatedBatch] = []
-        samples, count = 0, -(-len(place.numbers) // self._microbatch_size)
+        samples = 0
         try:
-            if self._balancer is not None:
-                assigned = self._balancer(place.numbers, self._ranks, count)
-            else:
-                assigned = assign_in_order(len(place.numbers), self._ranks, count, self._microbatch_size)
+            assigned = self._deal_rows(place.rows) if self._rows else self._deal_samples(place.numbers)
             for own in assigned[self._rank]:
-                good = self._prepare(place.numbers[own], place.epoch, skipped)
-                samples += len(good)
-                if good:
-                    microbatches.append(self._collator.join(good))
+                if self._rows:
+                    rows = [self._prepare_row(place.rows[row], place.epoch, skipped) for row in own]
+                    rows += [[] for _ in range(self._rows - len(rows))]
+                else:
+                    rows = [self._prepare(place.numbers[own], place.epoch, skipped)]
+                count = sum(map(len, rows))
+                samples += count
+                if count:
+                    microbatches.append(self._join(rows))
                 elif self._ranks > 1:
                     microbatches.append(self._build_stand_in())
         except ConfigError as error:
             return str(error)
         return StepBatch(microbatches, place.epoch, place.batch, skipped, samples, place.ends_epoch)
+
+    def _deal_samples(self, numbers: np.ndarray) -> SampleAssignment:
+        count = -(-len(numbers) // self._microbatch_size)
+        if self._balancer is not None:
+            return self._balancer(numbers, self._ranks, count)
+        return assign_in_order(len(numbers), self._ranks, count, self._microbatch_size)
+
+    def _deal_rows(self, rows: Sequence[np.ndarray]) -> SampleAssignment:
+        size = self._rows * self._ranks  # rows of a microbatch of all replicas
+        count = -(-len(rows) // size)
+        if self._balancer is not None:
+            return self._balancer.deal_rows(rows, self._ranks, count, self._rows)
+        return assign_in_order(len(rows), self._ranks, count, size)
+
+    def _join(self, rows: list[list[Any]]) -> CollatedBatch:
+        return check_packing(self._collator).join_rows(rows) if self._rows else self._collator.join(rows[0])
+
+    def _prepare_row(self, numbers: np.ndarray, epoch: int, skipped: list[BrokenSample]) -> list[Any]:
+        """Return the samples of a row, without those at its end that are longer than was counted."""
+        limit, good, used = self._collator.data.max_length, [], 0
+        for number in numbers.tolist():
+            for sample in self._prepare(np.array([number]), epoch, skipped):
+                length = len(sample.input_ids)
+                if used + length <= limit:
+                    good.append(sample)
+                    used += length
+                    continue
+                reason = f"has {length} tokens, and a sample of its row more than were counted: no room is left for it"
+                skipped.append(BrokenSample(self._source.name(number), reason))
+        return good
 
     def _build_stand_in(self) -> CollatedBatch:
         """Return a batch that can be computed but counts nothing."""
@@ -216,7 +289,7 @@ class _StepDataset(Dataset[StepBatch | str]):
                     break
             else:
                 raise ConfigError(f"Not one of {len(self._source)} samples can be used.")
-            joined = self._collator.join(good)
+            joined = self._join([good, *([] for _ in range(self._rows - 1))])
             self._stand_in = replace(joined, sample_ids=[], tokens=0, trained_tokens=0, items={})
         return self._stand_in
 
@@ -231,65 +304,6 @@ class _StepDataset(Dataset[StepBatch | str]):
         return good
 
 
-# ------------------------------------------------------------------------------------------------ to the device
-
-
-class _PendingCopy(NamedTuple):
-    microbatch: CollatedBatch
-    inputs: dict[str, Any]  # on the device, but not to be read before `done`
-    done: torch.cuda.Event
-
-
-class DevicePrefetcher:
-    """Copies microbatches to a GPU, one ahead, on a stream of its own: on the compute stream, copies would wait."""
-
-    def __init__(self, placement: DevicePlacement) -> None:
-        self._placement = placement
-        self._stream = torch.cuda.Stream(placement.device) if placement.device.type == "cuda" else None
-        self._next: _PendingCopy | None = None
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def begin(self, batch: StepBatch, number: int = 0) -> None:
-        """Start to copy a microbatch, if there is one of this number. Its tensors must not change any more."""
-        if self._stream is None or number >= len(batch.microbatches):
-            return
-        microbatch = batch.microbatches[number]
-        with torch.cuda.stream(self._stream):
-            inputs = self._placement.move_batch(pin_batch(microbatch.inputs))
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        self._next = _PendingCopy(microbatch, inputs, done)
-
-    def inputs(self, batch: StepBatch, number: int) -> dict[str, Any]:
-        """Return a microbatch's inputs on the device, and start to copy the next."""
-        microbatch = batch.microbatches[number]
-        if self._stream is None:
-            return self._placement.move_batch(microbatch.inputs)
-        if self._next is None or self._next.microbatch is not microbatch:
-            self.begin(batch, number)
-        pending, self._next = self._next, None
-        assert pending is not None
-        # Let the compute stream wait for the copy, and measure the wait.
-        stream = torch.cuda.current_stream(self._placement.device)
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
-        stream.wait_event(pending.done)
-        after.record(stream)
-        self._waits.append((before, after))
-        facts = pending.inputs.get("facts")
-        places = facts.places.values() if isinstance(facts, BatchFacts) else ()
-        for tensor in (*tensors_in(pending.inputs), *places):
-            tensor.record_stream(stream)  # or the allocator could reuse its memory for the next copy while it is read
-        self.begin(batch, number + 1)
-        return pending.inputs
-
-    def wait_seconds(self) -> float:
-        """Return the seconds that the GPU waited for copies since the last call, without waits in progress."""
-        over = [pair for pair in self._waits if pair[1].query()]
-        self._waits = [pair for pair in self._waits if pair not in over]
-        return sum(before.elapsed_time(after) for before, after in over) / 1000
-
-
 # ------------------------------------------------------------------------------------------------ the data of a run
 
 _TRIED = 20  # samples of a source, to find one that can be used
@@ -300,14 +314,56 @@ class RunData:
     config: RunConfig
     train: JoinedSources
     evaluation: Mapping[str, DataSource]  # by name
+    packed: PackedOrder | None = None  # the rows of each step, with `data.packing` (`plan_packing`)
 
     @cached_property
     def order(self) -> EpochOrder:
         data = self.config.data
         return EpochOrder(self.train.lengths, [source.weight for source in data.train], self.config.seed, data.shuffle)
 
+    def plan_packing(self, collator: Collator, workers: int = 0) -> RunData:
+        """Return the data with the rows of all steps, if they are packed; all ranks must call it, and count together.
+
+        Without `loop.steps` all samples are counted, because the learning rate depends on the number of steps.
+        """
+        data, loop = self.config.data, self.config.loop
+        if not data.packing:
+            return self
+        chat = check_packing(collator)
+        file = find_lengths_file(chat, data.train, self.config.model.model_dump(mode="json"))
+        lengths = TokenLengths(self.train, chat, workers, file)
+        with lengths.share():
+            if loop.steps is None:
+                lengths(np.arange(len(self.train)))
+            packed = build_packed_order(self.order, lengths, data, loop.batch_size)
+            found = replace(self, packed=packed)
+            packed.plan_steps(found.total_steps())
+        return found
+
     def steps_of_epoch(self, epoch: int) -> int:
-        return -(-self.order.count(epoch) // self.config.loop.batch_size)
+        if self.packed is None:
+            return -(-self.order.count(epoch) // self.config.loop.batch_size)
+        if self.config.loop.steps is None:
+            return self.packed.steps(epoch)
+        return self.packed.estimate_steps(epoch)  # not all lengths are known
+
+    def describe_steps(self, ranks: int) -> str:
+        """Return the size of a step, and a hint if the rows of a step do not divide over replicas and microbatches."""
+        loop, packed = self.config.loop, self.packed
+        if packed is None:
+            return f"{loop.batch_size} samples"
+        rows, length = packed.rows_per_step, packed.max_length
+        each = packed.rows_per_microbatch(ranks, loop.gradient_accumulation_steps)
+        computed = -(-rows // (each * ranks)) * each * ranks
+        text = f"{rows} packed row{'s' if rows > 1 else ''} of {length:,} tokens"
+        if computed > rows:
+            unit = ranks * loop.gradient_accumulation_steps
+            tokens = -(-rows // unit) * unit * length
+            text += (
+                f" (and {computed - rows} empty: {rows} do not divide over {ranks} replicas × "
+                f"{loop.gradient_accumulation_steps} microbatches; data.tokens_per_step={tokens} would)"
+            )
+        return text
 
     def total_steps(self) -> int:
         loop = self.config.loop
@@ -321,21 +377,30 @@ class RunData:
     def build_skip_counter(self, position: Position) -> SkipCounter:
         """Return the counter of the samples that all ranks skip, from a position on."""
         counter = SkipCounter(self.config.data.skip_limit, gather=distributed.all_gather_json)
-        counter.begin_epoch(min(position.batch * self.config.loop.batch_size, self.order.count(position.epoch)))
+        size = self.config.loop.batch_size
+        counter.begin_epoch(count_samples_before(self.order, self.packed, size, position.epoch, position.batch))
         return counter
 
-    def peek_batch(self, collator: Collator) -> CollatedBatch | None:
-        """Return a batch with the first usable sample of each training source; None if there is none."""
+    def peek_batch(self, collator: Collator, count: int = 1) -> CollatedBatch | None:
+        """Return a batch with the first usable samples of each training source; None if there are none."""
         prepared: list[Any] = []
         for source in self.train.sources:
+            wanted = len(prepared) + count
             for index in range(min(len(source), _TRIED)):
                 with suppress(SampleError):
                     prepared.append(collator.prepare(source[index]))
+                if len(prepared) == wanted:
                     break
         return collator.join(prepared) if prepared else None
 
     def build_loader(
-        self, collator: Collator, position: Position, replica: Replica, balancer: Deal | None, pin: bool
+        self,
+        collator: Collator,
+        position: Position,
+        replica: Replica,
+        balancer: Deal | None,
+        workers: int,
+        pin: bool,
     ) -> StepLoader:
         """Return the loader of a replica's batches, from a position on; `pin` copies them to pinned memory."""
         loop, data = self.config.loop, self.config.data
@@ -345,7 +410,7 @@ class RunData:
             collator,
             loop.batch_size,
             loop.gradient_accumulation_steps,
-            workers=data.workers,
+            workers=workers,
             prefetch=data.prefetch,
             pin=pin,
             start=(position.epoch, position.batch),
@@ -353,6 +418,7 @@ class RunData:
             ranks=replica.count,
             epochs=None if loop.steps is not None else math.ceil(loop.epochs or 1.0),
             balancer=balancer,
+            packed=self.packed,
         )
 
 

@@ -16,6 +16,7 @@ from cornstarch.kernels.compile_log import CompileLog
 from cornstarch.kernels.fp8 import MIN_DIM, Scaling, explain_no_fp8, multiply_in_fp8
 from cornstarch.kernels.fused_loss import fuse_head_with_loss
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.item_encoders import attend_within_items
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from cornstarch.plan.plan import Plan
@@ -32,6 +33,8 @@ class Acceleration:
     """By part: layers that are to be compiled."""
     compile_log: CompileLog = field(default_factory=CompileLog)
     """What torch compiled of them so far, how often, and which run eagerly after all."""
+    packed: list[str] = field(default_factory=list)
+    """Encoders of items of any size that attend to all items of a batch at once."""
     fused_loss: bool = False
     """Whether the loss is computed without all logits."""
     fp8: dict[str, int] = field(default_factory=dict)
@@ -67,8 +70,8 @@ def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
     for name, module in plan.modules.items():
         if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
             found[name] = "the schedule takes the backward pass of its layers apart"
-        elif module.tp > 1 or module.cp > 1:
-            found[name] = "its layers talk to other ranks (tp, cp)"
+        elif module.cp > 1:
+            found[name] = "its attention talks to other ranks (cp)"
     return found
 
 
@@ -94,12 +97,14 @@ def accelerate_model(
     whole: Mapping[str, str] | None = None,
     log: Callable[[str], None] = lambda text: None,
     fp8: Fp8Mode = "off",
+    has_stages: bool = False,
 ) -> Acceleration:
     """Make a parallelized model compute quickly, in place; names and values of parameters stay.
 
     `compile`: with `layers`, a layer that cannot be compiled is an error. Of the activations of compiled layers the
     fraction `activation_budget` is kept for the backward pass. Parts in `whole` are not compiled, for the reason given.
-    `fp8`: large linear layers in trained parts multiply in fp8, scaled by rows or by matrices.
+    `fp8`: large linear layers in trained parts multiply in fp8, scaled by rows or by matrices. `has_stages`: the model
+    was split into stages, whose inputs were recorded with the attention that encoders have.
     """
     check_fp8(fp8, device)
     speed, whole = Acceleration(log=log), whole or {}
@@ -110,6 +115,8 @@ def accelerate_model(
     if isinstance(model, MultimodalModel):
         parts = {name: encoder.module for name, encoder in encoders.items()}
         parts["language_model"] = model.language_model
+    if not has_stages:
+        speed.packed = attend_within_items(model, speed.note)
     for part in parts.values():
         why = fuse_head_with_loss(unwrap(part))
         speed.fused_loss = speed.fused_loss or why is None

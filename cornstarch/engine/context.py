@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,12 +21,7 @@ from cornstarch.plan.plan import Plan
 def build_layout(plan: Plan) -> Layout:
     """Return which rank holds what; refuses a plan that the runtime cannot execute, also in one process."""
     check_executable(plan)
-    return Layout.of(plan, distributed.world_size(), ranks_per_node())
-
-
-def ranks_per_node() -> int:
-    """Return the number of processes of this run on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+    return Layout.of(plan, distributed.world_size(), distributed.ranks_per_node())
 
 
 def check_process_group(what: str = "Make the trainer", otherwise: str = "use `cornstarch train`") -> None:

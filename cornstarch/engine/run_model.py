@@ -107,7 +107,7 @@ class RunModel:
             seed_all(config.seed + context.replica.token_shard)
         whole, fraction = find_uncompiled_modules(context.plan, context.world_size), config.loop.activation_fraction
         self.acceleration = accelerate_model(
-            self.module, context.device, config.compile, fraction, whole, log, config.fp8
+            self.module, context.device, config.compile, fraction, whole, log, config.fp8, context.is_pipeline
         )
         if self.parallel.pipeline is None and isinstance(self.module, MultimodalModel):
             for encoder in self.module.encoders.values():

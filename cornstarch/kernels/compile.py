@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ from cornstarch.compat import (
 )
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile_log import CompileLog, shorten_guard
+from cornstarch.models.multimodal_language_model.item_encoders import is_item_attention, takes_bounds
 
 OnFailure = Callable[[str], None]
 
@@ -137,8 +137,8 @@ class CompiledForward:
 class UncompiledForward:
     """The forward of attention that loops over the items of a row, excluded from compilation.
 
-    Encoders over the patches of many images (Qwen2-VL) do so where no kernel takes the lengths of images. A graph of
-    the loop would be specialized to the number of images, and every other number would compile again.
+    Encoders that `attend_within_items` refused do so. A graph of the loop would be specialized to the number of items,
+    and every other number would compile again.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -172,10 +172,13 @@ def compile_layers(
         forward = wrapper.inner if isinstance(wrapper, CheckpointedForward) else layer.forward
         if isinstance(forward, CompiledForward):
             continue
-        for module in layer.modules():
-            if module is not layer and "cu_seqlens" in inspect.signature(module.forward).parameters:
+        item_modules = [module for module in layer.modules() if takes_bounds(module)]
+        for module in item_modules:
+            if module is not layer and not is_item_attention(module):
                 module.__dict__["forward"] = UncompiledForward(module)
-        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, options)
+        # The first batch says nothing about the number of items and tokens of the next.
+        own = {"dynamic": True, **options} if any(map(is_item_attention, item_modules)) else options
+        replacement = CompiledForward(forward, layer, on_failure, log, part, any_rows, own)
         if isinstance(wrapper, CheckpointedForward):
             wrapper.inner = replacement
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,6 +22,11 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def ranks_per_node() -> int:
+    """Return the number of processes of this run on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def is_single_process() -> bool:

@@ -81,12 +81,15 @@ def assign_in_order(count: int, ranks: int, microbatches: int, size: int | None 
     return tuple(tuple(pieces[m][r].astype(np.int64) for m in range(microbatches)) for r in range(ranks))
 
 
-def balance(costs: SampleCosts, ranks: int, microbatches: int = 1, padded: bool = False) -> SampleAssignment:
+def balance(
+    costs: SampleCosts, ranks: int, microbatches: int = 1, padded: bool = False, least: int = 1
+) -> SampleAssignment:
     """Return an assignment that makes every phase even, over replicas first, then over microbatches.
 
-    `costs` is [D, N], in any unit. Each microbatch of each of the `ranks` replicas has at least one sample if there are
-    enough. The heaviest microbatches of all replicas come first, so that they run at the same time. `padded`: rows of
-    the language model are padded to the longest of their microbatch, so each costs as much as the most expensive one.
+    `costs` is [D, N], in any unit. Each microbatch of each of the `ranks` replicas has `least` samples if there are
+    enough; if there are no more than that, exactly so many. The heaviest microbatches of all replicas come first, so
+    that they run at the same time. `padded`: rows of the language model are padded to the longest of their microbatch,
+    so each costs as much as the most expensive one.
     """
     if costs.ndim != 2 or ranks < 1 or microbatches < 1:
         raise ConfigError(
@@ -99,7 +102,10 @@ def balance(costs: SampleCosts, ranks: int, microbatches: int = 1, padded: bool 
     if padded and costs.size:
         total = max(total, costs.shape[1] * float(costs[-1].max()))
     work = np.rint(costs.T * (_TOTAL / total)).astype(np.int64) if total else np.zeros(costs.T.shape, np.int64)
-    balanced = (_balance_padded if padded else _balance_packed)(work, ranks, microbatches)
+    if padded:
+        balanced = _balance_padded(work, ranks, microbatches)
+    else:
+        balanced = _balance_packed(work, ranks, microbatches, least)
     plain = assign_in_order(len(work), ranks, microbatches)  # can be better where samples are nearly equal
     return plain if _step_time(work, plain, padded) < _step_time(work, balanced, padded) else balanced
 
@@ -134,12 +140,12 @@ def find_dominated_phases(costs: SampleCosts, ranks: int) -> list[bool]:
     return [bool(phase.max(initial=0.0) * ranks > phase.sum()) for phase in costs]
 
 
-def _balance_packed(work: Integers, ranks: int, microbatches: int) -> SampleAssignment:
-    owners = _assign_bins(work, ranks, microbatches)
+def _balance_packed(work: Integers, ranks: int, microbatches: int, least: int) -> SampleAssignment:
+    owners = _assign_bins(work, ranks, microbatches * least)
     assignment = []
     for rank in range(ranks):
         mine = np.flatnonzero(owners == rank)
-        inner = _assign_bins(work[mine], microbatches, 1)
+        inner = _assign_bins(work[mine], microbatches, least)
         own = [mine[inner == microbatch] for microbatch in range(microbatches)]
         assignment.append(_sort_heaviest_first(own, [int(work[samples].sum()) for samples in own]))
     return tuple(assignment)

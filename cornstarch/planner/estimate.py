@@ -99,7 +99,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     assert not needs_prediction(plan), "estimate_plan predicts it"
     model, precision = build_run_model(config, device)
     parts = split_into_parts(model, config.model, config.optimizer)
-    rows = -(-loop.batch_size // (loop.gradient_accumulation_steps * world))
+    rows = -(-config.rows_per_step // (loop.gradient_accumulation_steps * world))
 
     @cache
     def get_activations(casts_weights: bool) -> tuple[Activations | None, list[str]]:
@@ -350,7 +350,7 @@ def estimate_network(config: RunConfig, device: Device, world: int, link: Link) 
 def _estimate_step(config: RunConfig, cost: RunCost, device: Device, world: int) -> StepTime:
     """Return the time of a step on one of several ranks, without communication."""
     microbatches = config.loop.gradient_accumulation_steps
-    rows = max(1, config.loop.batch_size // (microbatches * world))
+    rows = max(1, config.rows_per_step // (microbatches * world))
     nothing = Link(float("inf"), 0.0)
     links = GroupLinks(nothing, nothing, nothing)
     forward = backward = optimizer = 0.0

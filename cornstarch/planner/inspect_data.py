@@ -5,6 +5,7 @@ No image or sound is decoded, and a composed model is built without weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,16 +18,16 @@ from cornstarch.cost.flops import FlopCounter
 from cornstarch.data.collate import ChatCollator
 from cornstarch.data.data_report import select_evenly
 from cornstarch.data.formats import DataSource, open_sources
-from cornstarch.data.load_balancing import SampleSize, SampleSizer
+from cornstarch.data.load_balancing import LoadBalancer, SampleSize, SampleSizer
 from cornstarch.data.loader import Collator
+from cornstarch.data.packing_plan import fill_rows
 from cornstarch.data.sample import BrokenSample, SampleError, SampleTooLongError
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.engine.recompute import recompute_activations
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing
 from cornstarch.plan import balancing
-from cornstarch.plan.balancing import SampleAssignment, SampleCosts, balance, compute_loads
+from cornstarch.plan.balancing import SampleCosts, balance, compute_loads
 from cornstarch.plan.data_statistics import DataStatistics
 from cornstarch.tasks.build import build_task
 from cornstarch.tasks.build_model import build_model
@@ -100,6 +101,12 @@ class Inspection:
         return np.array([min(size.tokens, self.config.data.max_length) for size in self.sizes])
 
     @property
+    def fill(self) -> float:
+        """The fraction of tokens in packed rows that are no padding, over an epoch of the inspected samples."""
+        rows = _pack_rows(self, np.arange(len(self.sizes)))
+        return float(self.lengths.sum()) / (len(rows) * self.config.data.max_length)
+
+    @property
     def facts(self) -> DataStatistics:
         weights = [one.weight * one.samples / one.good for one in self.sources for _ in range(one.good)]
 
@@ -145,8 +152,7 @@ def inspect_data(config: RunConfig, most: int | None = None, progress: Progress 
         first = "".join(f"\n  {sample}" for sample in [*found.broken, *found.too_long][:5])
         inspected = sum(one.looked_at for one in found.sources)
         raise ConfigError(f"Not one of {inspected} samples can be used. The first of them:{first}")
-    costs, lengths, microbatches = found.costs, found.lengths, config.loop.gradient_accumulation_steps
-    steps = [(costs[:, one], lengths[one]) for one in _draw_steps(found)]
+    microbatches, steps = config.loop.gradient_accumulation_steps, _draw_steps(found)
     powers = (2**k for k in range(_MOST_REPLICAS.bit_length()))
     replicas = [n for n in powers if config.loop.batch_size // microbatches % n == 0]
     found.waits.extend(_compute_imbalance(n, microbatches, steps, found) for n in replicas)
@@ -185,35 +191,58 @@ def _draw_steps(found: Inspection) -> list[np.ndarray]:
     return [numbers[step * size : (step + 1) * size] for step in range(count)]
 
 
+def _pack_rows(found: Inspection, numbers: np.ndarray) -> list[np.ndarray]:
+    data, lengths = found.config.data, found.lengths
+    rows = fill_rows(numbers, lengths.__getitem__, data.max_length, data.packing_buffer)
+    return [np.array(row) for row in rows]
+
+
 def _compute_imbalance(
-    replicas: int, microbatches: int, steps: Sequence[tuple[SampleCosts, np.ndarray]], found: Inspection
+    replicas: int, microbatches: int, steps: Sequence[np.ndarray], found: Inspection
 ) -> LoadImbalance:
-    times, least, heavy = np.zeros(4), 0.0, np.zeros(len(found.phases), bool)
-    for costs, lengths in steps:
+    all_costs, times, least = found.costs, np.zeros(2), 0.0
+    heavy = np.zeros(len(found.phases), bool)
+    for numbers in steps:
+        costs = all_costs[:, numbers]
         in_order = balancing.assign_in_order(costs.shape[1], replicas, microbatches)
-        limit = found.config.data.max_length
-        ways = [
-            compute_loads(costs, in_order, True),
-            compute_loads(costs, balance(costs, replicas, microbatches, padded=True), True),
-            _pack_loads(costs, lengths, in_order, limit),
-            _pack_loads(costs, lengths, balance(costs, replicas, microbatches), limit),
-        ]
-        times += [balancing.compute_step_work(way) for way in ways]
+        ways = [in_order, balance(costs, replicas, microbatches, padded=True)]
+        times += [balancing.compute_step_work(compute_loads(costs, way, True)) for way in ways]
         least += float(costs.sum()) / replicas
         heavy |= np.array(balancing.find_dominated_phases(costs, replicas)) & (replicas > 1)
-    padded, padded_balanced, packed, packed_balanced = (times / max(least, 1e-30)).tolist()
+    padded, padded_balanced = (times / max(least, 1e-30)).tolist()
+    packed, packed_balanced = _compute_packed_times(replicas, microbatches, steps, found)
     names = tuple(name for name, is_heavy in zip(found.phases, heavy, strict=True) if is_heavy)
-    samples = steps[0][0].shape[1] / replicas / microbatches
+    samples = len(steps[0]) / replicas / microbatches
     return LoadImbalance(replicas, samples, padded, padded_balanced, packed, packed_balanced, names)
 
 
-def _pack_loads(costs: SampleCosts, lengths: np.ndarray, dealt: SampleAssignment, limit: int) -> np.ndarray:
-    """Return the work of packed samples; all rows of a microbatch are padded to its fullest row."""
-    found = compute_loads(costs, dealt)
-    for rank, microbatches in enumerate(dealt):
-        for number, places in enumerate(microbatches):
-            if len(places):
-                rows = first_fit_decreasing(lengths[places].tolist(), limit)
-                fullest = max(int(lengths[places][row].sum()) for row in rows)
-                found[rank, number, -1] *= len(rows) * fullest / lengths[places].sum()
-    return found
+def _compute_packed_times(
+    replicas: int, microbatches: int, steps: Sequence[np.ndarray], found: Inspection
+) -> tuple[float, float]:
+    """Return the time of packed steps over the least possible, for rows in order and balanced."""
+    data, lengths = found.config.data, found.lengths
+    balancer = LoadBalancer(found.costs, padded=False)
+    per_step = data.tokens_per_step or found.config.loop.batch_size * float(lengths.mean())
+    count = max(math.ceil(per_step / data.max_length - 1e-9), 1)
+    rows = _pack_rows(found, np.concatenate(steps))
+    size = -(-count // (replicas * microbatches))
+    padding = float(balancer.costs[-1].sum()) / max(int(lengths.sum()), 1)  # work of a token of padding
+    times, least = np.zeros(2), 0.0
+    for begin in range(0, len(rows), count):
+        some = rows[begin : begin + count]
+        if begin and len(some) < count:
+            break  # the end of an epoch
+        used = -(-len(some) // (size * replicas))
+        costs = np.stack([balancer.costs[:, row].sum(1) for row in some], axis=1)
+        tokens = np.array([[lengths[row].sum() for row in some]], float)
+        ways = (
+            balancing.assign_in_order(len(some), replicas, used, size * replicas),
+            balancer.deal_rows(some, replicas, used, size),
+        )
+        for place, dealt in enumerate(ways):
+            loads = compute_loads(costs, dealt)
+            loads[..., -1] += (size * data.max_length - compute_loads(tokens, dealt)[..., 0]) * padding
+            times[place] += balancing.compute_step_work(loads)
+        least += float(costs.sum()) / replicas
+    packed, balanced = (times / max(least, 1e-30)).tolist()
+    return packed, balanced

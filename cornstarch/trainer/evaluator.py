@@ -20,10 +20,12 @@ from cornstarch.config import RunConfig
 from cornstarch.config.run_folder import SAMPLES
 from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.formats import DataSource
-from cornstarch.data.loader import StepLoader
+from cornstarch.data.loader import StepLoader, check_packing
 from cornstarch.data.media import load_audio, load_image
+from cornstarch.data.packing_plan import PackedOrder
 from cornstarch.data.sample import BrokenSample, Media, MediaKind, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder, ShuffledMedia
+from cornstarch.data.token_lengths import TokenLengths
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import run_eagerly
 from cornstarch.metrics.metrics import Position
@@ -64,7 +66,8 @@ class Evaluator:
     """Evaluates a task on sources, given by name; training goes on as if nothing had happened.
 
     `replica` has the ranks that evaluate the same samples, `pipeline` this rank's stages, if the model is split into
-    stages, and `use_weights` makes the context in which the model has the weights that it would be used with.
+    stages, and `use_weights` makes the context in which the model has the weights that it would be used with. Batches
+    have the shape of `packed`, the rows of the training data, if there are any; `workers` processes prepare them.
     """
 
     def __init__(
@@ -76,9 +79,13 @@ class Evaluator:
         replica: Replica | None = None,
         pipeline: Pipeline | None = None,
         use_weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        packed: PackedOrder | None = None,
+        workers: int = 0,
     ) -> None:
         self._task, self._config, self._sources, self._placement = task, config, dict(sources), placement
         self._replica, self._pipeline, self._use_weights = replica or Replica.here(), pipeline, use_weights
+        self._packed, self._workers = packed, workers
+        self._lengths: dict[str, TokenLengths] = {}  # of packed samples, by the description of their source
 
     def evaluate(self) -> Evaluation:
         return self._evaluate_sources(lambda source: source)
@@ -180,12 +187,27 @@ class Evaluator:
         loop, data, replica = self._config.loop, self._config.data, self._replica
         order = EpochOrder([len(source)], [1.0], seed=0, shuffle=False)
         size = loop.batch_size // loop.gradient_accumulation_steps // replica.count * replica.count
-        workers = min(data.workers, -(-len(source) // size))
+        workers = min(self._workers, -(-len(source) // size))
         ranks: dict[str, Any] = {"rank": replica.index, "ranks": replica.count}
+        ranks["packed"] = self._pack_rows(source, order)
         loader = StepLoader(
             source, order, self._task.collator, size, workers=workers, prefetch=data.prefetch, epochs=1, **ranks
         )
         return iter(loader)
+
+    def _pack_rows(self, source: DataSource, order: EpochOrder) -> PackedOrder | None:
+        """Return the rows of a source, as many at a time as a training microbatch of all replicas has."""
+        collator, data = self._task.collator, self._config.data
+        if self._packed is None:
+            return None
+        if source.description not in self._lengths:
+            lengths = TokenLengths(source, check_packing(collator), self._workers)
+            with lengths.share():
+                lengths(order.order(0))
+            self._lengths[source.description] = lengths
+        count = self._replica.count
+        rows = self._packed.rows_per_microbatch(count, self._config.loop.gradient_accumulation_steps) * count
+        return PackedOrder(order, self._lengths[source.description], data.max_length, rows, data.packing_buffer)
 
 
 def record_best(config: RunConfig, position: Position, record: Mapping[str, Any]) -> tuple[float, bool]:

@@ -86,7 +86,8 @@ class MetricsLogger:
         how = kind if compression == "none" else f"{kind}, {compression}"
         several = f" in {trainer.ranks} processes ({how})" if trainer.ranks > 1 else ""
         self.log(
-            f"{self._config.folder}: {trainer.total_steps:,} steps of {self._config.loop.batch_size} samples on "
+            f"{self._config.folder}: {trainer.total_steps:,} steps of "
+            f"{trainer.data.describe_steps(trainer.replica.count)} on "
             f"{trainer.placement.device} in {_precision(trainer)}{several}"
         )
         if resumed_from is not None and not trainer.position.ended:

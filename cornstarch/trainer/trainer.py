@@ -17,12 +17,14 @@ from cornstarch.checkpoint.weights import open_store
 from cornstarch.config import RunConfig
 from cornstarch.config.config_file import load_config
 from cornstarch.config.run_folder import PLAN, RunFolder, check_trace
+from cornstarch.data.device_prefetcher import DevicePrefetcher
 from cornstarch.data.formats import JoinedSources
 from cornstarch.data.load_balancing import build_balancer, describe_gain
-from cornstarch.data.loader import DevicePrefetcher, StepBatch, StepLoader, open_data
+from cornstarch.data.loader import StepBatch, StepLoader, open_data
+from cornstarch.data.run_workers import choose_workers
 from cornstarch.data.sample import SkipCounter
 from cornstarch.engine.acceleration import check_fp8
-from cornstarch.engine.context import DistributedContext, build_layout, check_process_group, ranks_per_node
+from cornstarch.engine.context import DistributedContext, build_layout, check_process_group
 from cornstarch.engine.failure import LossWatch, SharedFailure, StopSignal, out_of_memory
 from cornstarch.engine.plan_requirements import check_optimizer
 from cornstarch.engine.run_model import RunModel, build_train_state
@@ -90,7 +92,7 @@ class Trainer:
         check_process_group()
         self._auto_plan = None
         if config.parallel.auto:
-            self._auto_plan = choose_plan(config, distributed.world_size(), ranks_per_node(), device)
+            self._auto_plan = choose_plan(config, distributed.world_size(), distributed.ranks_per_node(), device)
             config = self._auto_plan.config
         self.config, self._layout = config, build_layout(config.parallel)
         check_optimizer(config, self._layout)
@@ -238,6 +240,9 @@ class Trainer:
 
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
+        device, collator = self.placement.device, self.task.collator
+        self._workers = choose_workers(self.data, collator, self.replica, device, self.logger.log)
+        self.data = self.data.plan_packing(collator, self._workers)
         config, data, flops = self.config, self.data, self.run_model.flops
         self.total_steps = data.total_steps()
         state = build_train_state(config, self.context, self.task, self.run_model, self.total_steps)
@@ -249,15 +254,16 @@ class Trainer:
         self._counter = kind(list(self.task.modalities()), self.replica.size, lambda: signal.is_set, count_flops)
         self._balancer = build_balancer(config, self.task.collator, data.train, flops.step, self._layout, self.folder)
         if self._balancer is not None:
-            self.logger.log(describe_gain(self._balancer, data.order, config, self.replica.count))
+            self.logger.log(describe_gain(self._balancer, data, self.replica.count))
 
         self.watch = LossWatch(config, self.placement)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)
         use_weights = state.use_evaluation_weights
         self.evaluator = Evaluator(
-            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights
-        )
+            self.task, config, data.evaluation, self.placement, self.replica, self.pipeline, use_weights, data.packed,
+            self._workers,
+        )  # fmt: skip
         self._checkpointer = Checkpointer(self.checkpoints, state, self.logger.log_checkpoint)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -320,8 +326,8 @@ class Trainer:
 
     def build_loader(self) -> StepLoader:
         """Return the loader of the batches that are left; `batches` is what a loop wants."""
-        pin = self.placement.device.type == "cuda"
-        return self.data.build_loader(self.task.collator, self.position, self.replica, self._balancer, pin)
+        pin, own = self.placement.device.type == "cuda", (self.replica, self._balancer, self._workers)
+        return self.data.build_loader(self.task.collator, self.position, *own, pin)
 
     def step(self, batch: StepBatch) -> StepResult:
         """Do one optimizer step: forward and backward of every microbatch, then the weights.

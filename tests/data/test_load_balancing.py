@@ -22,7 +22,7 @@ from cornstarch.data.load_balancing import (
     describe_gain,
     measure_costs,
 )
-from cornstarch.data.loader import StepLoader
+from cornstarch.data.loader import StepLoader, open_data
 from cornstarch.data.sample import Media, Message, Sample, SampleError, SampleTooLongError
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.errors import ConfigError
@@ -115,7 +115,7 @@ def test_resumed_batches_are_bit_equal(tmp_path: Path, workers: int) -> None:
     data = BalancedData(tmp_path, packing=True)
     options: dict[str, Any] = {"rank": 1, "ranks": 2, "accumulation": 2}
     whole = list(data.loader(**options))
-    for done in (0, 1, 4, 7) if workers else range(len(whole)):
+    for done in (0, 1, len(whole) // 2, len(whole) - 1) if workers else range(len(whole)):
         start = (whole[done].epoch, whole[done].index)
         rest = list(data.loader(start=start, workers=workers, **options))
         assert len(rest) == len(whole) - done
@@ -189,9 +189,24 @@ def test_gain_is_described(tmp_path: Path) -> None:
     found = balancer(tmp_path)
     assert found is not None
     config = tiny_config(tmp_path)
-    order = EpochOrder([found.costs.shape[1]], [1.0], 0, True)
-    line = describe_gain(found, order, config, 2)
+    line = describe_gain(found, open_data(config), 2)
     assert "the slowest replica has 1." in line and "first 7 steps" in line
+
+
+def test_gain_of_packed_rows_is_described(tmp_path: Path) -> None:
+    found = balancer(tmp_path, packing=True)
+    assert found is not None
+    config = tiny_config(tmp_path, data={"packing": True, "max_length": 40, "tokens_per_step": 160})
+    data = open_data(config).plan_packing(ChatCollator(processor_for(vision="clip")[0], config.data))
+    assert "the slowest replica has 1." in describe_gain(found, data, 2)
+
+
+def test_balanced_rows_are_equally_many(tmp_path: Path) -> None:
+    data = BalancedData(tmp_path, packing=True)
+    rows = [np.array([2 * number, 2 * number + 1]) for number in range(7)]
+    dealt = data.balancer.deal_rows(rows, 2, 2, 2)
+    assert sorted(place for own in dealt for places in own for place in places.tolist()) == list(range(7))
+    assert sorted(len(places) for own in dealt for places in own) == [1, 2, 2, 2]
 
 
 def test_other_tasks_are_refused(tmp_path: Path) -> None:

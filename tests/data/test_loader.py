@@ -73,12 +73,16 @@ def assert_equal(found: StepBatch, expected: StepBatch) -> None:
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_is_exact_everywhere(files: Path, packing: bool, workers: int) -> None:
-    """Two epochs of four steps: from each of the eight places on, the rest is what it would have been."""
+    """Two epochs of four steps (packed: of several): from each place on, the rest is what it would have been."""
     processor, _ = processor_for(vision="clip", audio="whisper")
-    data = data_config(files, packing=packing, skip_limit=0.5, max_length=100)
+    limits: dict[str, Any] = {"packing_buffer": 4, "tokens_per_step": 100} if packing else {}
+    data = data_config(files, packing=packing, skip_limit=0.5, max_length=50 if packing else 100, **limits)
     options: dict[str, Any] = {"accumulation": 2, "epochs": 2}
-    whole = list(loader(data, processor, **options))
-    assert [(batch.epoch, batch.index) for batch in whole] == [(e, i) for e in range(2) for i in range(4)]
+    first = loader(data, processor, **options)
+    whole = list(first)
+    steps = [first.steps(0), first.steps(1)] if packing else [4, 4]
+    assert min(steps) > 1 and sum(steps) > 4
+    assert [(batch.epoch, batch.index) for batch in whole] == [(e, i) for e in range(2) for i in range(steps[e])]
     for done in range(len(whole) + 1):
         last = whole[done - 1] if done else None
         start = (last.epoch, last.index + 1) if last else (0, 0)

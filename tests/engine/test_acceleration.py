@@ -41,10 +41,11 @@ def test_layers_of_every_part_are_compiled_on_request() -> None:
 
 
 def test_parts_that_talk_to_others_are_left_with_the_reason() -> None:
-    plan = Plan(modules={"vision": ModulePlan(), "language_model": ModulePlan(tp=2)})
+    plan = Plan(modules={"vision": ModulePlan(), "language_model": ModulePlan(cp=2)})
     whole = find_uncompiled_modules(plan, ranks=2)
-    assert list(whole) == ["language_model"] and "(tp, cp)" in whole["language_model"]
+    assert list(whole) == ["language_model"] and "(cp)" in whole["language_model"]
     assert find_uncompiled_modules(plan, ranks=1) == {}
+    assert find_uncompiled_modules(Plan(modules={"model": ModulePlan(tp=2)}), ranks=2) == {}
     with pytest.raises(ConfigError, match=r"language_model cannot be compiled: .*Use compile: auto"):
         accelerate_model(composed(), CPU, "layers", whole=whole)
     told: list[str] = []

@@ -14,6 +14,7 @@ from cornstarch.attention.mask import MaskSpec
 from cornstarch.kernels.compile import CompiledForward, compile_layers, run_eagerly
 from cornstarch.kernels.compile_log import CompileLog
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.models.multimodal_language_model.item_encoders import attend_within_items
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from tests import zoo
 from tests.kernels.uncompile import uncompile_layers
@@ -99,6 +100,36 @@ def test_any_number_of_images_computes_the_same_and_does_not_recompile(name: str
     compare_images(other, right, part.inputs(2))
     uncompile_layers(wrapping_units(encoder))
     assert not any("forward" in module.__dict__ for module in encoder.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "pixtral"])
+def test_layers_over_items_of_any_size_compile_whole_and_once(name: str) -> None:
+    part = zoo.ENCODERS[name]
+    encoder = part.build()
+    right = copy.deepcopy(encoder)
+    assert attend_within_items(encoder) == [type(encoder).__name__]
+    layers = wrapping_units(encoder)
+    compile_layers(layers, fullgraph=True, backend=BACKEND)  # no graph break is possible
+    before = compile_counts()["graphs"]
+    known = None
+    for number, images in enumerate((2, 5, 1, 3, 6, 4)):
+        found, expected = (differentiate_images(one, part.inputs(images)) for one in (encoder, right))
+        assert found.keys() == expected.keys()
+        for key, one in expected.items():
+            assert float((found[key] - one).norm()) <= 1e-5 * float(one.norm()), key
+        if number == 1:
+            known = compile_counts()
+    assert compile_counts() == known  # nothing after the second number of images
+    assert known["graphs"] - before <= 3
+
+
+def differentiate_images(encoder: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return an encoder's output and the gradients of its parameters."""
+    encoder.zero_grad()
+    output = encoder(**inputs)[0]
+    output.square().sum().backward()
+    gradients = {name: one.grad.clone() for name, one in encoder.named_parameters() if one.grad is not None}
+    return {"output": output.detach(), **gradients}
 
 
 def compare_images(encoder: nn.Module, right: nn.Module, inputs: dict[str, Tensor]) -> None:

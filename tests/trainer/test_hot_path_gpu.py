@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from cornstarch.data.collate import CollatedBatch
-from cornstarch.data.loader import DevicePrefetcher, StepBatch
+from cornstarch.data.device_prefetcher import DevicePrefetcher
+from cornstarch.data.loader import StepBatch
 from cornstarch.models.multimodal_language_model.facts import BatchFacts
 from cornstarch.parallel.device import DevicePlacement, Reading
 from tests.trainer.tiny import losses, tiny_config, trainer_of

@@ -33,6 +33,7 @@ def pack(
     pad_token_id: int = 0,
     pad_to: int | Callable[[int], int] | None = None,
     token_keys: Sequence[str] = (),
+    rows: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Put samples into as few rows as first-fit-decreasing finds, each sample whole and in one row.
 
@@ -50,6 +51,7 @@ def pack(
         pad_to: The minimum number of tokens of a row, or a function that returns it from the length of the fullest
             row; by default that length.
         token_keys: Further keys with one entry per token; they are 0 at padding.
+        rows: The indices of the samples of each row, instead of those that are found; a row without is padding.
 
     Returns:
         A batch for `MultimodalModel`: `input_ids`, `attention_mask`, `documents` and the samples' other entries per
@@ -75,9 +77,12 @@ def pack(
         )
     if left_out:
         logger.warning("Left out %d of %d samples with more than %d tokens.", left_out, len(lengths), max_length)
-    rows = [[chosen[i] for i in row] for row in first_fit_decreasing([lengths[i] for i in chosen], max_length)]
+    if rows is None:
+        rows = [[chosen[i] for i in row] for row in first_fit_decreasing([lengths[i] for i in chosen], max_length)]
     order = [index for row in rows for index in row]
     used = [sum(lengths[index] for index in row) for row in rows]
+    if max(used) > max_length:
+        raise ConfigError(f"Row {used.index(max(used))} has {max(used)} tokens, max_length is {max_length}.")
     width = max([pad_to(max(used)) if callable(pad_to) else pad_to or 0, *used])
     fills = {**_PER_TOKEN, **dict.fromkeys(token_keys, 0), "input_ids": pad_token_id}
     row_lengths = [[lengths[index] for index in row] for row in rows]

@@ -118,6 +118,11 @@ class MultimodalProcessor:
         model.set_modality_token_ids(self.modality_token_ids)
 
     @property
+    def runs_encoders(self) -> bool:
+        """Whether an encoder itself had to be run to count the tokens of an item."""
+        return any(counter.runs_encoder for counter in self._counters.values())
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the language model."""
         return self.llm_tokenizer

@@ -198,7 +198,8 @@ class PatchSharder:
         if float(most) <= logits_tolerance(self.encoder, device):
             return None
         if before is not None:
-            inner.set_attn_implementation(before)
+            # Not by transformers' setter, which looks for a package for any name that contains "flash".
+            inner.config._attn_implementation = before
         return reason
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cornstarch.parallel.tensor.layers import Group, RowParallelLinear
+from cornstarch.parallel.collective_ops import RankGroup
+from cornstarch.parallel.tensor.layers import RowParallelLinear
 from cornstarch.parallel.tensor.regions import Region
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -33,7 +34,7 @@ def has_dropout(model: nn.Module) -> bool:
 class RankRandomState:
     """Lets a rank draw its own random numbers from one point of a forward pass to another."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._rank = group.rank()
         self._common: tuple[torch.Generator, Tensor] | None = None
 
@@ -66,7 +67,7 @@ class RankRandomState:
             self._common = None
 
 
-def separate_dropout(owner: nn.Module, region: Region, group: Group) -> None:
+def separate_dropout(owner: nn.Module, region: Region, group: RankGroup) -> None:
     """Let ranks draw their own numbers inside a region; call it before the region is sharded."""
     numbers = RankRandomState(group)
     if "" in region.styles:  # experts
@@ -97,7 +98,7 @@ def _use_inside(module: nn.Module, numbers: RankRandomState) -> None:
     module.register_forward_hook(lambda module, inputs, output: numbers.end())
 
 
-def separate_adapter_dropout(wrapper: Any, layer: nn.Module, group: Group) -> None:
+def separate_adapter_dropout(wrapper: Any, layer: nn.Module, group: RankGroup) -> None:
     """Let LoRA's dropout draw common numbers for full inputs (column layer), and own ones for sharded inputs (row)."""
     if wrapper is layer:
         return
@@ -124,7 +125,7 @@ def separate_adapter_dropout(wrapper: Any, layer: nn.Module, group: Group) -> No
             dropout.register_forward_hook(leave)
 
 
-def separate_token_dropout(layers: list[nn.Module], full_blocks: list[nn.Module], group: Group) -> None:
+def separate_token_dropout(layers: list[nn.Module], full_blocks: list[nn.Module], group: RankGroup) -> None:
     """Let ranks draw their own numbers in layers with sharded tokens, except in modules with full activations."""
     numbers = RankRandomState(group)
     for layer in layers:

@@ -10,18 +10,12 @@
 
 A column layer followed by a row layer needs one collective in the forward pass and one in the backward pass. Weights
 are DTensors; computation is on plain local tensors, because a DTensor's operations cost several times a small kernel.
-
-Activations are full, the same on every rank, or sharded. Of the four ways between, the gradient of one is another.
-
-    copy_to_ranks        full -> each rank's own use of it         gradients are summed
-    reduce_from_ranks    each rank's partial sum -> full           the gradient is full already
-    gather_from_ranks    sharded along a dim -> full               each rank takes its part of the gradient
-    scatter_to_ranks     full -> sharded along a dim               parts of the gradient are gathered
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -31,98 +25,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
-from cornstarch.parallel.distributed import Collective, all_gather
+from cornstarch.parallel.collective_ops import (
+    RankGroup,
+    SequenceShards,
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    scatter_to_ranks,
+)
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter, to_local_parameter
 
-Group = dist.ProcessGroup
 Use = Callable[[Tensor], Tensor]
-
-# ------------------------------------------------------------------------------------------------ collectives
-
-
-def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
-    """Return `x`, which ranks use differently: gradients are summed over ranks."""
-    return Collective.apply(x, _same, _sum, group) if x.requires_grad and torch.is_grad_enabled() else x
-
-
-def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
-    """Return the sum over all ranks."""
-    return Collective.apply(x, _sum, _same, group)
-
-
-def gather_from_ranks(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """Return the equal parts of all ranks, concatenated along a dim."""
-    return Collective.apply(x, _gather, _part, group, dim)
-
-
-def scatter_to_ranks(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """Return this rank's part of a full tensor, divided evenly along a dim."""
-    return Collective.apply(x, _part, _gather, group, dim)
-
-
-def _same(x: Tensor, group: Group) -> Tensor:
-    return x.view_as(x)
-
-
-def _sum(x: Tensor, group: Group) -> Tensor:
-    # In a copy: gradients and outputs of kernels may be views of tensors that others still read.
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    return torch.cat(all_gather(x.contiguous(), group), dim)
-
-
-def _part(x: Tensor, group: Group, dim: int) -> Tensor:
-    return x.chunk(group.size(), dim)[group.rank()].contiguous()
-
-
-class SequenceShards:
-    """How tokens, of activations [..., tokens, channels], are sharded; the modules of one model share it."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.total = 0  # tokens of the current forward pass
-        self.length = 0  # tokens of the current layer; another number while layers are recomputed in the backward pass
-
-    def scatter(self, full: Tensor) -> Tensor:
-        """Return this rank's tokens of an activation that all ranks have."""
-        return Collective.apply(full, _own_tokens, _all_tokens, self.group, full.shape[-2])
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Return all tokens, for uses that are the same on all ranks: each takes its part of the gradient."""
-        return Collective.apply(own, _all_tokens, _own_tokens, self.group, self.length)
-
-    def gather_for_region(self, own: Tensor) -> Tensor:
-        """Return all tokens, for uses that differ between ranks: gradients are summed."""
-        return Collective.apply(own, _all_tokens, _sum_own_tokens, self.group, self.length)
-
-    def reduce_scatter(self, partial: Tensor) -> Tensor:
-        """Return this rank's tokens of the sum over all ranks."""
-        return Collective.apply(partial, _sum_own_tokens, _all_tokens, self.group, partial.shape[-2])
-
-
-def _pad_tokens(x: Tensor, ranks: int) -> Tensor:
-    short = -x.shape[-2] % ranks
-    return nn.functional.pad(x, (0, 0, 0, short)) if short else x
-
-
-def _own_tokens(x: Tensor, group: Group, length: int) -> Tensor:
-    return _part(_pad_tokens(x, group.size()), group, x.ndim - 2)
-
-
-def _all_tokens(x: Tensor, group: Group, length: int) -> Tensor:
-    return _gather(x, group, x.ndim - 2).narrow(x.ndim - 2, 0, length).contiguous()  # without the padding
-
-
-def _sum_own_tokens(x: Tensor, group: Group, length: int) -> Tensor:
-    parts = [part.contiguous() for part in _pad_tokens(x, group.size()).chunk(group.size(), x.ndim - 2)]
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, parts, group=group)
-    return own
-
 
 # ------------------------------------------------------------------------------------------------ linear layers
 
@@ -136,7 +49,7 @@ class SharedInput:
         self._given: Tensor | None = None
         self._copy: Tensor | None = None
 
-    def copy(self, x: Tensor, group: Group) -> Tensor:
+    def copy(self, x: Tensor, group: RankGroup) -> Tensor:
         """Return the copy of `x`; it is released with the last reader."""
         if self._given is not x or self._copy is None:
             self._given, self._copy, self._left = x, copy_to_ranks(x, group), self.readers
@@ -150,7 +63,7 @@ class SharedInput:
 class ShardedLayer(nn.Module):
     """A layer of which each rank computes a part. Layers become sharded by a change of class, in place."""
 
-    group: Group
+    group: RankGroup
     is_transposed = False  # whether the weight is [inputs, outputs], as in GPT-2
 
     def _create(self: Any, mesh: DeviceMesh, *options: Any) -> None:
@@ -168,7 +81,7 @@ class ShardedLayer(nn.Module):
             linear.__dict__.update(in_features=inputs, out_features=outputs, is_transposed=True)
         linear.__class__ = cls
         assert isinstance(linear, cls)
-        linear.__dict__.update(group=mesh.get_group(), **attributes)
+        linear.__dict__.update(group=RankGroup.of(mesh.get_group()), **attributes)
         return linear
 
     def _local_weight(self) -> Tensor:
@@ -252,7 +165,7 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
     def _shard(self, mesh: DeviceMesh, parts: tuple[int, ...], gather: bool) -> None:
         if gather and len(parts) > 1:
             raise ConfigError("A fused layer cannot give back all outputs: they would be in another order.")
-        self.__dict__.update(group=mesh.get_group(), gather=gather)
+        self.__dict__.update(group=RankGroup.of(mesh.get_group()), gather=gather)
         self._shard_parameters(mesh, {"weight": int(self.is_transposed), "bias": 0}, parts, "outputs")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,7 +195,7 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
         return layer
 
     def _shard(self, mesh: DeviceMesh, split: bool) -> None:
-        self.__dict__.update(group=mesh.get_group(), split=split)
+        self.__dict__.update(group=RankGroup.of(mesh.get_group()), split=split)
         self._shard_parameters(mesh, {"weight": int(not self.is_transposed)}, (self.in_features,), "inputs")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -332,11 +245,15 @@ class PartlyReplicatedLinear(ShardedLayer, nn.Linear):
 
 def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
     """Let `self.weight` be what `uses["weight"]` returns while a module of any class runs its forward."""
-    kind = type(module)
     if "parameter_uses" in module.__dict__:
         module.__dict__["parameter_uses"].update(uses)
         return
+    module.__dict__["parameter_uses"] = dict(uses)
+    module.__class__ = _derive_bound_class(type(module))
 
+
+@cache  # modules of one class share the class made of it: layers that differ in a class would not share a graph
+def _derive_bound_class(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         values = {name: use(getattr(self, name)) for name, use in self.parameter_uses.items()}  # type: ignore
         self.__dict__.update(values)  # attributes are found before parameters
@@ -346,11 +263,10 @@ def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
             for name in values:
                 del self.__dict__[name]
 
-    module.__dict__["parameter_uses"] = dict(uses)
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def sum_parameter_gradients(module: nn.Module, group: Group) -> None:
+def sum_parameter_gradients(module: nn.Module, group: RankGroup) -> None:
     """Sum the gradients of a module's own parameters over ranks, which use them differently."""
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if names:
@@ -362,7 +278,7 @@ def change_output(output: Any, change: Use) -> Any:
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def sum_output_over_ranks(module: nn.Module, group: Group) -> None:
+def sum_output_over_ranks(module: nn.Module, group: RankGroup) -> None:
     """Let a module take full activations and return the sum over ranks of what each computes."""
 
     def copy(value: Any) -> Any:

@@ -11,6 +11,7 @@ Lengths that do not divide are padded with zeros, which no token sees: they are 
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import GradientCheckpointingLayer
 
 from cornstarch.errors import UnsupportedModelError
+from cornstarch.parallel.collective_ops import RankGroup, SequenceShards
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_token_dropout
-from cornstarch.parallel.tensor.layers import SequenceShards, Use, change_output, sum_parameter_gradients
+from cornstarch.parallel.tensor.layers import Use, change_output, sum_parameter_gradients
 from cornstarch.parallel.tensor.regions import Region, TensorPlan
 
 _LENGTH = "tokens_of_all_ranks"
@@ -77,7 +79,7 @@ def _is_plain(region: Region) -> bool:
 
 def shard_sequence(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard activations between the regions of a model's layers along tokens; the regions are sharded already."""
-    tokens = SequenceShards(mesh.get_group())
+    tokens = SequenceShards(RankGroup.of(mesh.get_group()))
     name, layers = find_layers(model)
     regions = {region.owner: region for region in plan.regions}
     full_blocks: list[nn.Module] = []
@@ -123,16 +125,10 @@ def _carry_length(layer: nn.Module, tokens: SequenceShards, is_first: bool) -> N
 
     So the number is an argument of the layer's call, which is repeated with the same arguments.
     """
-    kind = type(layer)
     name = _find_activation(layer) or "hidden_states"
 
     def set_length(*inputs: Any, **options: Any) -> None:
         tokens.total = (inputs[0] if inputs else options[name]).shape[-2]
-
-    def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
-        if is_first:
-            set_length(*inputs, **options)
-        return kind.__call__(self, *inputs, **options, **{_LENGTH: tokens.total})
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tokens.length = options.pop(_LENGTH)
@@ -140,5 +136,17 @@ def _carry_length(layer: nn.Module, tokens: SequenceShards, is_first: bool) -> N
 
     if is_first:
         layer.__dict__[CALLED] = set_length  # also where another stage has the layer itself
-    layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    layer.__dict__["cornstarch_tokens"] = tokens
+    layer.__class__ = _derive_calling_class(type(layer))
     layer.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+@cache  # as for bound parameters: layers of one class stay of one class
+def _derive_calling_class(kind: type[nn.Module]) -> type[nn.Module]:
+    def call(self: nn.Module, *inputs: Any, **options: Any) -> Any:
+        if CALLED in self.__dict__:
+            self.__dict__[CALLED](*inputs, **options)
+        tokens = self.__dict__["cornstarch_tokens"]
+        return kind.__call__(self, *inputs, **options, **{_LENGTH: tokens.total})
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
+from cornstarch.parallel.collective_ops import RankGroup, copy_to_ranks
 from cornstarch.parallel.tensor import layers, shard_boxes
 from cornstarch.parallel.tensor.dropout import has_dropout, separate_adapter_dropout, separate_dropout
 from cornstarch.parallel.tensor.regions import Region, get_child, get_linear, plan_regions
@@ -65,13 +66,13 @@ def shard_tensors(
         owner = inner.get_submodule(region.owner)
         if drops:
             # Before the layers change: adapters look for the random state of the layer that they are around.
-            separate_dropout(owner, region, mesh.get_group())
+            separate_dropout(owner, region, RankGroup.of(mesh.get_group()))
         _shard_region(owner, region, mesh)
         if region.attention is not None:
             counting = get_child(owner, region.attention) if region.attention else owner
             assert counting is not None
             set_local_head_counts(counting, region, mesh.size())
-            _sum_argument_gradients(counting, mesh.get_group())
+            _sum_argument_gradients(counting, RankGroup.of(mesh.get_group()))
     if sequence:
         shard_sequence(inner, found, mesh)  # after the regions: it changes the collectives of their layers
     if vocabulary:
@@ -118,7 +119,7 @@ def check_tensor_plan(
 
 
 def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
-    group, ranks = mesh.get_group(), mesh.size()
+    group, ranks = RankGroup.of(mesh.get_group()), mesh.size()
     # The layers at the beginning of a region read one copy of their input: its gradient is reduced once.
     shared = layers.SharedInput()
     for key, style in region.styles.items():
@@ -149,7 +150,7 @@ def _shard_region(owner: nn.Module, region: Region, mesh: DeviceMesh) -> None:
             case "experts":
                 layers.sum_output_over_ranks(owner, group)
             case "expert_bias":  # every rank adds it to its partial sum, so each adds a fraction
-                uses = {key: lambda parameter: layers.copy_to_ranks(parameter, group) / ranks}
+                uses = {key: lambda parameter: copy_to_ranks(parameter, group) / ranks}
                 layers.bind_local_parameters(owner, uses)
         if style.kind in ("column", "row"):
             shard_adapters(get_child(owner, key), layer, mesh)
@@ -189,7 +190,7 @@ def shard_added_adapters(model: nn.Module, mesh: DeviceMesh) -> None:
 def shard_adapters(wrapper: Any, layer: Any, mesh: DeviceMesh) -> None:
     if wrapper is layer:
         return
-    separate_adapter_dropout(wrapper, layer, mesh.get_group())
+    separate_adapter_dropout(wrapper, layer, RankGroup.of(mesh.get_group()))
     for adapter in wrapper.lora_A:
         before, after = wrapper.lora_A[adapter], wrapper.lora_B[adapter]
         if isinstance(layer, layers.RowParallelLinear):
@@ -250,7 +251,7 @@ _READ = ("state", "position_bias", "key_value", "query", "key", "value", "contex
 _READ_EXACTLY = {"x", "q", "k", "v", "input", "inputs", "kv"}
 
 
-def _sum_argument_gradients(module: nn.Module, group: layers.Group) -> None:
+def _sum_argument_gradients(module: nn.Module, group: RankGroup) -> None:
     """Sum the gradients of learned tensors that an attention module uses for its heads, beside its layers."""
     names = list(inspect.signature(module.forward).parameters)
 
@@ -267,7 +268,7 @@ def _sum_argument_gradients(module: nn.Module, group: layers.Group) -> None:
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         if any(word in name for word in _FOR_ALL_HEADS):
-            return layers.copy_to_ranks(value, group)
+            return copy_to_ranks(value, group)
         if name in _READ_EXACTLY or any(word in name for word in _READ):
             return value
         raise UnsupportedModelError(

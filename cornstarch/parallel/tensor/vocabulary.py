@@ -19,7 +19,7 @@ from cornstarch.errors import UnsupportedModelError
 from cornstarch.kernels.cross_entropy import NO_TRANSFORM, compute_losses_and_gradients
 from cornstarch.kernels.fused_loss import FusedCausalLMLoss, LazyLogits, has_inline_loss
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
-from cornstarch.parallel.tensor.layers import Group, copy_to_ranks, gather_from_ranks, reduce_from_ranks
+from cornstarch.parallel.collective_ops import RankGroup, copy_to_ranks, gather_from_ranks, reduce_from_ranks
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_interval, shard_parameter, to_local_parameter
 
 
@@ -50,13 +50,13 @@ def shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     # A subclass (Gemma's scales the embeddings) calls its parent's forward, which is ours then.
     subclass = type(kind.__name__, (kind, VocabularyEmbedding), {}) if kind is not nn.Embedding else VocabularyEmbedding
     table.__class__ = subclass
-    table.__dict__["group"] = mesh.get_group()
+    table.__dict__["group"] = RankGroup.of(mesh.get_group())
     shard_parameter(table, "weight", ShardSpec(0, (words,), mesh.size()), mesh)
     if head is None:
         return
     words = head.weight.shape[0]
     head.__class__ = VocabularyHead
-    head.__dict__.update(group=mesh.get_group(), words=words)
+    head.__dict__.update(group=RankGroup.of(mesh.get_group()), words=words)
     if tied:
         head._parameters["weight"] = table._parameters["weight"]
     else:
@@ -67,7 +67,7 @@ def shard_vocabulary(model: Any, mesh: DeviceMesh) -> None:
         model.loss_function = FusedCausalLMLoss(model.loss_function)
 
 
-def local_vocabulary(words: int, group: Group) -> tuple[int, int]:
+def local_vocabulary(words: int, group: RankGroup | dist.ProcessGroup) -> tuple[int, int]:
     """Return the range of a rank's words; the last ranks may have fewer, or none."""
     return shard_interval(words, group.size(), group.rank())
 
@@ -75,7 +75,7 @@ def local_vocabulary(words: int, group: Group) -> tuple[int, int]:
 class VocabularyEmbedding(nn.Embedding):
     """An embedding table of which each rank has some of the words."""
 
-    group: Group
+    group: RankGroup
 
     def forward(self, input: Tensor) -> Tensor:
         first, last = local_vocabulary(self.num_embeddings, self.group)
@@ -96,7 +96,7 @@ class VocabularyEmbedding(nn.Embedding):
 class VocabularyShard:
     """The words of one rank of a group, with the reductions that a cross-entropy over all words needs."""
 
-    group: Group
+    group: dist.ProcessGroup
     first: int
 
     def largest(self, values: Tensor) -> None:
@@ -111,7 +111,7 @@ class VocabularyShard:
 class VocabularyHead(nn.Linear):
     """A head of which each rank has some words; in training it returns logits of those, for `FusedCausalLMLoss`."""
 
-    group: Group
+    group: RankGroup
     words: int
 
     def forward(self, input: Tensor) -> Tensor:
@@ -126,12 +126,16 @@ class VocabularyHead(nn.Linear):
         # A frozen model is not in train mode, and gradients flow through it all the same.
         if not (torch.is_grad_enabled() and (self.training or input.requires_grad)):
             return logits(input)
-        words = VocabularyShard(self.group, local_vocabulary(self.words, self.group)[0])
+        words = VocabularyShard(self.group.process_group, local_vocabulary(self.words, self.group)[0])
         return LazyLogits(input, weight, bias, logits, words)  # type: ignore[return-value]
 
 
 def vocabulary_cross_entropy(
-    local_logits: Tensor, labels: Tensor, group: Group, words: int | None = None, ignore_index: int = IGNORE_INDEX
+    local_logits: Tensor,
+    labels: Tensor,
+    group: dist.ProcessGroup,
+    words: int | None = None,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
     """Return the cross-entropy of each token, given the logits of each rank's own words; 0 where ignored.
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile import compile_layers
 from cornstarch.parallel import wrapping_units
 from cornstarch.parallel.tensor import (
     ColumnParallelLinear,
@@ -27,6 +28,7 @@ from cornstarch.parallel.tensor import (
 from cornstarch.parallel.tensor.shard_boxes import ShardSpec, shard_parameter
 from tests import zoo
 from tests.parallel.tensor.forms import forms
+from tests.versions import compile_counts
 
 ROWS = ("ttttttttttt", "tttttttt", "ttttt")  # longer than the sliding windows
 
@@ -333,6 +335,41 @@ def refused_layers() -> list[str]:
         except ConfigError as error:
             messages.append(str(error))
     return messages
+
+
+# ------------------------------------------------------------------------------------------------ compiled
+
+
+@dataclass(frozen=True)
+class CompiledRun:
+    """What some steps of compiled layers came to."""
+
+    outcomes: list[Outcome]
+    """Of each step."""
+    parameters: dict[str, Tensor]
+    """After the last step."""
+    graphs: int
+    breaks: int
+
+
+def train_compiled(lengths: tuple[int, ...], shape: tuple[int, ...], how: dict[str, Any], backend: str) -> CompiledRun:
+    """Train a step with rows of each length; without a shape of a mesh, eagerly in this process alone."""
+    model: Any = build("llama")
+    if shape:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        shard_tensors(model, mesh["tp"], **how)
+        if len(shape) > 1:
+            with_fsdp(model, mesh["dp"])
+        compile_layers(model.model.layers, backend=backend, fullgraph=True)
+    before, optimizer, outcomes = compile_counts(), torch.optim.SGD(model.parameters(), lr=0.1), []
+    for length in lengths:
+        ids = torch.randint(0, zoo.VOCABULARY, (2, length), generator=zoo.generator(length))
+        outcomes.append(outcome(model, model(input_ids=ids, labels=ids, use_cache=False).loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    after = compile_counts()
+    parameters = {name: value.clone() for name, value in gather_full_tensors(model).items()}
+    return CompiledRun(outcomes, parameters, after["graphs"] - before["graphs"], after["breaks"] - before["breaks"])
 
 
 # ------------------------------------------------------------------------------------------------ tokens

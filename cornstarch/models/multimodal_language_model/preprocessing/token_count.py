@@ -51,6 +51,7 @@ class FeatureCounter:
         self._known: dict[tuple[Any, ...], TokenCounts] = {}
         self._per_item: dict[tuple[Any, ...], int] = {}
         self._formula_holds = True
+        self.runs_encoder = False  # whether the encoder itself had to be run
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the weights: a data-loading process needs the shapes only."""
@@ -154,6 +155,7 @@ class FeatureCounter:
             return None  # if the cause is the user's mistake, the run of the real encoder raises it again
 
     def _run(self, inputs: Mapping[str, Any]) -> EncoderFeatures:
+        self.runs_encoder = True
         advice = "Give num_feature_calculation_funcs, or make and call the processor before sharding the model."
         if self._encoder is None:
             raise ConfigError(
@@ -164,6 +166,11 @@ class FeatureCounter:
         if is_sharded(self._encoder):  # its forward would wait for the other processes
             raise ConfigError(f"{self._name} must be run to count its tokens, but it is already sharded. {advice}")
         device = parameters[0].device if parameters else torch.device("cpu")
+        if device.type != "cpu" and torch.utils.data.get_worker_info() is not None:
+            raise ConfigError(
+                f"How many tokens {self._name} makes depends on the values of its inputs, so it must be run, but a "
+                "data worker cannot use the GPU. Set `data.workers: 0`."
+            )
         dtype = _float_dtype(self._encoder)
         moved = map_tensors(lambda t: t.to(device, dtype if t.is_floating_point() else None), dict(inputs))
         try:
