@@ -8,7 +8,7 @@ in both ways. If an output or a gradient differs, or the twin cannot run, the en
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,14 +80,14 @@ def explain_difference(encoder: PreTrainedModel) -> str | None:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
             torch.manual_seed(0)
             twin: Any = type(encoder)(build_twin_config(encoder.config)).float().eval()
-            items = build_items(twin)
-            results = []
+            twin.config._attn_implementation = "sdpa"
+            items, results = find_items(twin), []
             for implementation in ("sdpa", ITEM_IMPLEMENTATION):
                 twin.config._attn_implementation = implementation
                 results.append(_compute_gradients(twin, items))
     except Exception as error:  # encoders of other kinds fail in many ways
-        text = str(error).splitlines()[0].rstrip(".") if str(error) else ""
-        return f"a tiny twin of it cannot run ({type(error).__name__}: {text})"
+        text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        return f"a tiny twin of it cannot run ({text})"
     expected, found = results
     if expected.keys() != found.keys():
         return "with all items at once other parameters get gradients"
@@ -110,22 +110,39 @@ def _compute_gradients(twin: nn.Module, items: dict[str, Tensor]) -> dict[str, T
     return {**results, **{f"the gradient of {name}": one for name, one in gradients.items()}}
 
 
-def build_items(encoder: nn.Module) -> dict[str, Tensor]:
-    """Return three items of different sizes for an encoder, by the names of its arguments."""
+def iterate_items(encoder: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield three items of different sizes for an encoder, in the forms that the names of its arguments may stand for."""
     names, config = get_argument_names(encoder), getattr(encoder, "config", None)
-    patch, merge = read_size(config, "patch_size"), read_size(config, "spatial_merge_size") or 1
+    patch, merge = read_size(config, "patch_size"), read_size(config, "spatial_merge_size", "merge_kernel_size") or 1
     channels = read_size(config, "num_channels", "in_channels", "in_chans") or 3
-    if patch is None:
-        raise ConfigError("its config has no patch_size, so that no item can be made")
-    sides = [(2 * merge, 3 * merge), (merge, 2 * merge), (4 * merge, 2 * merge)]
+    sides = torch.tensor([(2, 3), (1, 2), (4, 2)]) * merge
     grid = next((name for name in names if name.endswith("grid_thw")), None)
-    if grid is not None:
-        grids = torch.tensor([(1, *side) for side in sides])
-        width = channels * (read_size(config, "temporal_patch_size") or 1) * patch**2
+    if patch is not None and grid is not None:
+        frames, tokens = read_size(config, "temporal_patch_size") or 1, int(sides.prod(-1).sum())
         first = "hidden_states" if "hidden_states" in names else "pixel_values"
-        return {first: torch.randn(int(grids.prod(-1).sum()), width), grid: grids}
-    if "pixel_values" in names and "image_sizes" in names:
-        sizes = torch.tensor(sides) * patch
-        height, width = sizes.amax(0).tolist()
-        return {"pixel_values": torch.randn(len(sides), channels, height, width), "image_sizes": sizes}
-    raise ConfigError(f"no items can be made for its arguments {', '.join(names)}")
+        rest = {grid: nn.functional.pad(sides, (1, 0), value=1)}
+        if "merge_sizes" in names:
+            rest["merge_sizes"] = torch.full((len(sides),), merge)
+        for size in ((frames * channels * patch**2,), (2 * channels * patch**2,), (channels, patch, patch)):
+            yield {first: torch.randn(tokens, *size), **rest}
+        yield {first: torch.randn(1, tokens, channels, patch, patch), **rest}
+    if patch is not None and "pixel_values" in names and "image_sizes" in names:
+        height, width = (sides.amax(0) * patch).tolist()
+        yield {"pixel_values": torch.randn(len(sides), channels, height, width), "image_sizes": sides * patch}
+    bins = read_size(config, "num_mel_bins")
+    if bins is not None and "feature_lens" in names:
+        lengths = torch.tensor([24, 8, 40])
+        yield {"input_features": torch.randn(bins, int(lengths.sum())), "feature_lens": lengths}
+
+
+def find_items(twin: nn.Module) -> dict[str, Tensor]:
+    """Return the first form of items that an encoder runs on."""
+    reason = f"no items can be made for its arguments {', '.join(get_argument_names(twin))}"
+    for items in iterate_items(twin):
+        try:
+            with torch.no_grad():
+                twin(**items)
+            return items
+        except Exception as error:  # encoders fail in many ways on other items than theirs
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(".: ")
+    raise ConfigError(reason)
