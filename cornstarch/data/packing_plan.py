@@ -35,18 +35,23 @@ def fill_rows(
     A row begins with the sample that has waited longest, so that none waits for more than `buffer` rows. The others
     are chosen among the next `buffer` samples so that they fill it. When the order ends, rows begin with the longest
     sample that is left, because the short ones fit everywhere. A sample of length 0, which cannot be used, stands in
-    the row where its turn comes.
+    the row where its turn comes; it has no row for itself, which would be a step without anything to train on.
     """
     waiting = _WaitingSamples(max_length)
     begin = 0
+    row: tuple[int, ...] = ()
     while True:
-        if len(waiting) < buffer and begin < len(numbers):
+        while begin < len(numbers) and (len(waiting) < buffer or not waiting.has_usable):
             some = numbers[begin : begin + buffer]
             begin += len(some)
             waiting.add(some.tolist(), count_tokens(some).tolist())
-        if not len(waiting):
+        if not waiting.has_usable:  # the end: unusable samples that are left go to the last row
+            if row := row + waiting.take_rest():
+                yield row
             return
-        yield waiting.take_row(begins_longest=begin >= len(numbers))
+        if row:
+            yield row
+        row = waiting.take_row(begins_longest=begin >= len(numbers))
 
 
 class _WaitingSamples:
@@ -62,6 +67,10 @@ class _WaitingSamples:
 
     def __len__(self) -> int:
         return len(self._lengths)
+
+    @property
+    def has_usable(self) -> bool:
+        return bool(self._sorted)
 
     def add(self, numbers: Sequence[int], lengths: Sequence[int]) -> None:
         for number, length in zip(numbers, lengths, strict=True):
@@ -86,8 +95,13 @@ class _WaitingSamples:
         if self._sorted:
             first = -self._sorted[-1][1] if begins_longest else self._by_age[0]
             room -= self._lengths[first]
-            places += [first, *self._fill(self._take(first), room)]
+            places += [self._take(first), *self._fill(room)]
         return tuple(self._numbers.pop(place) for place in sorted(places))
+
+    def take_rest(self) -> tuple[int, ...]:
+        """Take all samples, none of which can be used."""
+        assert not self._sorted
+        return tuple(self._numbers.pop(place) for place in sorted(self._lengths))
 
     def _take(self, place: int) -> int:
         length = self._lengths.pop(place)
@@ -95,7 +109,7 @@ class _WaitingSamples:
         del self._sorted[bisect_left(self._sorted, (length, -place))]
         return place
 
-    def _fill(self, first: int, room: int) -> list[int]:
+    def _fill(self, room: int) -> list[int]:
         """Take samples that fill the room left in a row."""
         # Mostly the longest that fit do. Where lengths are much alike, none of them is short enough for the last gap.
         # But where most rows begin with a sample of more than half a row, the short ones are needed beside those.

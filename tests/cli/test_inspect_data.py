@@ -44,6 +44,7 @@ def test_tables_and_recommendations_are_printed(run: Path, command: Command) -> 
     assert "1 sample is too long (skipped):" in said and "max_length is 150" in said and "train.json:" in said
     assert "padded *" in said and "Step time relative to the least possible" in said
     assert "data.packing=true would make steps" in said and "data.balance=cost would make steps" in said
+    assert re.search(r"Packed rows of 150 tokens are 9\d\.\d% full \(data\.packing=true\)", said)
 
 
 def test_configured_settings_are_marked_and_not_recommended(run: Path, command: Command) -> None:
@@ -76,7 +77,9 @@ def test_facts_are_written(run: Path, command: Command) -> None:
     assert facts.items["vision"] + facts.items["audio"] <= 1.0
     assert list(facts.straggler) == [1, 2, 4, 8, 16]
     balanced = inspect_data(load_config(run, [*BATCHES, "data.packing=true", "data.balance=cost"])).facts
-    assert all(balanced.straggler[n] <= facts.straggler[n] for n in facts.straggler)
+    # 16 samples fill 4 rows: on more replicas than that, some compute rows without samples.
+    assert all(balanced.straggler[n] <= facts.straggler[n] for n in (1, 2, 4))
+    assert balanced.straggler[16] > 2 * balanced.straggler[4]
 
 
 def test_only_headers_of_images_are_read(run: Path) -> None:

@@ -74,6 +74,17 @@ def test_every_sample_comes_once_and_none_waits_long(buffer: int) -> None:
         seen = max(seen, in_row[number])
 
 
+@pytest.mark.parametrize("buffer", [2, 100])
+def test_unusable_samples_have_no_row_for_themselves(buffer: int) -> None:
+    lengths = np.zeros(60, np.int64)
+    lengths[[5, 20, 21, 40]] = 3000
+    rows = list(fill_rows(np.arange(60), lengths.__getitem__, LIMIT, buffer))
+    assert Counter(number for row in rows for number in row) == Counter(range(60))
+    assert [lengths[list(row)].sum() for row in rows] == [3000] * 4
+    nothing = list(fill_rows(np.arange(9), np.zeros(9, np.int64).__getitem__, LIMIT, buffer))
+    assert nothing == [tuple(range(9))]
+
+
 def test_a_plan_is_the_same_from_any_place_on() -> None:
     lengths = draw_lengths("mostly one image", 900)
     whole, later = plan(lengths, 4, packing_buffer=64), plan(lengths, 4, packing_buffer=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cornstarch.data.loader import StepBatch
@@ -16,7 +18,9 @@ from tests.parity.samples import mixed
 def run(row: str, column: str | None, packing: bool, tokenizer: str, folder: str) -> tuple[Outcome, list[list[int]]]:
     """Do three steps of mixed samples; return what came out, and the tokens of this process's microbatches."""
     parallel = {} if column is None else COLUMNS[column].parallel(row_of(row))
-    data = {"packing": packing, "balance": "off" if column is None else "cost"}
+    data: dict[str, Any] = {"packing": packing, "balance": "off" if column is None else "cost"}
+    if packing:
+        data |= {"max_length": 64, "tokens_per_step": 8 * 64}
     loop = {"steps": 3, "batch_size": 16, "accumulation": 2}
     trainer = made(row, mixed(row_of(row).make), loop, parallel, tokenizer, folder, data=data)
     tokens: list[list[int]] = []
