@@ -63,7 +63,7 @@ class ChatWriter:
         if sample.document:
             text = _join_parts(sample.document, placeholder)
             eos = self._tokenizer.eos_token
-            if eos and self._tokenizer(text)["input_ids"][-1:] != [self._tokenizer.eos_token_id]:
+            if eos and not self._adds_eos and not self._ends_with_eos(text, eos):
                 text += eos
             return RenderedText(text, ((0, len(text)),), is_document=True)
         turns = self._turns(sample, placeholder)
@@ -77,6 +77,17 @@ class ChatWriter:
         marked = self._apply_template(turns)
         _check_marks(marked, text, expected)
         return RenderedText(text, find_answers(marked, self._turn_end))
+
+    @cached_property
+    def _adds_eos(self) -> bool:
+        """Whether the tokenizer itself ends every text with the end token."""
+        return bool(self._tokenizer("a")["input_ids"][-1:] == [self._tokenizer.eos_token_id])
+
+    def _ends_with_eos(self, text: str, eos: str) -> bool:
+        # Texts without the token at their end, which are nearly all, need not be tokenized to know it.
+        return text.rstrip().endswith(eos.strip()) and (
+            self._tokenizer(text, verbose=False)["input_ids"][-1:] == [self._tokenizer.eos_token_id]
+        )
 
     def prompt(self, sample: Sample, placeholder: Placeholder) -> RenderedText:
         turns = self._turns(sample, placeholder)

@@ -123,21 +123,17 @@ class ChatCollator:
     def _prepare(self, sample: Sample) -> PreparedSample:
         rendered = self._writer.write(sample, self._placeholder)
         items = self._decode_media(sample, self.features)
-        single, trained = self._tokenize_text(rendered)
-        made: dict[str, Any] = {}
-        input_ids = single
-        if items or bool(torch.isin(single, self._placeholder_ids).any()):
-            with as_sample_errors():
-                made = self.encoder_inputs(items, rendered)
-            input_ids = made.pop("input_ids")[0]
+        ids, trained = self._tokenize_text(rendered)
+        is_item = torch.isin(ids, self._placeholder_ids)
         # Labels are the ids where they are learned, which is never at a placeholder.
-        is_text = ~torch.isin(single, self._placeholder_ids)
-        own = ~torch.isin(input_ids, self._placeholder_ids)
-        if not torch.equal(single[is_text], input_ids[own]):
-            raise SampleError("the tokenizer splits the text in another way beside a repeated placeholder")
-        labels = torch.full_like(input_ids, IGNORE_INDEX)
-        labels[own] = torch.where(trained[is_text], single[is_text], IGNORE_INDEX)
-        return PreparedSample(sample.id, rendered.text, input_ids, labels, items, made)
+        labels = torch.where(trained & ~is_item, ids, IGNORE_INDEX)
+        made: dict[str, Any] = {}
+        if items or bool(is_item.any()):
+            with as_sample_errors():
+                made, lengths = self.encoder_inputs(items)
+                repeats = torch.from_numpy(self._composed.expand_placeholders(ids.numpy(), lengths))
+            ids, labels = ids.repeat_interleave(repeats), labels.repeat_interleave(repeats)
+        return PreparedSample(sample.id, rendered.text, ids, labels, items, made)
 
     def _placeholder(self, media: Media) -> str:
         return self.processor.modality_tokens[self.modality(media)]
@@ -154,16 +150,19 @@ class ChatCollator:
             verbose=False,
         )
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        ids = torch.tensor(encoded["input_ids"], dtype=torch.long)
+        ids = torch.from_numpy(np.array(encoded["input_ids"], dtype=np.int64))
         return ids, torch.from_numpy(mask_trained_tokens(offsets, rendered))
 
     def build_prompt(self, messages: Sequence[Message]) -> dict[str, Any]:
         sample = Sample("the question", tuple(messages))
         rendered = self._writer.prompt(sample, self._placeholder)
         items = self._decode_media(sample)
+        ids, _ = self._tokenize_text(rendered)
         with as_sample_errors():
-            inputs = self.encoder_inputs(items, rendered)
-        return {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+            inputs, lengths = self.encoder_inputs(items)
+            repeats = torch.from_numpy(self._composed.expand_placeholders(ids.numpy(), lengths))
+        input_ids = ids.repeat_interleave(repeats)[None]
+        return {**inputs, "input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
     @property
     def answer_ends(self) -> list[int]:
@@ -230,27 +229,18 @@ class ChatCollator:
         """Whether items take other numbers of tokens beside each other than alone."""
         return False
 
-    def encoder_inputs(self, items: Mapping[str, list[Any]], rendered: RenderedText | None = None) -> dict[str, Any]:
-        """Return the encoders' inputs for items, and the ids of their text if there is one."""
-        options = {} if rendered is None else {"add_special_tokens": rendered.is_document, "verbose": False}
-        if any(isinstance(item, CachedItem) for values in items.values() for item in values):
-            # Only items that are not in the cache are processed.
-            inputs: dict[str, Any] = {}
-            lengths: dict[str, list[int]] = {}
-            for name, values in items.items():
-                fresh = [item.decoded for item in values if item.tokens is None]
-                made = self._composed.process_items({name: self._item_arguments(name, fresh) if fresh else None})
-                inputs[name], lengths[name] = merge_cached_items(values, *made.get(name, ({}, [])))
-            if rendered is None:
-                return inputs
-            encoded = self._composed.tokenize([rendered.text], lengths, return_tensors="pt", **options)
-            return {**inputs, "input_ids": encoded["input_ids"]}
-        given = {name: self._item_arguments(name, values) for name, values in items.items()}
-        if rendered is None:
-            return dict(self._composed(given, return_tensors="pt"))
-        made = dict(self._composed(given, {"text": [rendered.text], **options}, return_tensors="pt"))
-        unused = set(self.processor.llm_tokenizer.model_input_names) - {"input_ids"}
-        return {key: value for key, value in made.items() if key not in unused}
+    def encoder_inputs(self, items: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+        """Return the encoders' inputs for items and, by modality, the number of tokens of each item."""
+        if not any(isinstance(item, CachedItem) for values in items.values() for item in values):
+            return self._composed.encode_items({name: self._item_arguments(name, one) for name, one in items.items()})
+        # Only items that are not in the cache are processed.
+        inputs: dict[str, Any] = {}
+        lengths: dict[str, list[int]] = {}
+        for name, values in items.items():
+            fresh = [item.decoded for item in values if item.tokens is None]
+            made = self._composed.process_items({name: self._item_arguments(name, fresh) if fresh else None})
+            inputs[name], lengths[name] = merge_cached_items(values, *made.get(name, ({}, [])))
+        return inputs, lengths
 
     def _item_arguments(self, name: str, items: list[Any]) -> dict[str, Any]:
         processor = self.processor.encoder_processors[name]
@@ -282,7 +272,7 @@ class ChatCollator:
             counts[name] = sum([count for token, count in runs if token == token_ids[name]][:complete])
         items = {name: values[: counts[name]] for name, values in sample.items.items() if counts[name]}
         is_same = counts == {name: len(values) for name, values in sample.items.items()}
-        encoder_inputs = sample.encoder_inputs if is_same else self.encoder_inputs(items)
+        encoder_inputs = sample.encoder_inputs if is_same else self.encoder_inputs(items)[0]
         ids, labels = sample.input_ids[:end], sample.labels[:end]
         return PreparedSample(sample.id, sample.text, ids, labels, items, encoder_inputs)
 
@@ -355,12 +345,9 @@ class ChatCollator:
             return joined
         # Items of several sizes: only the processors know how to pad them.
         items = {name: [item for sample in samples for item in sample.items.get(name, ())] for name in names}
-        text = "".join(self.processor.modality_tokens[name] * len(values) for name, values in items.items())
-        made = self.encoder_inputs(items, RenderedText(text, ()))
-        together = made.pop("input_ids")
+        made, lengths = self.encoder_inputs(items)
         for name in items:
-            token = self.processor.modality_token_ids[name]
-            alone, filled = int((input_ids == token).sum()), int((together == token).sum())
+            alone, filled = int((input_ids == self.processor.modality_token_ids[name]).sum()), sum(lengths[name])
             if alone != filled:
                 raise ConfigError(
                     f"The {name} items of {samples[0].id} and its neighbours take {alone} tokens one by one and "

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cornstarch.data.json_index import read_separators
 from cornstarch.data.sample import SampleError
 from cornstarch.errors import ConfigError
 
@@ -124,31 +125,24 @@ def _parse_json(line: bytes) -> Any:
 
 
 class JsonList:
-    """A JSON list, kept as one block of bytes: counting references would make every forked worker copy objects."""
+    """A JSON list. Opening only searches for the ends of its rows; each is read and parsed when it is asked for."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            rows = json.loads(path.read_bytes().removeprefix(_BOM))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}:{error.lineno} is no JSON: {error.msg} (column {error.colno}).") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is no JSON: {error}.") from error
-        if not rows:
-            raise ConfigError(f"{path} is empty: it holds a list without rows.")
-        pieces = [json.dumps(row).encode() for row in rows]
-        self._ends = np.cumsum([len(piece) for piece in pieces])
-        self._bytes = np.frombuffer(b"".join(pieces), np.uint8)
+        self._file = _RandomAccessFile(path)
+        self._separators = read_separators(path)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._separators) - 1
 
     def name(self, index: int) -> str:
-        return f"{self._path.name}:{index + 1}"
+        return f"{self._file.path.name}:{index + 1}"
 
     def __getitem__(self, index: int) -> Any:
-        start = int(self._ends[index - 1]) if index else 0
-        return json.loads(self._bytes[start : int(self._ends[index])].tobytes())
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        start, end = int(self._separators[index]) + 1, int(self._separators[index + 1])
+        return _parse_json(self._file.read(start, end - start))
 
 
 # ------------------------------------------------------------------------------------------------ tars

@@ -113,7 +113,7 @@ def load_image(media: Media, max_pixels: int) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=_image_formats())
     _check_pixels(image.size, media, max_pixels)
     with _lift_pillow_limit():
-        return _upright_rgb(image, media)
+        return _upright_rgb(image, media, is_own=True)
 
 
 def image_size(media: Media, max_pixels: int) -> tuple[int, int]:
@@ -159,13 +159,15 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
     return (image.height, image.width) if is_rotated else (image.width, image.height)
 
 
-def _upright_rgb(image: Image.Image, media: Media) -> Image.Image:
+def _upright_rgb(image: Image.Image, media: Media, is_own: bool = False) -> Image.Image:
+    """Return an image as RGB, rotated; one that is not our own is copied first."""
     try:
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        upright = image if is_own else image.copy()
+        ImageOps.exif_transpose(upright, in_place=True)
         if upright.mode.startswith("I;16"):  # Pillow would turn everything white
             upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-        return upright.convert("RGB")
+        return upright if upright.mode == "RGB" else upright.convert("RGB")  # which would copy an RGB image
     except Exception as error:
         raise SampleError(f"{_describe(media)} is damaged: {error}") from error
 

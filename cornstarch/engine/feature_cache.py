@@ -326,7 +326,7 @@ def _build_noise_items(processor: Any) -> list[Any]:
 
 
 def _process(task: ConversationTask, name: str, items: list[Any]) -> dict[str, Any]:
-    return task.collator.encoder_inputs({name: [feature_store.CachedItem("", item, None) for item in items]})[name]
+    return task.collator.encoder_inputs({name: [feature_store.CachedItem("", item, None) for item in items]})[0][name]
 
 
 def _encode(task: ConversationTask, name: str, items: list[Any], placement: DevicePlacement) -> list[Tensor]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from cornstarch.data.chat import PLAIN_TEMPLATE, RenderedText, mask_trained_tokens
 from cornstarch.data.collate import ChatCollator
@@ -454,3 +454,43 @@ def test_broken_sample_raises_sample_error(name: str) -> None:
     processor, _ = processor_for(vision="clip")
     with pytest.raises(SampleError, match=message):
         ChatCollator(processor, data_config("x", **options)).prepare(sample)
+
+
+def test_a_text_is_tokenized_once_as_its_expanded_text_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor, _ = processor_for(words(CHATML), vision="clip", audio="whisper")
+    collator = ChatCollator(processor, data_config("x", max_length=100))
+    sample = conversation(("user", ("what", IMAGE, IMAGE, "now", SOUND)), ("assistant", "a cat"))
+    expected = collator.prepare(sample)  # also tries the tokenizer with repeated placeholders
+    calls: list[Any] = []
+    encode = type(processor.llm_tokenizer).__call__
+
+    def record(self: Any, *given: Any, **options: Any) -> Any:
+        calls.append(given)
+        return encode(self, *given, **options)
+
+    monkeypatch.setattr(type(processor.llm_tokenizer), "__call__", record)
+    prepared = collator.prepare(sample)
+    assert len(calls) == 1
+    monkeypatch.undo()
+    items = {"vision": {"images": prepared.items["vision"]}, "audio": {"raw_speech": prepared.items["audio"]}}
+    items["audio"]["sampling_rate"] = 16000
+    by_hand = processor(items, {"text": [prepared.text], "add_special_tokens": False}, return_tensors="pt")
+    assert torch.equal(prepared.input_ids, by_hand["input_ids"][0]) and torch.equal(expected.labels, prepared.labels)
+    assert (prepared.input_ids == processor.modality_token_ids["vision"]).sum() == 2 * CLIP
+
+
+def test_a_placeholder_that_is_no_whole_token_is_refused() -> None:
+    whole_word = AddedToken("<vision>", single_word=True, special=True)  # `<vision><vision>` is one unknown word
+    own = tokenizer(extra_special_tokens=[*SPECIAL, whole_word])
+    own.chat_template = CHATML
+    processor, _ = processor_for(own, vision="clip")
+    collator = ChatCollator(processor, data_config("x", max_length=100))
+    with pytest.raises(SampleError, match="in another way beside a repeated placeholder '<vision>'"):
+        collator.prepare(conversation(("user", ("what", IMAGE, "now")), ("assistant", "a cat")))
+
+
+@pytest.mark.parametrize(("text", "ends"), [("a cat", 1), ("a cat </s>", 1), ("a cat </s> ", 1), ("</s> a", 1)])
+def test_a_document_ends_once(text: str, ends: int) -> None:
+    processor, _ = processor_for(words=words())
+    ids = ChatCollator(processor, data_config("x")).prepare(Sample("x:1", document=(text,))).input_ids.tolist()
+    assert ids[-1] == EOS and ids[-2:] != [EOS, EOS]

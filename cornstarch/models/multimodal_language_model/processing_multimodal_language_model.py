@@ -95,6 +95,7 @@ class MultimodalProcessor:
         }
         self._arguments: dict[str, frozenset[str]] = {}
         self._counters: dict[str, FeatureCounter] = {}
+        self._expands_exactly = False  # whether the tokenizer was tried with repeated placeholders
         if model is not None:
             self._connect(unwrap(model))
 
@@ -172,13 +173,34 @@ class MultimodalProcessor:
             own = processors.get_keywords(self.llm_tokenizer)
             passed = {key: value for key, value in kwargs.items() if key in own}
             batch.update(self._tokenize(texts, items, {"return_tensors": return_tensors, **passed, **options}))
+        return MultimodalBatch({**batch, **self._merge_outputs(outputs, as_arrays=return_tensors == "np")})
+
+    def _merge_outputs(self, outputs: Mapping[str, dict[str, Any]], *, as_arrays: bool = False) -> dict[str, Any]:
+        """Return the processors' outputs as one batch, nested by modality where keys would be mistaken."""
+        merged: dict[str, Any] = {}
         reserved = LANGUAGE_MODEL_INPUTS.union(self.llm_tokenizer.model_input_names)
         for name, output in outputs.items():
-            if return_tensors == "np":
+            if as_arrays:
                 output = {key: value.numpy() if isinstance(value, Tensor) else value for key, value in output.items()}
             others = [keys for keyed in (self._flat_keys, outputs) for other, keys in keyed.items() if other != name]
-            batch.update({name: output} if reserved.union(*others).intersection(output) else output)
-        return MultimodalBatch(batch)
+            merged.update({name: output} if reserved.union(*others).intersection(output) else output)
+        return merged
+
+    def encode_items(
+        self, encoder_inputs: Mapping[str, Mapping[str, Any] | None]
+    ) -> tuple[dict[str, Any], dict[str, list[int]]]:
+        """Run the processors without a text; return their part of the batch and, by modality, the tokens of items."""
+        found = self.process_items(encoder_inputs)
+        outputs = {name: output for name, (output, _) in found.items()}
+        return self._merge_outputs(outputs), {name: lengths for name, (_, lengths) in found.items()}
+
+    def expand_placeholders(self, ids: np.ndarray, lengths: Mapping[str, Sequence[int]]) -> np.ndarray:
+        """Return how often each id of a tokenized text is repeated: a placeholder as often as its item has tokens."""
+        tokens = {name: (token, self.modality_token_ids[name]) for name, token in self.modality_tokens.items()}
+        if not self._expands_exactly:
+            tokenization.check_expansion(self.llm_tokenizer, tokens)
+            self._expands_exactly = True
+        return tokenization.count_repeats(ids, tokens, lengths)
 
     def process_items(
         self, encoder_inputs: Mapping[str, Mapping[str, Any] | None]
@@ -187,10 +209,6 @@ class MultimodalProcessor:
         given = self._collect_items(encoder_inputs, {})
         outputs = {name: self._run(name, inputs, {}) for name, inputs in given.items()}
         return {name: (outputs[name], list(self._count(name, given[name], outputs[name]).lengths)) for name in given}
-
-    def tokenize(self, texts: Sequence[str], lengths: Mapping[str, Sequence[int]], **options: Any) -> dict[str, Any]:
-        """Tokenize texts; `lengths` has, by modality, the tokens of each item in the order of their placeholders."""
-        return self._tokenize(list(texts), {name: ItemLengths(list(one)) for name, one in lengths.items()}, options)
 
     def _tokenize(self, texts: list[str], items: dict[str, ItemLengths], options: dict[str, Any]) -> dict[str, Any]:
         tokens = {name: (token, self.modality_token_ids[name]) for name, token in self.modality_tokens.items()}

@@ -31,6 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _PLAIN_TEXT = "The quick brown fox jumps over 12 lazy dogs."
 _TRIED_TOKENS = 64
+_FRAMES = ("{}", "a {} b", "a{}b", "A.\n{}\nB", "{} a", "a {}")  # texts around a placeholder
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -190,6 +191,35 @@ def tokenize_with_items(
                 "beside them (text beyond the last item may be cut)."
             )
     return encoded
+
+
+def check_expansion(tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, tuple[str, int]]) -> None:
+    """Refuse a tokenizer that does not encode a repeated placeholder as the repeated id, with the same text beside it.
+
+    For all others the ids of a text are expanded, and the text is tokenized once.
+    """
+    for token, token_id in tokens.values():
+        for frame in _FRAMES:
+            once, thrice = (
+                np.asarray(tokenizer(frame.format(token * n), add_special_tokens=False)["input_ids"]) for n in (1, 3)
+            )
+            if not np.array_equal(np.repeat(once, np.where(once == token_id, 3, 1)), thrice) or token_id not in once:
+                raise ConfigError(
+                    f"The tokenizer splits the text in another way beside a repeated placeholder {token!r}: it does "
+                    "not keep this token whole. Choose another with predefined_tokens (`token` in a config)."
+                )
+
+
+def count_repeats(
+    ids: np.ndarray, tokens: Mapping[str, tuple[str, int]], lengths: Mapping[str, Sequence[int]]
+) -> np.ndarray:
+    """Return how often each id of a text is repeated; `lengths` has, by modality, the tokens of each item in order."""
+    repeats = np.ones(len(ids), dtype=np.int64)
+    for name, (token, token_id) in tokens.items():
+        given, places = list(lengths.get(name, ())), ids == token_id
+        _check_items(name, token, [int(places.sum())], ItemLengths(given))
+        repeats[places] = given
+    return repeats
 
 
 def _check_items(modality: str, token: str, found: list[int], items: ItemLengths) -> None:
