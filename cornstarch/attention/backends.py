@@ -214,9 +214,13 @@ def select_backend(device: torch.device, head_dim: int | None = None, sharded: b
     for backend in sorted(ATTENTION_BACKENDS.values(), key=lambda one: -one.priority):
         if choice not in backend.choices or backend.for_sharded_rows != sharded or device.type not in backend.devices:
             continue
-        if choice == "auto" and device.type == "cuda" and (
-            (torch.are_deterministic_algorithms_enabled() and not backend.is_deterministic)
-            or torch.cuda.get_device_capability(device) < backend.auto_capability
+        if (
+            choice == "auto"
+            and device.type == "cuda"
+            and (
+                (torch.are_deterministic_algorithms_enabled() and not backend.is_deterministic)
+                or torch.cuda.get_device_capability(device) < backend.auto_capability
+            )
         ):
             continue
         if backend.is_available(device, head_dim):

@@ -122,8 +122,8 @@ class ItemsByLength(ItemKernel):
                 output[rows], logsumexp[rows] = found.transpose(1, 2), sums.transpose(1, 2).float()
                 continue
             for row in rows:
-                given, hidden = [one[row] for one in states], _hide_nothing(row)
-                found, sums = backends.attend_plainly(*given, hidden, scale)
+                query, key, value = (one[row] for one in states)
+                found, sums = backends.attend_plainly(query, key, value, _hide_nothing(row), scale)
                 output[row], logsumexp[row] = found, sums.transpose(0, 1)
         return output, logsumexp
 
@@ -234,8 +234,8 @@ def item_attention_forward(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     # Some versions of transformers give a tensor, which no kernel takes without waiting for the device.
     longest = 0 if max_length_q is None or isinstance(max_length_q, Tensor) else max_length_q
-    states = [one[0].transpose(0, 1) for one in (query, key, value)]
-    return attend_items(*states, cu_seq_lens_q, longest, scale)[None], None
+    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
+    return attend_items(query, key, value, cu_seq_lens_q, longest, scale)[None], None
 
 
 def _check_layer(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:

@@ -77,9 +77,9 @@ class RunConfig(Section):
     fp8: Annotated[Literal["off", "rowwise", "tensorwise"], false_as_off] = "off"
     """Multiply in 8 bits in the large linear layers of the trained parts (Ada, Hopper and newer GPUs). rowwise: a scale
     for each row, closer to bf16; tensorwise: one for each matrix, faster."""
-    attention: Annotated[
-        Literal["auto", "flex", "sdpa", "cudnn", "varlen"], or_registered(REGISTERED["attention"])
-    ] = "auto"
+    attention: Annotated[Literal["auto", "flex", "sdpa", "cudnn", "varlen"], or_registered(REGISTERED["attention"])] = (
+        "auto"
+    )
     """The attention kernels on a GPU. auto: the fastest that respect the mask."""
     model: sections.ModelConfig
     """The model to train."""

@@ -82,7 +82,7 @@ class _IndexFile:
         if stored.ndim != 1 or stored.dtype != np.int64 or len(stored) < 3:
             return None
         separators = stored[:-1]
-        is_whole = stored[-1] == zlib.crc32(separators.tobytes()) and 0 <= separators[0] and separators[-1] < self.size
+        is_whole = stored[-1] == zlib.crc32(separators.tobytes()) and separators[0] >= 0 and separators[-1] < self.size
         return separators if is_whole else None
 
     @contextmanager
@@ -90,7 +90,7 @@ class _IndexFile:
         """Let one process at a time scan; yields whether the index can be stored."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = open(self.folder / f"{self.owner}.lock", "ab")
+            file = (self.folder / f"{self.owner}.lock").open("ab")
         except OSError:  # a folder that cannot be written: each process scans for itself
             yield False
             return

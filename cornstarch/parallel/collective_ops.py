@@ -145,16 +145,16 @@ class SequenceShards:
         """Tokens of the current layer; another number while layers are recomputed in the backward pass."""
         return _lengths[self._key].shape[0]
 
-    @property
-    def own(self) -> int:
-        """Tokens of each rank, padding included."""
-        return _lengths[self._key].shape[1]
-
     @length.setter
     def length(self, tokens: int) -> None:
         # Both, although one follows from the other: by a rounded quotient, the compiler could not tell that two
         # activations have equally many tokens for every length, and would make a graph for one length.
         _lengths[self._key] = torch.empty(tokens, -(-tokens // self.group.size()), 0)
+
+    @property
+    def own(self) -> int:
+        """Tokens of each rank, padding included."""
+        return _lengths[self._key].shape[1]
 
     def scatter(self, full: Tensor) -> Tensor:
         """Return this rank's tokens of an activation that all ranks have."""

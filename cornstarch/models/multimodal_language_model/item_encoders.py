@@ -105,13 +105,13 @@ def _compute_gradients(twin: nn.Module, items: dict[str, Tensor]) -> dict[str, T
     results = {f"output {number}": one.detach() for number, one in enumerate(outputs)}
     loss = sum(one.square().mean() * (1 + number) + one.sin().mean() for number, one in enumerate(outputs))
     assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = {name: one.grad.clone() for name, one in twin.named_parameters() if one.grad is not None}
     return {**results, **{f"the gradient of {name}": one for name, one in gradients.items()}}
 
 
 def iterate_items(encoder: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield three items of different sizes for an encoder, in the forms that the names of its arguments may stand for."""
+    """Yield three items of different sizes for an encoder, in the forms that its argument names may stand for."""
     names, config = get_argument_names(encoder), getattr(encoder, "config", None)
     patch, merge = read_size(config, "patch_size"), read_size(config, "spatial_merge_size", "merge_kernel_size") or 1
     channels = read_size(config, "num_channels", "in_channels", "in_chans") or 3

@@ -249,7 +249,7 @@ def bind_local_parameters(module: nn.Module, uses: dict[str, Use]) -> None:
         module.__dict__["parameter_uses"].update(uses)
         return
     module.__dict__["parameter_uses"] = dict(uses)
-    module.__class__ = _derive_bound_class(type(module))
+    module.__class__ = _derive_bound_class(type(module))  # type: ignore[arg-type]
 
 
 @cache  # modules of one class share the class made of it: layers that differ in a class would not share a graph

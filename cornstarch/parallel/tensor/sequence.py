@@ -137,7 +137,7 @@ def _carry_length(layer: nn.Module, tokens: SequenceShards, is_first: bool) -> N
     if is_first:
         layer.__dict__[CALLED] = set_length  # also where another stage has the layer itself
     layer.__dict__["cornstarch_tokens"] = tokens
-    layer.__class__ = _derive_calling_class(type(layer))
+    layer.__class__ = _derive_calling_class(type(layer))  # type: ignore[arg-type]
     layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
