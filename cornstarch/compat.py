@@ -81,6 +81,20 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     torch._foreach_add_(list(tensors), numbers)
 
 
+def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to sum a flat tensor over a group into this rank's shard of it."""
+    # torch 2.13 warns of the older name. Goes with torch 2.12.
+    begin = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return begin(own, flat, group=group, async_op=True)
+
+
+def all_gather_flat(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to gather the shards of a flat tensor; `own` may be this rank's part of it."""
+    # torch 2.13 warns of the older name. Goes with torch 2.12.
+    begin = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return begin(flat, own, group=group, async_op=True)
+
+
 def buffer_options(sent: bool) -> dict[str, Any]:
     """Return the argument of `DistributedDataParallel` that says whether buffers are sent round in every step."""
     # torch 2.13 warns of the older name. Goes with torch 2.12.

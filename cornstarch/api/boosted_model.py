@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -59,7 +59,8 @@ class BoostedModel(nn.Module):
         super().__init__()
         module = self.module = parallel.module
         self.__dict__["parallel"] = parallel  # not a submodule: its parameters would have a second name
-        self.layout, self.pipeline, self.device = context.layout, parallel.pipeline, context.device
+        self.distributed_context, self.layout = context, context.layout
+        self.pipeline, self.device = parallel.pipeline, context.device
         self.replica, self.placement, self.weigh = context.replica, context.placement, weigh
         self._step = TrainStep(parallel, [])
         self._splitter, self._tokens = splitter, tokens
@@ -295,6 +296,14 @@ def _checksum(microbatches: Sequence[Inputs]) -> int:
 # ---------------------------------------------------------------------------------------------------- the optimizer
 
 
+def build_alike(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class with the same default options."""
+    kind: Any = type(optimizer)
+    taken = inspect.signature(kind).parameters
+    built: torch.optim.Optimizer = kind(parameters, **{k: v for k, v in optimizer.defaults.items() if k in taken})
+    return built
+
+
 class BoostedOptimizer:
     """The user's optimizer, which has made no step yet; `parameters` are those of the whole model, by name."""
 
@@ -314,8 +323,6 @@ class BoostedOptimizer:
         self.optimizer = optimizer
         self._members = group_members(optimizer, parameters)
         self._labels: list[list[str] | None] = [group.get("param_names") for group in optimizer.param_groups]
-        self._owned: frozenset[str] | None = None
-        self._names: dict[int, str] = {}
         self._whole: list[dict[str, Any]] | None = None
 
     @property
@@ -339,10 +346,8 @@ class BoostedOptimizer:
         self.optimizer.register_step_pre_hook(before)
         self.optimizer.register_step_post_hook(after)
 
-    def replace_parameters(self, parameters: Mapping[str, nn.Parameter], owned: Collection[str] | None = None) -> None:
-        """Continue with the parameters of this rank; only those in `owned` are stepped here, if it is given."""
-        self._owned = None if owned is None else frozenset(owned)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+    def replace_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Continue with what this rank steps in place of the whole parameters, by name."""
         for group, members, labels in zip(self.optimizer.param_groups, self._members, self._labels, strict=True):
             here = [number for number, name in enumerate(members) if name in parameters]
             group["params"] = [parameters[members[number]] for number in here]
@@ -381,7 +386,6 @@ class BoostedOptimizer:
         """Return a group as several, at least one: one for each mesh."""
         by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            if self._owned is None or self._names[id(parameter)] in self._owned:
-                by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
         options = {key: value for key, value in group.items() if key != "param_names"}
         return [{**options, "params": alike} for alike in by_mesh.values()] or [{**options, "params": []}]

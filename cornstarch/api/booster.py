@@ -11,10 +11,10 @@ optimizer.zero_grad()
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cornstarch.api.boosted_model import BoostedModel, BoostedOptimizer, Criterion
+from cornstarch.api.boosted_model import BoostedModel, BoostedOptimizer, Criterion, build_alike
 from cornstarch.api.microbatches import MicrobatchSplitter, TokenCounter, distribute_loader
 from cornstarch.api.plugin import MultimodalParallelPlugin, StageManager
 from cornstarch.checkpoint import weights
 from cornstarch.checkpoint.named_state import named_parameters
 from cornstarch.engine.context import DistributedContext, check_process_group
 from cornstarch.engine.parallelize import ParallelizeOptions, parallelize
-from cornstarch.engine.plan_requirements import check_loss, refuse_pieces
+from cornstarch.engine.plan_requirements import check_loss, needs_whole_parameters, refuse_pieces
 from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
-from cornstarch.parallel import OwnedParameters, distributed
+from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.parallel.gradients import LossScale
 from cornstarch.pipeline.stage_program import get_device
@@ -132,9 +132,7 @@ class Booster:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module, layout: Layout) -> None:
         """Refuse an optimizer whose step on a shard differs from that on the whole parameter."""
-        kind: Any = type(optimizer)
-        taken = inspect.signature(kind).parameters
-        options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+        kind = type(optimizer)
         modules = {name: model for name in layout.plan.modules}
         if isinstance(model, MultimodalModel):
             # Without the projectors of encoders, which are never sharded.
@@ -142,7 +140,7 @@ class Booster:
             modules |= {**encoders, LANGUAGE_MODEL: model.language_model}
         trained = [name for name, module in modules.items() if any(p.requires_grad for p in module.parameters())]
         try:
-            refuse_pieces(lambda parameters: kind(parameters, **options), kind.__name__, layout, trained)
+            refuse_pieces(partial(build_alike, optimizer), kind.__name__, layout, trained)
         except (TypeError, AttributeError, RuntimeError) as error:
             warnings.warn(
                 f"Whether {kind.__name__} can step shards of parameters could not be tried on a small matrix "
@@ -186,16 +184,15 @@ class Booster:
         return BoostedModel(parallel, context, splitter=splitter, tokens=tokens, weigh=plugin.loss_weight)
 
     def _attach_optimizer(self, optimizer: BoostedOptimizer, boosted: BoostedModel) -> None:
-        parameters, pipeline = named_parameters(boosted.module), boosted.pipeline
+        parameters = named_parameters(boosted.module)
         trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        owned = None
-        if boosted.layout.world > 1 and boosted.layout.plan.data.kind == "zero1":
-            stepped = {name: parameter for name, parameter in trained.items() if name in set(optimizer.names)}
-            group = None if pipeline is None else pipeline.data_group
-            owned = OwnedParameters(stepped, group, is_stage=pipeline is not None)
-        optimizer.replace_parameters(parameters, None if owned is None else owned.names)
+        frozen = {name: parameter for name, parameter in parameters.items() if name not in trained}
+        is_zero1 = boosted.layout.plan.data.kind == "zero1"
+        needs_whole = is_zero1 and needs_whole_parameters(partial(build_alike, optimizer.optimizer))
+        stepped = boosted.parallel.shard_states(trained, boosted.distributed_context, needs_whole)
+        optimizer.replace_parameters({**frozen, **stepped})
         limits: dict[str, Any] = {"max_grad_norm": self.plugin.max_norm or None, "loss_scale": self.loss_scale}
-        optimizer.attach(TrainStep(boosted.parallel, list(trained.values()), owned=owned, **limits))
+        optimizer.attach(TrainStep(boosted.parallel, list(stepped.values()), **limits))
 
     def execute_pipeline(
         self,

@@ -20,10 +20,12 @@ from torch.optim import Optimizer
 
 from cornstarch.checkpoint.coordinator import Coordinator
 from cornstarch.checkpoint.reader import TensorReader
-from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, is_sharded
+from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, is_sharded, local_shards
 from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
+from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.flat_shards import ParameterShard, find_shard
 from cornstarch.parallel.tensor import original_boxes
 from cornstarch.pipeline.stages import ORIGINAL_NAMES
 
@@ -187,6 +189,13 @@ class NamedOptimizer:
         inner = getattr(optimizer, "optim", None)
         self.outer, self.optimizer = optimizer, inner if isinstance(inner, Optimizer) else optimizer
         self.parameters, self.local = named_parameters(model), local_parameters(model)
+        """The parameters by name, as the optimizer has them; and as the model has them."""
+        self.stepped = dict(self.local)
+        """What the optimizer has states of: with ZeRO-1 a shard of what the model has."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for parameter in (one for group in self.optimizer.param_groups for one in group["params"]):
+            if (shard := find_shard(parameter)) is not None and (name := names.get(id(shard.whole))) is not None:
+                self.parameters[name], self.stepped[name] = shard.stepped, _cut_interval(self.local[name], shard)
 
     @cached_property
     def members(self) -> list[list[str]]:
@@ -211,7 +220,7 @@ class NamedOptimizer:
         states, whole = {}, {}
         for key, value in state_dict["state"].items():
             if key in names:
-                states[names[key]] = _shard_alike(value, self.local[names[key]])
+                states[names[key]] = _shard_alike(value, self.stepped[names[key]])
             else:
                 whole[key] = value
         return {
@@ -243,7 +252,7 @@ class NamedOptimizer:
 
     def _own_states(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved states of this rank's parameters; under FSDP1 it may have no value of some of them."""
-        empty = {name for name, one in self.local.items() if isinstance(one, Sharded) and not one.local.numel()}
+        empty = {name for name, one in self.stepped.items() if isinstance(one, Sharded) and not one.local.numel()}
         own = {name for members in self.members for name in members} - empty
         return {name: state for name, state in saved["parameters"].items() if name in own}
 
@@ -262,7 +271,7 @@ class NamedOptimizer:
             numbers.update(zip(members, group["params"], strict=True))
             options = unflatten_values(options_of[members[0]], tensors) if members else {}
             group.update({key: value for key, value in options.items() if key not in _IMPLEMENTATION})
-        state = {name: _load_state(one, tensors, self.local[name]) for name, one in self._own_states(saved).items()}
+        state = {name: _load_state(one, tensors, self.stepped[name]) for name, one in self._own_states(saved).items()}
         by_number = {numbers[name]: one for name, one in state.items()}
         whole = unflatten_values(saved["whole"], tensors)
         self.optimizer.load_state_dict({"state": {**whole, **by_number}, "param_groups": groups})
@@ -276,6 +285,19 @@ class NamedOptimizer:
         if self.optimizer is not self.outer:  # it overwrites the options of the inner one in each step
             for group, restored in zip(self.outer.param_groups, self.optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in restored.items() if key != "params"})
+
+
+def _cut_interval(local: Tensorlike, shard: ParameterShard) -> Sharded:
+    """Return the part of a parameter that ZeRO-1 gives to this rank, of what tensor parallelism has left here."""
+    if not is_sharded(local):
+        return Sharded(torch.Size(local.shape), shard.stepped, shard.start)
+    boxes = local.boxes if isinstance(local, Sharded) else None
+    if boxes is None:
+        found = local_shards(local)
+        boxes = tuple((box, tuple(slice(0, size) for size in box.sizes)) for box, _ in found)
+    with torch.no_grad():
+        memory = to_local_tensor(shard.whole).shape
+    return Sharded(torch.Size(local.shape), shard.stepped, shard.start, boxes, memory)
 
 
 def _shard_alike(state: Any, parameter: Tensorlike) -> Any:

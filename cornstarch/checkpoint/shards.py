@@ -12,9 +12,10 @@ import math
 import os
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import add, sub
 from pathlib import Path
@@ -108,6 +109,8 @@ class Sharded:
     """The index of the first local value in the flattened tensor."""
     boxes: tuple[tuple[Box, tuple[slice, ...]], ...] | None = None
     """Instead of an interval: boxes of the whole tensor, each with its place in local memory."""
+    divided: torch.Size | None = None
+    """The shape of that memory, if ranks divide it further (ZeRO-1): `local` is an interval of it from `start`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,18 +118,30 @@ class Sharded:
 
     @property
     def shards(self) -> list[tuple[Box, Tensor]]:
-        if self.boxes is not None:
+        if self.boxes is not None and self.divided is None:
             local: Any = self.local.detach()
             memory: Tensor = local.to_local() if hasattr(local, "to_local") else local
             return [(box, memory[place]) for box, place in self.boxes]
         flat = self.local.detach().reshape(-1)
-        boxes = interval_boxes(self.shape, self.start, self.start + flat.numel())
+        boxes = interval_boxes(self.divided or self.shape, self.start, self.start + flat.numel())
         values = flat.split([box.numel for box in boxes]) if boxes else ()
-        return [(box, value.view(box.sizes)) for box, value in zip(boxes, values, strict=True)]
+        intervals = [(box, value.view(box.sizes)) for box, value in zip(boxes, values, strict=True)]
+        if self.boxes is None:
+            return intervals
+        # The boxes of the whole tensor that lie in memory, cut where the interval begins and ends.
+        found = []
+        for box, place in self.boxes:
+            there = Box(tuple(one.start for one in place), box.sizes)
+            for interval, value in intervals:
+                if (common := interval.intersect(there)) is not None:
+                    moved = zip(box.offsets, common.offsets, there.offsets, strict=True)
+                    offsets = tuple(offset + start - first for offset, start, first in moved)
+                    found.append((Box(offsets, common.sizes), value[common.slices_in(interval)]))
+        return found
 
     def with_local(self, local: Tensor) -> Sharded:
         """Return another tensor with the same sharding, such as an optimizer state of this parameter."""
-        return Sharded(self.shape, local, self.start, self.boxes)
+        return replace(self, local=local)
 
 
 Tensorlike: TypeAlias = Tensor | Sharded
@@ -207,18 +222,19 @@ def interval_boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
 
 
 def is_partition(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return whether boxes fill a tensor without overlap; they are cut along the first dim first."""
-    if not shape:
-        return len(boxes) == 1
-    strips: dict[tuple[int, int], list[Box]] = {}
+    """Return whether boxes fill a tensor without overlap."""
+    if not shape or not math.prod(shape):
+        return list(boxes) == [Box.whole(shape)] or (not boxes and 0 in shape[:1])
+    # Between two neighbouring borders along the first dim, the same boxes fill the other dims.
+    borders = sorted({border for box in boxes for border in (box.offsets[0], box.ends[0])})
+    if not borders or (borders[0], borders[-1]) != (0, shape[0]):
+        return False
+    strips: dict[int, list[Box]] = {border: [] for border in borders[:-1]}
     for box in boxes:
-        strips.setdefault((box.offsets[0], box.sizes[0]), []).append(Box(box.offsets[1:], box.sizes[1:]))
-    end = 0
-    for (offset, size), rest in sorted(strips.items()):
-        if offset != end or not is_partition(shape[1:], rest):
-            return False
-        end += size
-    return end == shape[0]
+        rest = Box(box.offsets[1:], box.sizes[1:])
+        for border in borders[bisect_left(borders, box.offsets[0]) : bisect_left(borders, box.ends[0])]:
+            strips[border].append(rest)
+    return all(is_partition(shape[1:], rest) for rest in strips.values())
 
 
 # ---------------------------------------------------------------------------------------------------- fingerprints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -38,9 +38,9 @@ def register_optimizer(name: str, kind: type[torch.optim.Optimizer]) -> None:
 
 
 def make_optimizer(
-    config: OptimizerConfig, parts: Sequence[ModelPart], only: Collection[str] | None = None
+    config: OptimizerConfig, parts: Sequence[ModelPart], stepped: Mapping[str, nn.Parameter] | None = None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of all parts, or of the parameters that `only` names: a group for each part."""
+    """Return the optimizer of all parts, a group for each; `stepped` has what this rank steps of each parameter."""
     kind = _optimizer_class(config)
     options = _options(config, kind)
     takes = inspect.signature(kind).parameters
@@ -48,8 +48,8 @@ def make_optimizer(
     if not decays and any(part.weight_decay for part in parts if part.trained):
         raise ConfigError(f"optimizer.name = {config.name}\n  It knows no weight decay. Set all `weight_decay` to 0.")
     # A process of a pipeline may have nothing to train; its optimizer then has nothing to do.
-    groups = [group for part in parts for group in _groups(part, decays, only)] or [{"params": []}]
-    trained = [parameter for part in parts for parameter in part.trained.values()]
+    groups = [group for part in parts for group in _groups(part, decays, stepped)] or [{"params": []}]
+    trained = [parameter for group in groups for parameter in group["params"]]
     # torch 2.11 to 2.13 can fuse only Adam and AdamW of sharded parameters.
     is_unfusable = not issubclass(kind, torch.optim.Adam) and any(isinstance(one, DTensor) for one in trained)
     devices = {parameter.device.type for parameter in trained}
@@ -74,10 +74,10 @@ def apply_hyperparameters(
     optimizer: torch.optim.Optimizer,
     config: OptimizerConfig,
     parts: Sequence[ModelPart],
-    only: Collection[str] | None = None,
+    stepped: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
     """Give an optimizer that was restored from a checkpoint the hyperparameters of the config."""
-    fresh = make_optimizer(config, parts, only)
+    fresh = make_optimizer(config, parts, stepped)
     for group, wanted in zip(optimizer.param_groups, fresh.param_groups, strict=True):
         group.update({key: value for key, value in wanted.items() if key not in ("params", "foreach", "fused")})
 
@@ -97,9 +97,11 @@ def highest_rate(config: OptimizerConfig, parts: Sequence[ModelPart], replicas: 
     return max(part.learning_rate for part in parts if part.trained) * _rate_scale(config.scale_rate, replicas)
 
 
-def _groups(part: ModelPart, decays: bool, only: Collection[str] | None) -> Iterator[dict[str, Any]]:
+def _groups(part: ModelPart, decays: bool, stepped: Mapping[str, nn.Parameter] | None) -> Iterator[dict[str, Any]]:
     """Yield the groups of a part: its biases and norms are in one without weight decay."""
-    trained = {name: parameter for name, parameter in part.trained.items() if only is None or name in only}
+    trained = part.trained
+    if stepped is not None:
+        trained = {name: stepped[name] for name in trained if name in stepped}
     for vectors in (False, True) if decays else (None,):
         options = {} if vectors is None else {"weight_decay": 0.0 if vectors else part.weight_decay}
         # One kernel for many takes parameters of one mesh only: those cut by tensor parallelism have another.

@@ -21,11 +21,12 @@ from cornstarch.parallel import passes
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, check_data_plan, get_measured_bucket
 from cornstarch.parallel.encoder_balancing import balance_encoders, has_encoder_balancing
 from cornstarch.parallel.loading import record_full_read
+from cornstarch.parallel.zero1 import Zero1
 from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.stage_program import Call
 from cornstarch.pipeline.stages import StageAssignment, release_remote_parameters
 from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.plan.data_options import UNSYNCHRONIZED
+from cornstarch.plan.data_options import REPLICATED, UNSYNCHRONIZED
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
 
@@ -39,6 +40,8 @@ class ParallelModel:
     """The DDP or FSDP module to call instead; None if there is none, or if the model is split into stages."""
     pipeline: Pipeline | None = None
     """This rank's stages, if the model is split into stages."""
+    zero1: Zero1 | None = None
+    """With ZeRO-1: reduces gradients to shards, and gathers the parameters that other ranks have stepped."""
     call: Call = field(default=lambda model, inputs: model(**inputs))
     """Runs the model, or the stage that takes its place, on a microbatch; the result goes to the loss."""
 
@@ -63,6 +66,32 @@ class ParallelModel:
         """The size of DDP's gradient buckets, if it was measured for the link."""
         measured = None if self.wrapped is None else get_measured_bucket(self.wrapped)
         return None if measured is None else measured.line
+
+    def shard_states(
+        self, trained: Mapping[str, nn.Parameter], context: DistributedContext, keep_whole: bool = False
+    ) -> Mapping[str, nn.Parameter]:
+        """Return the parameters, by name, that this rank's optimizer steps: with ZeRO-1 its shards of `trained`.
+
+        All ranks must call it, after the model is compiled. With `keep_whole` no parameter is cut.
+        """
+        meshes = context.meshes if self.pipeline is None else self.pipeline.meshes
+        data = context.plan.data
+        if data.kind != "zero1" or context.world_size == 1 or meshes.data.size() == 1:
+            return trained
+        measured = None if self.wrapped is None else get_measured_bucket(self.wrapped)
+        size = int(data.bucket_mb * 2**20) if isinstance(data.bucket_mb, int | float) else None
+        self.zero1 = Zero1(
+            trained,
+            meshes.data.get_group(),
+            bucket_bytes=size if measured is None else measured.size,
+            keep_whole=keep_whole,
+            alone=() if self.pipeline is None else self.pipeline.tied_parameters,
+            averaged=data.compression.kind != "none",
+            is_stage=self.pipeline is not None,
+        )
+        if self.pipeline is not None:
+            self.pipeline.zero1 = self.zero1
+        return self.zero1.shards
 
     def balance_encoders(self) -> AbstractContextManager[Any]:
         """Return the context in which replicas share the work of their encoders, if the plan asks for it."""
@@ -159,7 +188,7 @@ def parallelize(
     if pipeline is None:
         if options.balance_encoders and context.layout.dp > 1:
             passes.apply_encoder_balancing(model, context.meshes)  # before FSDP: its hooks must run inside of FSDP's
-        if context.meshes.data.size() == 1 and plan.data.kind == "ddp":
+        if context.meshes.data.size() == 1 and plan.data.kind in REPLICATED:
             return ParallelModel(model, model)  # there is nobody to average with
         return ParallelModel(model, apply_data_parallel(model, context.meshes.data, plan.data))  # last: owns parameters
     # After tp and cp, which need whole modules; a copy of the model cannot be made once masks are routed.

@@ -89,6 +89,14 @@ def refuse_pieces(build: Build, said: str, layout: Layout, trained: Collection[s
         )
 
 
+def needs_whole_parameters(build: Build) -> bool:
+    """Return whether an optimizer's step of a number depends on others of its matrix, so that no matrix may be cut."""
+    try:
+        return find_scope(build) != "number"
+    except (RuntimeError, ValueError, TypeError, AttributeError, ImportError):  # it could not be tried
+        return True
+
+
 def find_scope(build: Build) -> Literal["number", "matrix", "all"]:
     """Return what an optimizer's step of a number depends on: itself alone, its matrix, or other parameters."""
     # Two small matrices are stepped together, apart, and cut in two.

@@ -27,8 +27,17 @@ from cornstarch.engine.failure import out_of_memory
 from cornstarch.engine.feature_cache import FeatureCache, build_encoder_prefetch, use_feature_cache
 from cornstarch.engine.memory_tracker import MemoryTracker
 from cornstarch.engine.model_parts import ModelPart, cast_parts, split_into_parts
-from cornstarch.engine.optimizer import AveragedWeights, LearningRate, highest_rate, make_optimizer, scale_rates
+from cornstarch.engine.optimizer import (
+    ELEMENTWISE,
+    AveragedWeights,
+    LearningRate,
+    highest_rate,
+    make_optimizer,
+    make_plain_optimizer,
+    scale_rates,
+)
 from cornstarch.engine.parallelize import ParallelizeOptions, ParallelModel, parallelize
+from cornstarch.engine.plan_requirements import needs_whole_parameters
 from cornstarch.engine.recompute import Recomputation, fit_activations
 from cornstarch.engine.sharded_loading import ShardedLoading, features_need_weights
 from cornstarch.engine.step_counter import RunFlops
@@ -41,7 +50,7 @@ from cornstarch.models.multimodal_language_model.import_hf.decompose import Undi
 from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import distributed
-from cornstarch.parallel.ddp_fsdp import OwnedParameters, reshard
+from cornstarch.parallel.ddp_fsdp import reshard
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.parallel.encoder_balancing import has_encoder_balancing
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
@@ -209,7 +218,7 @@ class TrainState:
     step: TrainStep
     """The optimizer, and what goes with it."""
     trained: Mapping[str, nn.Parameter]
-    """The trained parameters of this rank, by name."""
+    """The parameters that this rank's optimizer steps, by name; with ZeRO-1 its shards of them."""
     replica_sync: ReplicaSync
     """Keeps replicas together over slow links."""
     rates: LearningRate
@@ -288,21 +297,19 @@ def build_train_state(
 ) -> TrainState:
     """Build the optimizer over the local shards of a model, and what goes with it; all ranks must call it."""
     trained = {name: one for part in model.parts for name, one in part.trained.items()}
-    pipeline, wrapped, data = model.parallel.pipeline, model.parallel.wrapped, context.plan.data
-    owned = None
-    if context.world_size > 1 and data.kind == "zero1":
-        group = None if pipeline is None else pipeline.data_group
-        owned = OwnedParameters(trained, group, is_stage=pipeline is not None)
-    optimizer = make_optimizer(config.optimizer, model.parts, None if owned is None else owned.names)
+    wrapped, data = model.parallel.wrapped, context.plan.data
+    is_tried = data.kind == "zero1" and config.optimizer.name.lower() not in ELEMENTWISE
+    needs_whole = is_tried and needs_whole_parameters(partial(make_plain_optimizer, config.optimizer))
+    stepped = model.parallel.shard_states(trained, context, needs_whole)
+    optimizer = make_optimizer(config.optimizer, model.parts, stepped)
     scale_rates(optimizer, config.optimizer.scale_rate, context.replica.count)
     step = TrainStep(
         model.parallel,
-        list(trained.values()),
+        list(stepped.values()),
         optimizer,
         max_grad_norm=config.optimizer.max_grad_norm,
         loss_scale=context.placement.loss_scale(),
         loss_shards=context.loss_shards,
-        owned=owned,
         averages=AveragedWeights(trained, config.loop.ema_decay) if config.loop.ema_decay else None,
     )
     sync = None
@@ -310,4 +317,4 @@ def build_train_state(
         sync = build_replica_sync(model.module, wrapped, context.meshes.data, data, optimizer, step.scaler)
     highest = highest_rate(config.optimizer, model.all_parts, context.replica.count)
     rates = LearningRate(optimizer, config.schedule, total_steps, highest)
-    return TrainState(config, context, task, model, step, trained, sync or _NoSync(), rates, total_steps)
+    return TrainState(config, context, task, model, step, stepped, sync or _NoSync(), rates, total_steps)

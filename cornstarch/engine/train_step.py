@@ -20,7 +20,7 @@ from cornstarch.errors import ConfigError
 from cornstarch.metrics.attribution import CLIPPING, OPTIMIZER
 from cornstarch.metrics.profiler import record_range
 from cornstarch.parallel import distributed
-from cornstarch.parallel.ddp_fsdp import OwnedParameters, defer_gradient_sync
+from cornstarch.parallel.ddp_fsdp import defer_gradient_sync
 from cornstarch.parallel.gradients import LossScale, clip_gradients, compute_clip_divisor
 
 Inputs = Mapping[str, Any]
@@ -36,12 +36,11 @@ class TrainStep:
 
     Args:
         model: What `parallelize` returned.
-        trained: The parameters of this rank that take gradients.
+        trained: The parameters of this rank that take gradients; with ZeRO-1 its shards of them.
         optimizer: Updates them; None if this rank has none to update.
         max_grad_norm: Gradients are clipped to this norm, over all parameters on all ranks.
         loss_scale: For fp16: keeps small gradients from vanishing.
         loss_shards: The number of ranks that each compute a part of the loss.
-        owned: With ZeRO-1: the parameters whose optimizer state this rank has.
         averages: The moving average of the weights, if there is one.
     """
 
@@ -54,11 +53,10 @@ class TrainStep:
         max_grad_norm: float | None = None,
         loss_scale: LossScale | None = None,
         loss_shards: int = 1,
-        owned: OwnedParameters | None = None,
         averages: AveragedWeights | None = None,
     ) -> None:
         self.model, self.optimizer, self.max_grad_norm, self.averages = model, optimizer, max_grad_norm, averages
-        self.scaler, self.owned = loss_scale, owned
+        self.scaler = loss_scale
         self._trained, self._loss_shards = list(trained), loss_shards
         if loss_scale is not None and any(parameter.dtype == torch.float16 for parameter in trained):
             raise ConfigError("precision = fp16 needs trained weights in fp32: leave `dtype` out, or set it to fp32.")
@@ -98,13 +96,18 @@ class TrainStep:
             run = model.pipeline.train if backward else model.pipeline.forward
             run(list(microbatches), loss_of)
             return
+        zero1 = model.zero1 if backward else None
         with model.balance_encoders() if backward else nullcontext():
             for number, inputs in enumerate(microbatches):
                 # Gradients are reduced once, with the last microbatch.
-                with defer_gradient_sync(model.wrapped, backward and number + 1 < count):
+                is_last = number + 1 >= count
+                overlap = zero1.overlap_reduction() if zero1 is not None and is_last else nullcontext()
+                with defer_gradient_sync(model.wrapped, backward and not is_last), overlap:
                     loss = loss_of(number, model.call(model.callable_module, inputs))
                     if backward and loss.requires_grad:  # text alone teaches a projector nothing
                         loss.backward()
+        if zero1 is not None:
+            zero1.reduce_gradients()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return this rank's part of the step's loss, scaled as gradients are to be taken of it."""
@@ -131,7 +134,8 @@ class TrainStep:
                 return norm
             max_norm = float("inf") if self.max_grad_norm is None else self.max_grad_norm
             if (pipeline := self.model.pipeline) is None:
-                norm = clip_gradients(self.model.wrapped, self._trained, max_norm)
+                is_divided = self.model.zero1 is not None
+                norm = clip_gradients(self.model.wrapped, self._trained, max_norm, is_divided=is_divided)
             else:  # a tied weight counts on the first stage that has it, or the norm would count it twice
                 shared = pipeline.holders, pipeline.copies(), pipeline.device
                 norm = clip_gradients(None, self._trained, max_norm, *shared)
@@ -157,8 +161,8 @@ class TrainStep:
         """Adjust the loss scale, and with ZeRO-1 send every rank the parameters that others have stepped."""
         if self.scaler is not None:  # a step whose gradients overflow was left out
             self.scaler.update(self.is_finite)
-        if self.owned is not None:
-            self.owned.broadcast()
+        if self.model.zero1 is not None:
+            self.model.zero1.gather_parameters()
 
     def zero_grad(self) -> None:
         for parameter in self._trained:

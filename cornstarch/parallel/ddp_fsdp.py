@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
@@ -23,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from cornstarch.compat import buffer_options, reshard_flat_units
 from cornstarch.errors import ConfigError
 from cornstarch.models.multimodal_language_model import MultimodalModel
+from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.flat_shards import find_shard
 from cornstarch.parallel.low_bandwidth.gradient_hooks import CompressedHSDPShards, attach_compression, get_gradient_sync
-from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.plan.cluster_file import format_quantity
 from cornstarch.plan.communication import Link, Timing, fit_link
 from cornstarch.plan.low_bandwidth_cost import choose_bucket_bytes
@@ -36,7 +38,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
     """Wrap a model for data parallelism, and return the module to call instead of it.
 
-    Create the optimizer afterwards, from the model's parameters. All ranks must come with the same weights: only DDP
+    Create the optimizer afterwards, from the model's parameters; with zero1 from the shards of a
+    `cornstarch.parallel.Zero1`, which also reduces gradients. All ranks must come with the same weights: only DDP
     broadcasts those of the first rank. Gradients are averaged over ranks: a rank that has some of a replica's tokens
     passes the sum over its tokens, divided by the tokens of all ranks, times the number of ranks.
 
@@ -52,7 +55,10 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> n
         case "ddp" if mesh.ndim == 2:
             # With tensor parallelism, parameters are DTensors, which DDP does not know: FSDP 2 in shards of one rank.
             return _apply_fsdp2(model, mesh, plan)
+        case "zero1" if plan.compression.kind == "none":
+            return _apply_zero1(model, mesh, plan)
         case "ddp" | "zero1":
+            # Compressed gradients are averaged in whole buckets; zero1 takes its shards of them.
             return attach_compression(_apply_ddp(model, mesh, plan), mesh, plan.compression)
         case "hsdp" if plan.compression.kind != "none":
             # Sharded within a replica only: given both axes, FSDP 2 would reduce over replicas, too, uncompressed.
@@ -81,35 +87,50 @@ def check_data_plan(model: nn.Module, plan: DataPlan) -> None:
 
 
 def _apply_ddp(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
-    measured, group = None, mesh.get_group()
-    if plan.bucket_mb == "auto":
-        size = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        link = measure_link(group, torch.device(mesh.device_type))
-        measured = MeasuredBucket(choose_bucket_bytes(link, mesh.size(), size), link)
+    measured = _measure_bucket(model, mesh, plan)
     megabytes = plan.bucket_mb if measured is None else measured.megabytes
     options: dict[str, Any] = {} if megabytes is None else {"bucket_cap_mb": megabytes}
-    # DDP broadcasts buffers in every step. Only those that are saved with a model, such as running statistics, change;
-    # tables that can be computed at any time, such as those of rotary embeddings, do not.
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    has_saved_buffers = not parameters.issuperset(model.state_dict())
     wrapped = _DDP(
         model,
         device_ids=[torch.cuda.current_device()] if mesh.device_type == "cuda" else None,
-        process_group=group,
+        process_group=mesh.get_group(),
         static_graph=plan.static_graph,
         gradient_as_bucket_view=plan.gradient_as_bucket_view,
         find_unused_parameters=plan.find_unused and not plan.static_graph,
-        **buffer_options(has_saved_buffers),
+        **buffer_options(bool(_find_saved_buffers(model))),
         **options,
     )
-    wrapped.measured_bucket = measured
+    if measured is not None:
+        _MEASURED[wrapped] = measured
     return wrapped
+
+
+def _apply_zero1(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
+    """Let a model send its saved buffers round before every forward pass, as DDP does; `Zero1` does the rest."""
+    group, buffers = mesh.get_group(), _find_saved_buffers(model)
+    if (measured := _measure_bucket(model, mesh, plan)) is not None:
+        _MEASURED[model] = measured
+
+    def send_buffers(*_: Any) -> None:
+        for buffer in buffers:
+            dist.broadcast(buffer, group=group, group_src=0)
+
+    if buffers:
+        model.register_forward_pre_hook(send_buffers)
+    return model
+
+
+def _find_saved_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that are saved with a model, such as running statistics: replicas have one value of them.
+
+    The others, such as the tables of rotary embeddings, can be computed at any time and do not change.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters]
 
 
 class _DDP(DistributedDataParallel):
     """DistributedDataParallel with a readable error for `find_unused: false` where a step left parameters unused."""
-
-    measured_bucket: MeasuredBucket | None = None  # the measurement, with `bucket_mb: auto`
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         try:
@@ -166,54 +187,20 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> Link:
     return fit_link(timings)
 
 
+_MEASURED: WeakKeyDictionary[nn.Module, MeasuredBucket] = WeakKeyDictionary()
+
+
 def get_measured_bucket(wrapped: nn.Module) -> MeasuredBucket | None:
-    return wrapped.measured_bucket if isinstance(wrapped, _DDP) else None
+    """Return the buckets of a wrapped model, if they were measured (`bucket_mb: auto`)."""
+    return _MEASURED.get(wrapped)
 
 
-class OwnedParameters:
-    """ZeRO-1: whole parameters divided among ranks, each of which holds the optimizer states of its own only.
-
-    Every rank has all gradients (DDP). It creates its optimizer from the parameters that it owns, steps them, and
-    `broadcast` then sends them to the other ranks. All ranks compute the same assignment.
-
-    Args:
-        parameters: All trained parameters by name, in the same order on every rank.
-        group: The ranks. Default: all.
-        is_stage: Whether they hold one of several pipeline stages, some of which may have little to train, or nothing.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup | None = None, is_stage: bool = False
-    ) -> None:
-        self._group = group
-        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        if len(parameters) < len(self._ranks) and not is_stage:
-            raise ConfigError(
-                f"zero1 assigns whole parameters, and there are {len(parameters)} for {len(self._ranks)} processes. "
-                "Use fewer processes, or ddp."
-            )
-        owners = assign_largest_first([parameter.numel() for parameter in parameters.values()], len(self._ranks))
-        self._owner = dict(zip(parameters, owners, strict=True))
-        self._parameters = dict(parameters)
-        self._rank = dist.get_rank(group)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for name, owner in self._owner.items() if owner == self._rank)
-
-    @torch.no_grad()
-    def broadcast(self) -> None:
-        """Send updated parameters to all ranks: one message per owner and dtype, not per parameter."""
-        for owner, rank in enumerate(self._ranks):
-            owned = [self._parameters[name] for name, whose in self._owner.items() if whose == owner]
-            for dtype in sorted({parameter.dtype for parameter in owned}, key=str):
-                same = [parameter for parameter in owned if parameter.dtype == dtype]
-                flat = torch.cat([parameter.detach().reshape(-1) for parameter in same])
-                dist.broadcast(flat, rank, group=self._group)
-                if owner != self._rank:
-                    parts = flat.split([parameter.numel() for parameter in same])
-                    for parameter, part in zip(same, parts, strict=True):
-                        parameter.copy_(part.view_as(parameter))
+def _measure_bucket(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> MeasuredBucket | None:
+    if plan.bucket_mb != "auto":
+        return None
+    size = sum(to_local_tensor(one.detach()).nbytes for one in model.parameters() if one.requires_grad)
+    link = measure_link(mesh.get_group(), torch.device(mesh.device_type))
+    return MeasuredBucket(choose_bucket_bytes(link, mesh.size(), size), link)
 
 
 def _apply_fsdp2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
@@ -308,6 +295,8 @@ def drop_idle_gradients(model: nn.Module, items: Mapping[str, float]) -> None:
         idle = [model.encoders[name].parameters() for name, count in items.items() if not count]
         for parameter in chain(*idle, model.zero_gradient_parameters):
             parameter.grad = None
+            if (shard := find_shard(parameter)) is not None:
+                shard.stepped.grad = None
 
 
 # Names in the documentation of earlier releases.

@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from cornstarch.compat import multiply_all
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.flat_shards import divide_into_buckets, find_shard
 
-_BUCKET = 25 * 1024 * 1024  # bytes of one all-reduce; DDP's default
+BUCKET_BYTES = 25 * 1024 * 1024
+"""Bytes of gradients that are reduced together by default, as in DDP."""
 
 
 @torch.no_grad()
@@ -31,7 +33,7 @@ def average_gradients(
     if not trained or (ranks := dist.get_world_size(group)) == 1:
         return
     # Nothing is computed at the same time, so that a bucket size measured for the link (auto) would gain nothing.
-    limit = _BUCKET if bucket_mb is None or bucket_mb == "auto" else int(bucket_mb * 1024 * 1024)
+    limit = BUCKET_BYTES if bucket_mb is None or bucket_mb == "auto" else int(bucket_mb * 1024 * 1024)
     travelling = []
     for bucket in _iter_buckets(trained, limit):
         device, dtype = to_local_tensor(bucket[0]).device, bucket[0].dtype
@@ -61,15 +63,7 @@ def _iter_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[li
     for parameter in reversed(parameters):
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same in kinds.values():
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in same:
-            if bucket and size + to_local_tensor(parameter).nbytes > limit:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += to_local_tensor(parameter).nbytes
-        yield bucket
+        yield from divide_into_buckets(same, limit)
 
 
 def clip_gradients(
@@ -79,10 +73,12 @@ def clip_gradients(
     holders: int | None = None,
     copies: Collection[nn.Parameter] = (),
     device: torch.device | None = None,
+    is_divided: bool = False,
 ) -> Tensor:
     """Scale gradients so that their norm, over all parameters on all ranks, is at most `most`; return the norm.
 
-    All ranks must call it. A gradient that is not a DTensor must be the same on all ranks that hold it.
+    All ranks must call it. A gradient that is neither a DTensor nor of a ZeRO-1 shard must be the same on all
+    ranks that hold it.
 
     Args:
         wrapped: The wrapped model (DDP, FSDP).
@@ -91,11 +87,13 @@ def clip_gradients(
         holders: The number of ranks that hold these parameters, together or each. Default: all ranks.
         copies: Those of the parameters that another rank holds and counts, too.
         device: The device of this rank; needed only if it may have no parameters.
+        is_divided: Whether ranks may have different parameters (ZeRO-1), and this one none.
     """
     device = parameters[0].device if parameters else device or torch.device("cpu")
     if isinstance(wrapped, FullyShardedDataParallel):
         return wrapped.clip_grad_norm_(most)
-    if holders is None and not any(isinstance(parameter, DTensor) for parameter in parameters):
+    is_whole = not any(isinstance(one, DTensor) or find_shard(one) is not None for one in parameters)
+    if holders is None and is_whole and not is_divided:
         return torch.nn.utils.clip_grad_norm_(parameters, most).to(device)
     with torch.no_grad():
         gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -105,7 +103,7 @@ def clip_gradients(
         by_copies: dict[int, list[Tensor]] = {}
         for parameter, gradient in gradients:
             if id(parameter) not in uncounted:
-                number = _count_copies(gradient, holders or dist.get_world_size())
+                number = _count_copies(parameter, gradient, holders or dist.get_world_size())
                 by_copies.setdefault(number, []).append(to_local_tensor(gradient))
         squares = [torch.nn.utils.get_total_norm(one).float() ** 2 / number for number, one in by_copies.items()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
@@ -124,7 +122,9 @@ def compute_clip_divisor(parameters: Sequence[nn.Parameter], most: float) -> tup
     return norm, torch.clamp((norm + 1e-6) / most, min=1.0)
 
 
-def _count_copies(gradient: Tensor, holders: int) -> int:
+def _count_copies(parameter: nn.Parameter, gradient: Tensor, holders: int) -> int:
+    if (shard := find_shard(parameter)) is not None:  # what its ranks divide among them, each of them has once
+        gradient, holders = shard.whole, holders // shard.ranks
     if not isinstance(gradient, DTensor):
         return holders
     assert not any(placement.is_partial() for placement in gradient.placements), "a gradient is not reduced yet"

@@ -18,7 +18,9 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import distributed
 from cornstarch.parallel.context import has_sharded_tokens, set_expected_layers, use_whole_rows
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, reshard
+from cornstarch.parallel.flat_shards import find_shard
 from cornstarch.parallel.gradients import average_gradients
+from cornstarch.parallel.zero1 import Zero1
 from cornstarch.pipeline import stage_program
 from cornstarch.pipeline import stages as stage_assignment
 from cornstarch.pipeline.p2p import P2PChannel, Route, StageEdge
@@ -28,6 +30,7 @@ from cornstarch.pipeline.split import analyze_model, cut
 from cornstarch.pipeline.stage import StageModule
 from cornstarch.pipeline.stage_program import Call, Inputs, LanguageProgram, StageProgram
 from cornstarch.pipeline.stages import StageAssignment, StageGroups, TiedParameter
+from cornstarch.plan.data_options import REPLICATED
 from cornstarch.plan.plan import LANGUAGE_MODEL, DataPlan
 from cornstarch.schedule.policies import make_schedule
 
@@ -64,6 +67,7 @@ class Pipeline:
         self._ties: list[TiedParameter] = []
         self.edges: dict[tuple[int, int], StageEdge] = {}
         self._runtimes: dict[int, Runtime] = {}
+        self.zero1: Zero1 | None = None  # set when the optimizer is built
         self.events: list[ActionEvent] = []  # what this process did in the last step, and when
 
     def split(self, prepare_copy: Callable[[nn.Module], None]) -> None:
@@ -89,7 +93,7 @@ class Pipeline:
 
     def shard(self, plan: DataPlan) -> None:
         """Shard the parameters of this rank's stages with FSDP; ddp and zero1 keep them whole."""
-        if plan.kind in ("ddp", "zero1") or self.meshes.data.size() == 1:
+        if plan.kind in REPLICATED or self.meshes.data.size() == 1:
             return
         for program in self.programs.values():
             apply_data_parallel(program, self.meshes.data, plan)
@@ -209,8 +213,10 @@ class Pipeline:
         # FSDP reduces those of sharded parameters itself, with the last backward pass.
         with stage_assignment.sum_tied_gradients(self._ties):
             yield
-            if self.layout.plan.data.kind in ("ddp", "zero1") and self.meshes.data.size() > 1:
+            if self.zero1 is None and self.layout.plan.data.kind in REPLICATED and self.meshes.data.size() > 1:
                 average_gradients(list(self.model.parameters()), self.data_group, self.layout.plan.data.bucket_mb)
+        if self.zero1 is not None:  # after the sum over stages: from here on a rank has shards of gradients only
+            self.zero1.reduce_gradients()
 
     def forward(self, microbatches: Sequence[Inputs], finish: Finish) -> None:
         self._runtime(max(1, len(microbatches))).forward(microbatches, finish)
@@ -255,7 +261,13 @@ class Pipeline:
         return self.meshes.data.get_group()
 
     def copies(self) -> list[nn.Parameter]:
-        return [tie.parameter for tie in self._ties if not tie.is_first]
+        """Return what other stages count: parameters that they have, too; with ZeRO-1 this rank's shards of them."""
+        copies = [tie.parameter for tie in self._ties if not tie.is_first]
+        return [shard.stepped if (shard := find_shard(one)) is not None else one for one in copies]
+
+    @property
+    def tied_parameters(self) -> list[nn.Parameter]:
+        return [tie.parameter for tie in self._ties]
 
     @property
     def holders(self) -> int:

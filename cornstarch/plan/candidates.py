@@ -291,7 +291,7 @@ def complete_sizes(
     if len(sizes.groups) == 1 and stages == 1:
         schedules = [("1f1b", 1)]
     has_tp = any(tp > 1 for tp, _, _ in sizes.sizes)
-    kinds = [kind for kind in list_kinds(sizes, space) if not (has_tp and kind in ("zero1", "fsdp1"))]
+    kinds = [kind for kind in list_kinds(sizes, space) if not (has_tp and kind == "fsdp1")]
     for schedule, virtual in schedules:
         parts = [1] * (len(sizes.names) - 1) + [virtual]
         modules = tuple(

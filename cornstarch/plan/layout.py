@@ -242,8 +242,8 @@ def unexecutable(plan: Plan) -> list[str]:
         if kind != others:
             beside = f"{kind} for one module, where the others have {others}, cannot be run yet. Use data.kind alone."
             reasons.append(f"modules.{name}.zero = {module.zero}: {beside}")
-        if module.tp > 1 and others in ("fsdp1", "zero1"):
-            advice = "Use the kind ddp, fsdp2, zero2, zero3 or hsdp."
+        if module.tp > 1 and others == "fsdp1":
+            advice = "Use the kind ddp, fsdp2, zero1, zero2, zero3 or hsdp."
             reasons.append(f"{tp}: data.kind = {others} knows whole matrices only. {advice}")
         if plan.shared and module.tp not in (1, largest):
             beside = f"beside a module with tp {largest} on the same ranks it cannot be run yet."

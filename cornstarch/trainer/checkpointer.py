@@ -103,14 +103,14 @@ class Checkpointer:
     def restore(self, checkpoint: Checkpoint, log: Callable[[str], None]) -> Position:
         """Restore the run from a checkpoint and return its position."""
         state, config = self._state, self._state.config
-        optimizer, owned = state.optimizer, state.step.owned
+        optimizer = state.optimizer
         data = checkpoint.data()
         with checkpoint.tensors() as tensors:
             module, scaler, source = state.wrapped_module, state.step.scaler, state.context.random_source
             restore(tensors, data, module, optimizer, ema=self._averages, scaler=scaler, draws_as=source)
             state.restore_sync(tensors, data, log)
         # The config wins over the hyperparameters in the checkpoint: they differ only with allow_changes.
-        apply_hyperparameters(optimizer, config.optimizer, state.model.parts, None if owned is None else owned.names)
+        apply_hyperparameters(optimizer, config.optimizer, state.model.parts, state.trained)
         scale_rates(optimizer, config.optimizer.scale_rate, state.context.replica.count)
         self.saved_at = checkpoint.step
         position = Position(**{key: value for key, value in data["position"].items() if hasattr(Position, key)})

@@ -73,6 +73,8 @@ class RecordingTrainer(Trainer):
     def _gather_gradients(self) -> dict[str, Tensor | None]:
         with _use_full_parameters(self.task.wrapped, with_gradients=True):
             found = {name: parameter.grad for name, parameter in named_parameters(self.model).items()}
+            if (zero1 := self.run_model.parallel.zero1) is not None:
+                found |= zero1.gather_gradients()
             there = {name: gradient for name, gradient in found.items() if gradient is not None}
             # A gradient that only some ranks have could not be gathered: they would wait for ever.
             by_holders: dict[str, set[str]] = {}

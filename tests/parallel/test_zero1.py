@@ -1,15 +1,20 @@
-"""Whole parameters dealt out among processes."""
+"""ZeRO-1: parameters divided among ranks."""
 
 from __future__ import annotations
 
-from itertools import product
+import math
+from itertools import pairwise, product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from cornstarch.parallel.flat_shards import lay_out_flat
 from cornstarch.plan.balancing import assign_largest_first
-from tests.parallel.work import dealt_out, refused_owners
+from tests import zoo
+from tests.parallel.work import refused_owners, stepped_shards
 from tests.parity.pool import Pool
 
 
@@ -41,20 +46,56 @@ def test_assignment_is_deterministic() -> None:
     assert assign_largest_first([], 2) == []
 
 
+def expected_values(dtypes: bool, ranks: int = 2) -> dict[str, Tensor]:
+    """Return the parameters after both steps: the gradient of all numbers is the mean of 1, 2, … over ranks."""
+    with zoo.reproducible(0):
+        values = {f"p{n}": torch.randn(n + 1, 3).t() for n in range(5)}
+    if dtypes:
+        values["p1"] = values["p1"].to(torch.bfloat16)
+    mean = sum(range(1, ranks + 1)) / ranks
+    for number, value in enumerate(values.values()):
+        for gradient in (mean, 1 / ranks if number == 3 else mean):
+            value -= 0 if number == 2 else gradient
+    return values
+
+
 @pytest.mark.parametrize("dtypes", [False, True], ids=["one type", "two types"])
-def test_broadcast_sends_owned_parameters_to_all_ranks(workers: Pool, dtypes: bool) -> None:
-    first, second = workers.run(2, dealt_out, dtypes, None)
-    assert sorted(first["names"] + second["names"]) == [f"p{n}" for n in range(5)]
-    assert all(first["changed"].values()) and all(second["changed"].values())
+@pytest.mark.parametrize("keep_whole", [False, True], ids=["flat", "whole"])
+def test_ranks_step_shards_and_all_have_the_result(workers: Pool, keep_whole: bool, dtypes: bool) -> None:
+    found = workers.run(2, stepped_shards, keep_whole, dtypes, None)
+    for one in found:
+        torch.testing.assert_close(one["values"], expected_values(dtypes))
+        assert one["missing"] == (["p2"] if "p2" in one["shapes"] else [])  # no rank has a gradient of it
+    whole = {f"p{n}": 3 * (n + 1) for n in range(5)}
+    for name, size in whole.items():
+        shapes = [one["shapes"][name] for one in found if name in one["shapes"]]
+        assert sum(math.prod(shape) for shape in shapes) == size
+        assert not keep_whole or shapes == [(3, size // 3)]
+    if not keep_whole:  # equal shares, but for what is padded
+        shares = [sum(math.prod(shape) for shape in one["shapes"].values()) for one in found]
+        assert max(shares) <= 45 / 2 + 3 * 4 * 2 and any(len(one["shapes"]) < 5 for one in found)
 
 
 def test_subgroup_divides_parameters_among_its_ranks(workers: Pool) -> None:
-    other, first, second = workers.run(3, dealt_out, False, [1, 2])
+    other, *found = workers.run(3, stepped_shards, False, False, [1, 2])
     assert other is None
-    assert sorted(first["names"] + second["names"]) == [f"p{n}" for n in range(5)]
-    assert all(first["changed"].values()) and all(second["changed"].values())
+    for one in found:
+        torch.testing.assert_close(one["values"], expected_values(False))
 
 
-def test_fewer_parameters_than_ranks_is_refused(workers: Pool) -> None:
-    expected = "zero1 assigns whole parameters, and there are 1 for 2 processes. Use fewer processes, or ddp."
-    assert workers.run(2, refused_owners) == [expected] * 2
+def test_fewer_whole_parameters_than_ranks_are_refused(workers: Pool) -> None:
+    expected = "zero1 gives whole parameters to ranks for this optimizer, and there are 1 for 2 processes."
+    assert all(said.startswith(expected) for said in workers.run(2, refused_owners))
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 5), st.sampled_from([1, 4]), st.booleans())
+def test_flat_layout_has_every_tensor_once(sizes: list[int], ranks: int, unit: int, keep_whole: bool) -> None:
+    starts, shard = lay_out_flat(sizes, ranks, unit, keep_whole)
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    assert all(start % unit == 0 for start in starts) and shard % unit == 0
+    ordered = sorted(zip(starts, ends, strict=True))
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered)) and ordered[-1][1] <= ranks * shard
+    if keep_whole:
+        assert all(start // shard == (end - 1) // shard for start, end in ordered)
+    else:
+        assert ranks * shard < sum(sizes) + unit * (len(sizes) + ranks)

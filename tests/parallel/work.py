@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from cornstarch import MultimodalModel
 from cornstarch.errors import ConfigError
-from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh, distributed
+from cornstarch.parallel import Zero1, apply_data_parallel, data_mesh, distributed
 from cornstarch.parallel.ddp_fsdp import defer_gradient_sync, use_full_model
 from cornstarch.parallel.distributed import to_full_tensor
 from cornstarch.parallel.gradients import clip_gradients
@@ -86,12 +86,21 @@ def step(plan: Mapping[str, Any], most: float, microbatches: int = 1) -> Step:
     wrapped = apply_data_parallel(model, data_mesh("cpu", replicate), given)
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
     kept: dict[str, Tensor | None] = {}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    zero1 = Zero1(trained, bucket_bytes=1000) if given.kind == "zero1" else None
     for number, microbatch in enumerate(mine.chunk(microbatches), start=1):
-        with defer_gradient_sync(wrapped, number < microbatches):
+        overlap = zero1.overlap_reduction() if zero1 is not None and number == microbatches else nullcontext()
+        with defer_gradient_sync(wrapped, number < microbatches), overlap:
             (wrapped(microbatch) / microbatches).backward()
-        if number == 1 and microbatches > 1 and isinstance(wrapped, DistributedDataParallel):
+        if number == 1 and microbatches > 1 and given.kind in ("ddp", "zero1"):
             kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    norm = clip_gradients(wrapped, [p for p in model.parameters() if p.requires_grad], most)
+    if zero1 is not None:
+        zero1.reduce_gradients()
+        assert all(parameter.grad is None for parameter in trained.values())
+        norm = clip_gradients(None, list(zero1.shards.values()), most, is_divided=True)
+        gradients = dict.fromkeys(name for name, _ in model.named_parameters()) | zero1.gather_gradients()
+        return Step(norm.item(), gradients, kept)
+    norm = clip_gradients(wrapped, list(trained.values()), most)
     return Step(norm.item(), _gradients(wrapped, model), kept)
 
 
@@ -190,8 +199,8 @@ def trained_by_hand(how: str | None, mode: tuple[bool, bool], llm: bool) -> dict
 # ------------------------------------------------------------------------------------------------ the rest
 
 
-def dealt_out(dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
-    """Let owners change what they own and share it."""
+def stepped_shards(keep_whole: bool, dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
+    """Step the shards of some parameters by SGD, in two steps, of which the second has gradients on one rank only."""
     group = None if members is None else dist.new_group(members)
     if members is not None and dist.get_rank() not in members:
         return None
@@ -199,19 +208,25 @@ def dealt_out(dtypes: bool, members: list[int] | None) -> dict[str, Any] | None:
         parameters = {f"p{n}": nn.Parameter(torch.randn(n + 1, 3).t()) for n in range(5)}  # not contiguous
     if dtypes:
         parameters["p1"] = nn.Parameter(parameters["p1"].detach().to(torch.bfloat16))
-    before = copy.deepcopy(parameters)
-    owned = OwnedParameters(parameters, group)
-    with torch.no_grad():
-        for name in owned.names:
-            parameters[name].add_(1)
-    owned.broadcast()
-    changed = {name: bool(torch.equal(p, before[name] + 1)) for name, p in parameters.items()}
-    return {"names": sorted(owned.names), "changed": changed}
+    zero1 = Zero1(parameters, group, keep_whole=keep_whole, bucket_bytes=80)
+    optimizer = torch.optim.SGD(zero1.shards.values(), lr=1.0)
+    rank = dist.get_rank(group)
+    for step in range(2):
+        with zero1.overlap_reduction():
+            used = [p for n, p in enumerate(parameters.values()) if n != 2 and not (step and rank and n == 3)]
+            sum((p.float() * (rank + 1)).sum() for p in used).backward()
+        zero1.reduce_gradients()
+        missing = sorted(name for name, shard in zero1.shards.items() if shard.grad is None)
+        optimizer.step()
+        optimizer.zero_grad()
+        zero1.gather_parameters()
+    shapes = {name: tuple(shard.shape) for name, shard in zero1.shards.items()}
+    return {"shapes": shapes, "missing": missing, "values": {n: p.detach().clone() for n, p in parameters.items()}}
 
 
 def refused_owners() -> str:
     """Deal out one parameter among several processes."""
-    return _refusal(lambda: OwnedParameters({"only": nn.Parameter(torch.zeros(2))}))
+    return _refusal(lambda: Zero1({"only": nn.Parameter(torch.zeros(2))}, keep_whole=True))
 
 
 def refused_mesh(replicate: int) -> str:
