@@ -81,6 +81,12 @@ def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     torch._foreach_add_(list(tensors), numbers)
 
 
+def move_memory(parameter: Tensor, memory: Tensor) -> None:
+    """Let a parameter have other memory, with the same values; it stays the object that modules and hooks refer to."""
+    # A DTensor shows its local tensor by copies of the object only.
+    getattr(parameter, "_local_tensor", parameter).data = memory
+
+
 def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Begin to sum a flat tensor over a group into this rank's shard of it."""
     # torch 2.13 warns of the older name. Goes with torch 2.12.

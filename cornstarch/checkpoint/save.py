@@ -82,7 +82,7 @@ def _describe_tensor(name: object, tensor: Tensorlike) -> dict[str, Any]:
 
 def _describe_mesh(tensor: Any) -> str:
     """Return the mesh of a sharded tensor for people: `replicate 2 x shard 4`."""
-    if isinstance(tensor, Sharded) and tensor.boxes is None:
+    if isinstance(tensor, Sharded) and (tensor.boxes is None or tensor.divided is not None):
         return "flat"
     distributed: Any = tensor.local if isinstance(tensor, Sharded) else tensor
     mesh = distributed.device_mesh

@@ -1,8 +1,7 @@
 """Shards of tensors: which part of a tensor a rank has, how shards fit together, their fingerprints and their files.
 
 A shard is a box: an offset and a size in each dim. Two layouts of a tensor are two partitions of it into boxes, and
-resharding copies the intersections. torch's planners (`torch.distributed.checkpoint`) know the same boxes, but exchange
-them as pickled plans. Nothing here needs a process group.
+resharding copies the intersections. torch's planners know the same boxes, but exchange them as pickled plans.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from cornstarch import __version__
 from cornstarch.checkpoint.storage import Storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, own_digest
+from cornstarch.parallel.distributed import to_local_tensor
 
 T = TypeVar("T")
 
@@ -119,24 +119,20 @@ class Sharded:
     @property
     def shards(self) -> list[tuple[Box, Tensor]]:
         if self.boxes is not None and self.divided is None:
-            local: Any = self.local.detach()
-            memory: Tensor = local.to_local() if hasattr(local, "to_local") else local
+            memory = to_local_tensor(self.local.detach())
             return [(box, memory[place]) for box, place in self.boxes]
         flat = self.local.detach().reshape(-1)
         boxes = interval_boxes(self.divided or self.shape, self.start, self.start + flat.numel())
         values = flat.split([box.numel for box in boxes]) if boxes else ()
         intervals = [(box, value.view(box.sizes)) for box, value in zip(boxes, values, strict=True)]
-        if self.boxes is None:
-            return intervals
+        found: list[tuple[Box, Tensor]] = intervals if self.boxes is None else []
         # The boxes of the whole tensor that lie in memory, cut where the interval begins and ends.
-        found = []
-        for box, place in self.boxes:
+        for box, place in self.boxes or ():
             there = Box(tuple(one.start for one in place), box.sizes)
             for interval, value in intervals:
                 if (common := interval.intersect(there)) is not None:
-                    moved = zip(box.offsets, common.offsets, there.offsets, strict=True)
-                    offsets = tuple(offset + start - first for offset, start, first in moved)
-                    found.append((Box(offsets, common.sizes), value[common.slices_in(interval)]))
+                    offsets = map(add, box.offsets, map(sub, common.offsets, there.offsets))
+                    found.append((Box(tuple(offsets), common.sizes), value[common.slices_in(interval)]))
         return found
 
     def with_local(self, local: Tensor) -> Sharded:
@@ -227,14 +223,12 @@ def is_partition(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return list(boxes) == [Box.whole(shape)] or (not boxes and 0 in shape[:1])
     # Between two neighbouring borders along the first dim, the same boxes fill the other dims.
     borders = sorted({border for box in boxes for border in (box.offsets[0], box.ends[0])})
-    if not borders or (borders[0], borders[-1]) != (0, shape[0]):
-        return False
     strips: dict[int, list[Box]] = {border: [] for border in borders[:-1]}
     for box in boxes:
-        rest = Box(box.offsets[1:], box.sizes[1:])
         for border in borders[bisect_left(borders, box.offsets[0]) : bisect_left(borders, box.ends[0])]:
-            strips[border].append(rest)
-    return all(is_partition(shape[1:], rest) for rest in strips.values())
+            strips[border].append(Box(box.offsets[1:], box.sizes[1:]))
+    spans = borders[:1] + borders[-1:] == [0, shape[0]]
+    return spans and all(is_partition(shape[1:], rest) for rest in strips.values())
 
 
 # ---------------------------------------------------------------------------------------------------- fingerprints

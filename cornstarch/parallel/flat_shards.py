@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from cornstarch.compat import move_memory
 from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.plan.balancing import assign_largest_first
 
@@ -78,8 +79,7 @@ class FlatBuffer:
         for (name, parameter), local, start in zip(parameters.items(), locals_, self._starts, strict=True):
             view = self.values[start : start + local.numel()].view(local.shape)
             view.copy_(local)
-            # In place: the parameter must stay the object that modules, hooks and ties refer to.
-            local.data = view
+            move_memory(parameter, view)
             begin, end = max(start, first), min(start + local.numel(), last)
             if begin < end:
                 part = self.values[begin:end]

@@ -13,7 +13,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.plan.data_options import UNSYNCHRONIZED
 from cornstarch.plan.plan import DataKind, DataPlan
 
@@ -161,17 +160,10 @@ def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = No
         return replace(_build_whole(size), exchanged=_low_bandwidth_bytes(size, data))
     if data.kind == "ddp":
         return _build_replicated(size, data)
-    if data.kind == "zero1":  # DDP, but a rank has optimizer states only for the parameters that it owns
-        trained, states = size.trained, [0] * ranks
-        if len(trained) < ranks:
-            raise ConfigError(
-                f"zero1 assigns whole parameters, and there are {len(trained)} for {ranks} processes. "
-                "Use fewer processes, or ddp."
-            )
-        owners = assign_largest_first([parameter.numel for parameter in trained], ranks)
-        for parameter, owner in zip(trained, owners, strict=True):
-            states[owner] += size.state(parameter, parameter.shape)
-        return replace(_build_replicated(size, data), optimizer=max(states) if rank is None else states[rank])
+    if data.kind == "zero1":  # flat buffers are divided evenly; gradients are whole until they are reduced
+        is_compressed = data.compression.kind != "none"  # in DDP's buckets
+        whole = _build_replicated(size, data) if is_compressed else _build_whole(size)
+        return replace(whole, optimizer=-(-whole.optimizer // ranks))
     shards = ranks // copies if data.kind == "hsdp" else ranks
     index = 0 if rank is None else rank % shards  # the first shard is the largest
     build = _build_fsdp1 if data.kind == "fsdp1" else _build_fsdp2
@@ -294,9 +286,6 @@ def stage_memory(
                 parameters.append(ParameterSize((numbers,), itemsize, trained, unit))
     sizes = {(parameter.itemsize, False): StateSize(per_element=states) for parameter in parameters}
     size = ModelSize(tuple(parameters), states=sizes)
-    if kind == "zero1":  # it assigns whole parameters: of the many of a stage, each rank gets about an equal part
-        replicated = memory_of(size, _build_data_plan("ddp"), ranks)
-        return replace(replicated, optimizer=-(-replicated.optimizer // ranks))
     sharded = memory_of(size, _build_data_plan(kind), ranks, copies=copies)
     return replace(sharded, gradients=sum(one.bytes for one in size.trained)) if whole else sharded
 

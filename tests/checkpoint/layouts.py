@@ -7,10 +7,11 @@ as one process, to the bit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from cornstarch.checkpoint.named_state import local_parameters, named_parameters
 from cornstarch.checkpoint.shards import Tensorlike, local_shards
 from cornstarch.checkpoint.state import capture, restore, restore_weights
 from cornstarch.errors import ConfigError
+from cornstarch.parallel import Zero1
+from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.parallel.flat_shards import find_shard
 
 
 class Block(nn.Module):
@@ -60,8 +64,8 @@ class Small(nn.Module):
 Build = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def two_groups(model: nn.Module, only: Callable[[int], bool] = lambda index: True) -> torch.optim.Optimizer:
-    trained = [(n, p) for index, (n, p) in enumerate(_trained(model)) if only(index)]
+def two_groups(model: nn.Module, stepped: Mapping[str, nn.Parameter] | None = None) -> torch.optim.Optimizer:
+    trained = _trained(model) if stepped is None else list(stepped.items())
     kinds = [
         {"params": [p for n, p in trained if "bias" not in n], "lr": 0.1, "weight_decay": 0.1},
         {"params": [p for n, p in trained if "bias" in n], "lr": 0.02, "weight_decay": 0.0},
@@ -122,10 +126,28 @@ def fsdp1_hybrid(model: nn.Module) -> Build:
 
 
 def zero1(model: nn.Module) -> Build:
-    """Whole parameters dealt out: an optimizer has only some of them, and perhaps only one of the two groups."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    count = len(_trained(model))
-    return model, two_groups(model, lambda index: index * size // count == rank)
+    """Flat shards: an optimizer has only some parameters, or an interval of one, and perhaps only one of the groups."""
+    return _divide_states(model, None)
+
+
+def zero1_tp(model: nn.Module) -> Build:
+    """Flat shards of what tensor parallelism has cut along rows and columns."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    return _divide_states(model, mesh["dp"].get_group())
+
+
+def _divide_states(model: nn.Module, group: Any) -> Build:
+    zero1 = Zero1(dict(_trained(model)), group, bucket_bytes=400)
+    optimizer = two_groups(model, zero1.shards)
+    _DIVIDED[optimizer] = zero1
+    return model, optimizer
+
+
+_DIVIDED: WeakKeyDictionary[torch.optim.Optimizer, Zero1] = WeakKeyDictionary()
 
 
 def zero1_torch(model: nn.Module) -> Build:
@@ -150,7 +172,7 @@ def tensor_parallel(model: nn.Module) -> Build:
 
 LAYOUTS: dict[str, Callable[[nn.Module], Build]] = {
     "one": plain, "ddp": ddp, "fsdp2": fsdp2, "hsdp": hsdp, "fsdp1": fsdp1, "fsdp1 hybrid": fsdp1_hybrid,
-    "zero1": zero1, "zero1 of torch": zero1_torch, "tp": tensor_parallel,
+    "zero1": zero1, "zero1 tp": zero1_tp, "zero1 of torch": zero1_torch, "tp": tensor_parallel,
 }  # fmt: skip
 
 
@@ -179,11 +201,15 @@ def steps(
         for name, parameter in _trained(model):
             whole = gradient(name, local[name].shape, step)
             parameter.grad = _like(local[name], parameter, whole)
+            if (shard := find_shard(parameter)) is not None:
+                flat = to_local_tensor(parameter.grad).reshape(-1)
+                own = flat[shard.start : shard.start + shard.stepped.numel()]
+                shard.stepped.grad = own.reshape(shard.stepped.shape)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            if isinstance(optimizer, torch.optim.AdamW):
-                _share(model, optimizer)
+            if optimizer in _DIVIDED:
+                _DIVIDED[optimizer].gather_parameters()
             for name, average in averages.items():
                 average.lerp_(live[name], 0.1)
             for buffer in model.buffers():
@@ -200,19 +226,6 @@ def _like(local: Tensorlike, parameter: nn.Parameter, whole: Tensor) -> Tensor |
     for box, part in local_shards(result):
         part.copy_(whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))])
     return result
-
-
-def _share(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Hand whole parameters that one process stepped to the others, as ZeRO-1 does."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if len(mine) == len(_trained(model)):
-        return
-    for _, parameter in _trained(model):
-        owner = torch.tensor([dist.get_rank() if id(parameter) in mine else -1])
-        dist.all_reduce(owner, dist.ReduceOp.MAX)
-        dist.broadcast(parameter.data, int(owner))
 
 
 # ---------------------------------------------------------------------------------------------------- jobs

@@ -49,6 +49,11 @@ PAIRS = [
     ("fsdp1", 2, "zero1 of torch", 3),
     ("tp", 4, "fsdp2", 3),
     ("hsdp", 4, "tp", 4),
+    ("ddp", 2, "zero1", 3),
+    ("zero1", 2, "ddp", 2),
+    ("zero1 tp", 4, "one", 1),
+    ("fsdp2", 3, "zero1 tp", 4),
+    ("zero1", 3, "zero1 tp", 4),
 ]
 
 

@@ -15,7 +15,7 @@ from cornstarch.config import ModelConfig, OptimizerConfig
 from cornstarch.engine.memory_tracker import MemoryTracker, measure_bytes, model_size, state_size
 from cornstarch.engine.model_parts import cast_parts, split_into_parts
 from cornstarch.engine.optimizer import AveragedWeights, make_optimizer
-from cornstarch.parallel import OwnedParameters, apply_data_parallel, data_mesh
+from cornstarch.parallel import Zero1, apply_data_parallel, data_mesh
 from cornstarch.plan import DataPlan
 from cornstarch.plan.cluster import Device
 from cornstarch.plan.memory import Memory, StateSize, memory_of
@@ -71,8 +71,8 @@ def measure_and_estimate(
     wrapped = apply_data_parallel(model, data_mesh("cpu", copies), data)
     parts = split_into_parts(model, described, chosen)
     trained = {name: parameter for part in parts for name, parameter in part.trained.items()}
-    owned = OwnedParameters(trained).names if kind == "zero1" else None
-    stepped = make_optimizer(chosen, parts, owned)
+    zero1 = Zero1(trained) if kind == "zero1" else None
+    stepped = make_optimizer(chosen, parts, None if zero1 is None else zero1.shards)
     averages = AveragedWeights(trained, 0.9) if averaged else None
     for number in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=frozen == "bf16"):
@@ -80,6 +80,8 @@ def measure_and_estimate(
             inputs["pixel_values"] = inputs["pixel_values"].to(types[dtype or "fp32"])
             wrapped(**inputs).loss.backward()
         if number == 0:
+            if zero1 is not None:
+                zero1.reduce_gradients()
             stepped.step()
             stepped.zero_grad()
     found = measure_bytes(model, stepped, averages)

@@ -200,12 +200,10 @@ def _draw_encoders(ranks: str, modules: dict[str, Any], encoders: list[str], llm
 def _draw_data_kind(
     case: dict[str, Any], style: str, modules: dict[str, Any], replicas: int, drawn: Random
 ) -> dict[str, Any]:
-    kinds = ["ddp", "ddp", "fsdp2", "zero2", "zero3"]
+    kinds = ["ddp", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
     has_tp = any(module.get("tp", 1) > 1 for module in modules.values())
-    if not has_tp:
-        kinds.append("zero1")
-        if style in ("dp", "cp"):
-            kinds.append("fsdp1")
+    if not has_tp and style in ("dp", "cp"):
+        kinds.append("fsdp1")
     if style == "dp" and replicas in (4, 6):
         kinds.append("hsdp")
     kind = drawn.choice(kinds)

@@ -116,6 +116,7 @@ COLUMNS: dict[str, Column] = {
     "tp4": Column("tp 4", 1, module={"tp": 4}, refused_rows=FEW_HEADS),
     "dp_tp": Column("dp 2 × tp 2", 2, module={"tp": 2}, refused_rows=UNCUT),
     "zero3_tp": Column("zero3 2 × tp 2", 2, {"kind": "zero3"}, module={"tp": 2}, refused_rows=UNCUT),
+    "zero1_tp": Column("zero1 2 × tp 2", 2, {"kind": "zero1"}, module={"tp": 2}, refused_rows=UNCUT),
     "encoder_tp": Column(
         "encoders tp 2, LLM tp 1", 1, module={"tp": 2}, last={"tp": 1}, ranks_of="shared", encoders_only=True
     ),
@@ -131,6 +132,7 @@ COLUMNS: dict[str, Column] = {
     ),
     "tp_cp": Column("tp 2 × cp 2", 1, module={"tp": 2, "cp": 2}, refused_rows=BOTH),
     "dp_cp": Column("dp 2 × cp 2", 2, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
+    "zero1_cp": Column("zero1 × cp 2", 1, {"kind": "zero1"}, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
     "zero2_cp": Column("zero2 2 × cp 2", 2, {"kind": "zero2"}, module={"cp": 2}, refused_rows=IN_ONE_PIECE),
     "pp": Column("pp 2, encoders on ranks of their own", 1, last={"stages": 2}),
     "pp_first": Column("pp 2, encoders in the first stage", 1, last={"stages": 2}, ranks_of="first_stage"),
@@ -157,6 +159,24 @@ COLUMNS: dict[str, Column] = {
     ),
     "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage"),
     "pp_zero1": Column("pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage"),
+    "pp_zero1_tp": Column(
+        "pp 2 × tp 2, zero1",
+        1,
+        {"kind": "zero1"},
+        module={"tp": 2},
+        last={"stages": 2},
+        ranks_of="first_stage",
+        refused_rows=UNCUT,
+    ),
+    "pp_zero1_cp": Column(
+        "pp 2 × cp 2, zero1",
+        1,
+        {"kind": "zero1"},
+        module={"cp": 2},
+        last={"stages": 2},
+        ranks_of="first_stage",
+        refused_rows=IN_ONE_PIECE,
+    ),
     "pp_zero2": Column("pp 2 × zero2", 2, {"kind": "zero2"}, last={"stages": 2}, ranks_of="first_stage"),
     "pp_fsdp2": Column("pp 2 × fsdp2", 2, {"kind": "fsdp2"}, last={"stages": 2}, ranks_of="first_stage"),
     "pp_interleaved_tp": Column(

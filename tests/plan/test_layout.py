@@ -404,7 +404,7 @@ EXECUTABLE = [
     (Plan(), []),
     (Plan({"vision": ModulePlan(), "language_model": ModulePlan()}, DataPlan("hsdp", 2)), []),
     (Plan({"model": ModulePlan(tp=2, cp=2)}), []),
-    (Plan({"model": ModulePlan(tp=2)}, DataPlan("zero1")), ["modules.model.tp = 2: data.kind = zero1 knows whole"]),
+    (Plan({"model": ModulePlan(tp=2)}, DataPlan("zero1")), []),
     (Plan({"model": ModulePlan(tp=2)}, DataPlan("fsdp1")), ["modules.model.tp = 2: data.kind = fsdp1 knows whole"]),
     (Plan({"a": ModulePlan(), "language_model": ModulePlan(tp=2)}, ranks="shared"), []),
     (Plan({"a": ModulePlan(tp=2), "language_model": ModulePlan(tp=4)}, ranks="shared"),
