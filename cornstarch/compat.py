@@ -74,6 +74,17 @@ def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(group, factor.to(device))
 
 
+def compute_total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of tensors together; torch's own function rounds it to the precision of half-precision ones."""
+    if not any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors):
+        return torch.nn.utils.get_total_norm(tensors)
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    norms = [norm for group in alike.values() for norm in torch._foreach_norm(group, 2, dtype=torch.float32)]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
 def add_to_all(tensors: Sequence[Tensor], number: float | Tensor) -> None:
     """Add a number to tensors of one device, in place, in one kernel."""
     # A tensor by itself would be read by the CPU, which waits for it; a list of it is not.

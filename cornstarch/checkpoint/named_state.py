@@ -26,11 +26,14 @@ from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.parallel.flat_shards import ParameterShard, find_shard
+from cornstarch.kernels.master_weights import REMAINDER, find_master
 from cornstarch.parallel.tensor import original_boxes
 from cornstarch.pipeline.stages import ORIGINAL_NAMES
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "param_names"}  # they choose a kernel, not the result
+
+_SAVED_BEFORE = {"TritonAdamW": "AdamW"}  # names of classes in checkpoints of earlier versions
 
 Parameters = Mapping[str, nn.Parameter]
 Group = dict[str, Any]
@@ -196,6 +199,14 @@ class NamedOptimizer:
         for parameter in (one for group in self.optimizer.param_groups for one in group["params"]):
             if (shard := find_shard(parameter)) is not None and (name := names.get(id(shard.whole))) is not None:
                 self.parameters[name], self.stepped[name] = shard.stepped, _cut_interval(self.local[name], shard)
+        # A weight in bf16 is saved as its float32 master, as if it had been trained in float32.
+        masters = {name: find_master(self.optimizer, one) for name, one in self.parameters.items()}
+        self.local |= {name: master for name, master in masters.items() if master is not None}
+
+    @property
+    def _class_name(self) -> str:
+        kind = type(self.optimizer)
+        return str(getattr(kind, "saved_as", kind.__qualname__))
 
     @cached_property
     def members(self) -> list[list[str]]:
@@ -220,11 +231,13 @@ class NamedOptimizer:
         states, whole = {}, {}
         for key, value in state_dict["state"].items():
             if key in names:
-                states[names[key]] = _shard_alike(value, self.stepped[names[key]])
+                own = {name: one for name, one in value.items() if name != REMAINDER}
+                if own:
+                    states[names[key]] = _shard_alike(own, self.stepped[names[key]])
             else:
                 whole[key] = value
         return {
-            "class": type(self.optimizer).__qualname__,
+            "class": self._class_name,
             "groups": groups,
             "parameters": flatten_values(states, "optimizer/parameters", tensors),
             "whole": flatten_values(whole, "optimizer/whole", tensors),
@@ -232,9 +245,8 @@ class NamedOptimizer:
 
     def find_differences(self, saved: Mapping[str, Any], optimized: Collection[str]) -> list[str]:
         """Return how a saved optimizer differs from those of all ranks, which have the parameters `optimized`."""
-        kind = type(self.optimizer).__qualname__
-        if saved["class"] != kind:
-            return [f"it is {saved['class']} in the checkpoint, {kind} here"]
+        if _SAVED_BEFORE.get(saved["class"], saved["class"]) != self._class_name:
+            return [f"it is {saved['class']} in the checkpoint, {self._class_name} here"]
         # Groups with equal options count as one: tensor parallelism has separate groups for sharded parameters.
         group_of = {
             name: json.dumps(group["options"], sort_keys=True)

@@ -21,6 +21,7 @@ from cornstarch.checkpoint.shards import Box, Tensorlike, TensorShard, is_partit
 from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_manifest, own_digest
+from cornstarch.kernels.master_weights import MasterWeight
 from cornstarch.parallel import distributed as world
 from cornstarch.parallel.distributed import to_full_tensor
 
@@ -87,6 +88,9 @@ class TensorReader(Mapping[str, Tensor]):
             raise ConfigError(f"{name} has the shape {list(shape)} in the checkpoint, {list(target.shape)} here.")
         parts = {shard.box: shard.read for shard in self._shards[name]}
         with torch.no_grad():
+            if isinstance(target, MasterWeight):
+                target.write(self.read(name, Box.whole(shape)))
+                return
             for box, destination in local_shards(target):
                 if self.is_local and box not in parts:
                     had = ", ".join(map(str, parts))

@@ -31,6 +31,7 @@ from cornstarch.checkpoint.storage import Storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, own_digest
 from cornstarch.parallel.distributed import to_local_tensor
+from cornstarch.kernels.master_weights import MasterWeight
 
 T = TypeVar("T")
 
@@ -140,13 +141,15 @@ class Sharded:
         return replace(self, local=local)
 
 
-Tensorlike: TypeAlias = Tensor | Sharded
+Tensorlike: TypeAlias = Tensor | Sharded | MasterWeight
 
 
 def local_shards(tensor: Tensorlike) -> list[tuple[Box, Tensor]]:
     """Return the shards of a tensor on this rank; the values are the tensor's own memory."""
     if isinstance(tensor, Sharded):
         return tensor.shards
+    if isinstance(tensor, MasterWeight):
+        return [(Box.whole(tensor.shape), tensor.read())]
     if not is_sharded(tensor):
         return [(Box.whole(tensor.shape), tensor.detach())]
     # The protocol of torch's own checkpoints: a DTensor knows its box for every placement on every mesh.
@@ -165,6 +168,9 @@ def is_sharded(tensor: Tensorlike) -> bool:
 
 def list_shards(name: str, tensor: Tensorlike) -> list[TensorShard]:
     """Return the shards of a tensor on this rank; without any there is an empty one: nothing is missing then."""
+    if isinstance(tensor, MasterWeight):  # read when it is written: one master at a time is in memory
+        box = Box.whole(tensor.shape)
+        return [TensorShard(name, box.sizes, tensor.dtype, box, lambda part: read_part(tensor.read(), box, part))]
     empty = (Box((0,) * len(tensor.shape), (0, *tensor.shape[1:])), torch.empty(0, dtype=tensor.dtype))
     return [
         TensorShard(name, tuple(tensor.shape), tensor.dtype, box, partial(read_part, values, box))

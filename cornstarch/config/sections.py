@@ -282,6 +282,9 @@ class OptimizerConfig(Section):
     """For `sgd`."""
     max_grad_norm: Annotated[PositiveFloat | None, Also("clip", "gradient_clip_val", "clip_grad_norm")] = 1.0
     """The largest norm of all gradients together; null: no clipping."""
+    master_weights: Literal["auto"] | bool = "auto"
+    """Keep trained weights in bf16, and exact float32 masters of them in the optimizer: 14 bytes per parameter instead
+    of 16, and nothing to cast in forward passes. auto: where a run computes in bf16 on one GPU with `adamw`."""
     arguments: dict[str, Any] = {}
     """Further arguments of the optimizer's class."""
     scale_rate: Literal["none", "linear", "sqrt"] = "none"

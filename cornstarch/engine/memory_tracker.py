@@ -14,6 +14,7 @@ from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.engine.optimizer import AveragedWeights, make_optimizer
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.master_weights import has_master, round_to_weight
 from cornstarch.parallel.ddp_fsdp import find_frozen_modules, find_fsdp_units
 from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.plan import DataPlan
@@ -35,18 +36,29 @@ def model_size(model: nn.Module, data: DataPlan, optimizer: OptimizerConfig, ave
         numbered = sorted(enumerate(found), key=lambda pair: -sum(1 for _ in pair[1].parameters()))
         units = {id(parameter): number for number, unit in numbered for parameter in unit.parameters()}
     parameters = tuple(
-        ParameterSize(tuple(p.shape), p.element_size(), p.requires_grad, units.get(id(p))) for p in model.parameters()
+        ParameterSize(tuple(p.shape), p.element_size(), p.requires_grad, units.get(id(p)), gradient_itemsize(p))
+        for p in model.parameters()
     )
-    kinds = {(p.dtype, p.dim() > 1) for p in model.parameters() if p.requires_grad}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    kinds = {(p.dtype, p.dim() > 1) for p in trained}
+    with_masters = {p.dtype for p in trained if has_master(p)}
     if data.kind == "fsdp1":
         kinds |= {(dtype, False) for dtype, _ in kinds}  # it flattens all parameters
-    states = {(dtype.itemsize, is_matrix): state_size(optimizer, dtype, is_matrix) for dtype, is_matrix in kinds}
+    states = {(dtype.itemsize, is_matrix): state_size(optimizer, dtype, is_matrix, dtype in with_masters) for dtype, is_matrix in kinds}
     return ModelSize(parameters, _count_bytes(model.buffers()), states, averaged)
 
 
-def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool) -> StateSize:
-    """Return the state of an optimizer for a parameter, found by stepping a small one."""
+def gradient_itemsize(parameter: nn.Parameter) -> int:
+    """Return the bytes of a number of a parameter's gradient."""
+    dtype: torch.dtype | None = parameter.grad_dtype if parameter.requires_grad else None
+    return parameter.element_size() if dtype is None else dtype.itemsize
+
+
+def state_size(config: OptimizerConfig, dtype: torch.dtype, is_matrix: bool, masters: bool = False) -> StateSize:
+    """Return the state of an optimizer for a parameter, found by stepping a small one; `masters`: as in a run."""
     parameter = nn.Parameter(torch.ones(_MATRIX if is_matrix else _VECTOR, dtype=dtype))
+    if masters:
+        round_to_weight(parameter)
     # The rate and the decay do not change sizes; every optimizer accepts a decay of 0.
     optimizer = make_optimizer(config, [ModelPart("", "", ("",), "full", 1e-3, 0.0, None, {"parameter": parameter})])
     parameter.grad = torch.ones_like(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cornstarch.checkpoint.named_state import named_parameters
-from cornstarch.config import ModelConfig, OptimizerConfig, PartConfig, Precision
+from cornstarch.config import ModelConfig, OptimizerConfig, PartConfig, Precision, RunConfig
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.master_weights import round_to_weight
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.device import DTYPES
@@ -119,13 +121,62 @@ def _iter_described_parts(model: nn.Module, config: ModelConfig, optimizer: Opti
     yield describe("language model", model.language_model, ("language_model", ""), text)
 
 
+@dataclass(frozen=True)
+class MasterPolicy:
+    """Trained weights are kept in bf16, and the optimizer has float32 masters of them."""
+
+    accumulates: bool
+    """Whether gradients of several microbatches are added up, which needs float32."""
+
+
+def choose_masters(config: RunConfig, device: str, computed_in: torch.dtype, world: int) -> MasterPolicy | None:
+    """Return how a run on a kind of device keeps float32 masters, None if it does not; refuse what cannot work."""
+    optimizer, wanted = config.optimizer, config.optimizer.master_weights
+    if wanted is False:
+        return None
+    reason = None
+    if computed_in != torch.bfloat16:
+        name = str(computed_in).removeprefix("torch.")
+        reason = f"The run computes in {name}; masters belong to weights in bf16. Set precision=bf16."
+    elif optimizer.name.lower() != "adamw" or set(optimizer.arguments) - {"betas", "eps"}:
+        reason = "Only `adamw` without further arguments has masters. Use it, or leave master_weights out."
+    elif world > 1:
+        reason = (
+            f"{world} processes reduce gradients in the precision of weights, so theirs stay in float32. Leave "
+            "master_weights out; sharded kinds (zero3) gather and compute in bf16 without it."
+        )
+    if reason is None and (wanted is True or device == "cuda"):
+        return MasterPolicy(accumulates=config.loop.gradient_accumulation_steps > 1)
+    if reason is not None and wanted is True:
+        raise ConfigError(f"optimizer.master_weights = true\n  {reason}")
+    return None
+
+
+def _find_rounded(part: ModelPart) -> set[str]:
+    """Return the names of a part's trained parameters that are rounded to bf16."""
+    trained = {name: one for name, one in part.trained.items() if one.is_floating_point()}
+    kinds: Counter[torch.dtype] = Counter()
+    for parameter in trained.values():
+        kinds[parameter.dtype] += parameter.numel()
+    # What a model stores in float32 among bf16 needs it, such as the decay rates of state space layers.
+    is_mixed = kinds[torch.bfloat16] > kinds[torch.float32]
+    return {name for name, one in trained.items() if not (is_mixed and one.dtype == torch.float32)}
+
+
 @torch.no_grad()
-def cast_parts(parts: list[ModelPart], computed_in: torch.dtype) -> None:
+def cast_parts(parts: list[ModelPart], computed_in: torch.dtype, masters: MasterPolicy | None = None) -> None:
     """Bring each part's weights into the precision in which they are kept; buffers need the one that they have."""
-    # By default weights that change are kept in float32, because small changes would be lost in fewer bits.
+    # By default weights that change are kept in float32, because small changes would be lost in fewer bits: in the
+    # optimizer, if it has masters, else as the weights themselves.
     for part in parts:
-        for parameter in part.parameters.values():
+        rounded = set() if masters is None or part.dtype is not None else _find_rounded(part)
+        for name, parameter in part.parameters.items():
             if not parameter.is_floating_point():
+                continue
+            if name in rounded:
+                round_to_weight(parameter)
+                if masters is not None and masters.accumulates:
+                    parameter.grad_dtype = torch.float32
                 continue
             default = torch.float32 if parameter.requires_grad else computed_in
             wanted = DTYPES[part.dtype] if part.dtype is not None else default

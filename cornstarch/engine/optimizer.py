@@ -18,7 +18,8 @@ from cornstarch.config import OptimizerConfig, ScheduleConfig
 from cornstarch.config.sections import OPTIMIZER_NAMES
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
-from cornstarch.kernels.adamw import select_optimizer_class
+from cornstarch.kernels.adamw import MasterAdamW, select_optimizer_class
+from cornstarch.kernels.master_weights import find_master, has_master
 from cornstarch.parallel.distributed import to_local_tensor
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -57,6 +58,8 @@ def make_optimizer(
     if "fused" in takes and not _IMPLEMENTATIONS & set(options) and can_fuse:
         options["fused"] = True
         kind = select_optimizer_class(kind) if "cuda" in devices else kind
+    if any(map(has_master, trained)):
+        kind = MasterAdamW
     try:
         return kind(groups, **options)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -187,18 +190,27 @@ class LearningRate:
 
 
 class AveragedWeights:
-    """An exponential moving average of the trained weights, in float32; each process averages what it holds."""
+    """An exponential moving average of the trained weights, in float32; each process averages what it holds.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        self._parameters = dict(parameters)
+    Weights of which the optimizer has float32 masters are averaged by their masters.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], decay: float, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        self._parameters, self._optimizer = dict(parameters), optimizer
         self._average = get_ema_multi_avg_fn(decay)
-        self.averages = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self.averages = {name: self._read(parameter).clone() for name, parameter in self._parameters.items()}
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        master = find_master(self._optimizer, parameter)
+        return parameter.detach().float() if master is None else master.read()
 
     @torch.no_grad()
     def update(self) -> None:
         if not self._parameters:  # a stage that trains nothing
             return
-        now = [to_local_tensor(parameter.detach()).float() for parameter in self._parameters.values()]
+        now = [to_local_tensor(self._read(parameter)) for parameter in self._parameters.values()]
         self._average([to_local_tensor(average) for average in self.averages.values()], now, None)
 
     @contextmanager

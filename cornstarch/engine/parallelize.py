@@ -19,6 +19,7 @@ from cornstarch.models.multimodal_language_model.import_hf.decompose import Undi
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel import passes
 from cornstarch.parallel.ddp_fsdp import apply_data_parallel, check_data_plan, get_measured_bucket
+from cornstarch.parallel.device import DTYPES
 from cornstarch.parallel.encoder_balancing import balance_encoders, has_encoder_balancing
 from cornstarch.parallel.loading import record_full_read
 from cornstarch.parallel.zero1 import Zero1
@@ -26,7 +27,7 @@ from cornstarch.pipeline.pipeline import Pipeline
 from cornstarch.pipeline.stage_program import Call
 from cornstarch.pipeline.stages import StageAssignment, release_remote_parameters
 from cornstarch.pipeline.template import PipelineTemplate
-from cornstarch.plan.data_options import REPLICATED, UNSYNCHRONIZED
+from cornstarch.plan.data_options import REPLICATED, UNSYNCHRONIZED, choose_sharded_dtypes
 from cornstarch.plan.plan import LANGUAGE_MODEL
 
 
@@ -141,7 +142,9 @@ def parallelize(
         inspect_whole_model: Called when the model is on its device and not sharded yet: for whoever must see all of it.
     """
     options = options or ParallelizeOptions()
-    plan, device = context.plan, context.device
+    plan, device, placement = context.plan, context.device, context.placement
+    precision = placement.precision if placement.dtype == DTYPES[placement.precision] else "fp32"
+    data = choose_sharded_dtypes(plan.data, precision, device.type == "cuda")
     _check_undivided(model, context)
     stages = None
     if context.is_pipeline:
@@ -190,10 +193,10 @@ def parallelize(
             passes.apply_encoder_balancing(model, context.meshes)  # before FSDP: its hooks must run inside of FSDP's
         if context.meshes.data.size() == 1 and plan.data.kind in REPLICATED:
             return ParallelModel(model, model)  # there is nobody to average with
-        return ParallelModel(model, apply_data_parallel(model, context.meshes.data, plan.data))  # last: owns parameters
+        return ParallelModel(model, apply_data_parallel(model, context.meshes.data, data))  # last: it owns parameters
     # After tp and cp, which need whole modules; a copy of the model cannot be made once masks are routed.
     pipeline.split(lambda copy: _route_masks(copy, context, stages, options.packed))
-    pipeline.shard(plan.data)  # after the split: only local parameters are sharded, and from then on FSDP owns them
+    pipeline.shard(data)  # after the split: only local parameters are sharded, and from then on FSDP owns them
     pipeline.connect()  # last: ties are found among the parameters that are left
     return ParallelModel(model, None, pipeline)
 

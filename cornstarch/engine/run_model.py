@@ -26,7 +26,7 @@ from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.failure import out_of_memory
 from cornstarch.engine.feature_cache import FeatureCache, build_encoder_prefetch, use_feature_cache
 from cornstarch.engine.memory_tracker import MemoryTracker
-from cornstarch.engine.model_parts import ModelPart, cast_parts, split_into_parts
+from cornstarch.engine.model_parts import ModelPart, cast_parts, choose_masters, split_into_parts
 from cornstarch.engine.optimizer import (
     ELEMENTWISE,
     AveragedWeights,
@@ -151,7 +151,9 @@ class RunModel:
 
     def _cast_weights(self) -> None:
         self.parts = self.all_parts = split_into_parts(self.module, self._config.model, self._config.optimizer)
-        cast_parts(self.parts, self._context.placement.dtype)
+        context = self._context
+        masters = choose_masters(self._config, context.device.type, context.placement.dtype, context.world_size)
+        cast_parts(self.parts, context.placement.dtype, masters)
 
     def _inspect_whole_model(self, verify_plan: Callable[[nn.Module], None]) -> None:
         """Take from the whole model what cannot be seen once it is sharded; all ranks must call it."""
@@ -310,7 +312,7 @@ def build_train_state(
         max_grad_norm=config.optimizer.max_grad_norm,
         loss_scale=context.placement.loss_scale(),
         loss_shards=context.loss_shards,
-        averages=AveragedWeights(trained, config.loop.ema_decay) if config.loop.ema_decay else None,
+        averages=AveragedWeights(trained, config.loop.ema_decay, optimizer) if config.loop.ema_decay else None,
     )
     sync = None
     if context.world_size > 1 and wrapped is not None:

@@ -120,8 +120,8 @@ def replace_by_gradients(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _adamw_kernel(
-    parameter, gradient, mean, square, step, divisor, skip, rate, decay, log1, log2, new1, new2, eps, count,
-    BLOCK: tl.constexpr,
+    parameter, remainder, gradient, mean, square, step, divisor, skip, rate, decay, log1, log2, new1, new2, eps, count,
+    HAS_MASTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (place < count) & (tl.load(skip) == 0)
@@ -129,7 +129,11 @@ def _adamw_kernel(
     number = tl.load(step).to(tl.float64)
     left1 = (1.0 - tl.exp(number * log1.to(tl.float64))).to(tl.float32)
     left2 = tl.sqrt(1.0 - tl.exp(number * log2.to(tl.float64))).to(tl.float32)
-    w = tl.load(parameter + place, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(parameter + place, mask=inside, other=0.0)
+    if HAS_MASTER:  # as `join_master` in master_weights.py
+        low = tl.load(remainder + place, mask=inside, other=0).to(tl.int32)
+        w = ((w.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low).to(tl.float32, bitcast=True)
+    w = w.to(tl.float32)
     g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32) / tl.load(divisor)
     m = tl.load(mean + place, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(square + place, mask=inside, other=0.0).to(tl.float32)
@@ -137,21 +141,31 @@ def _adamw_kernel(
     v = v + new2 * (g * g - v)
     w = w * (1.0 - rate * decay)
     w = w - (rate / left1) * m / (tl.sqrt(v) / left2 + eps)
-    tl.store(parameter + place, w.to(parameter.dtype.element_ty), mask=inside)
+    if HAS_MASTER:  # as `split_master`
+        bits = w.to(tl.int32, bitcast=True)
+        upper = (bits + 0x8000) >> 16
+        low = tl.where(w != w, 0, bits - (upper << 16))
+        upper = tl.where(w != w, 0x7FC0, upper)
+        tl.store(remainder + place, low.to(tl.int16), mask=inside)
+        tl.store(parameter + place, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+    else:
+        tl.store(parameter + place, w.to(parameter.dtype.element_ty), mask=inside)
     tl.store(mean + place, m.to(mean.dtype.element_ty), mask=inside)
     tl.store(square + place, v.to(square.dtype.element_ty), mask=inside)
 
 
 def apply_adamw(
-    parameter: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor, divisor: Tensor, skip: Tensor,
-    numbers: tuple[float, ...],
+    parameter: Tensor, remainder: Tensor | None, gradient: Tensor, mean: Tensor, square: Tensor, step: Tensor,
+    divisor: Tensor, skip: Tensor, numbers: tuple[float, ...],
 ) -> None:  # fmt: skip
     """Update a parameter and its two moments in place, in one pass over memory.
 
+    `remainder`: of a parameter in bf16 with a float32 master (`cornstarch.kernels.master_weights`), updated, too.
     `step` counts from 1. The gradient is divided by `divisor`, and nothing changes if `skip` is not 0. `numbers` are
     the learning rate, weight decay, the logarithms of both betas, 1 minus each beta, and epsilon.
     """
     count = parameter.numel()
     _adamw_kernel[(triton.cdiv(count, _ADAMW_BLOCK),)](
-        parameter, gradient, mean, square, step, divisor, skip, *numbers, count, BLOCK=_ADAMW_BLOCK
-    )
+        parameter, parameter if remainder is None else remainder, gradient, mean, square, step, divisor, skip,
+        *numbers, count, HAS_MASTER=remainder is not None, BLOCK=_ADAMW_BLOCK,
+    )  # fmt: skip

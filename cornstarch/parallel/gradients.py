@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from cornstarch.compat import multiply_all
+from cornstarch.compat import compute_total_norm, multiply_all
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.parallel.flat_shards import divide_into_buckets, find_shard
@@ -94,7 +94,9 @@ def clip_gradients(
         return wrapped.clip_grad_norm_(most)
     is_whole = not any(isinstance(one, DTensor) or find_shard(one) is not None for one in parameters)
     if holders is None and is_whole and not is_divided:
-        return torch.nn.utils.clip_grad_norm_(parameters, most).to(device)
+        norm = compute_total_norm([one.grad for one in parameters if one.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return norm.to(device)
     with torch.no_grad():
         gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         uncounted = {id(parameter) for parameter in copies}
@@ -105,7 +107,7 @@ def clip_gradients(
             if id(parameter) not in uncounted:
                 number = _count_copies(parameter, gradient, holders or dist.get_world_size())
                 by_copies.setdefault(number, []).append(to_local_tensor(gradient))
-        squares = [torch.nn.utils.get_total_norm(one).float() ** 2 / number for number, one in by_copies.items()]
+        squares = [compute_total_norm(one).float() ** 2 / number for number, one in by_copies.items()]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         dist.all_reduce(total)
         norm = total.sqrt()
@@ -116,7 +118,7 @@ def clip_gradients(
 
 def compute_clip_divisor(parameters: Sequence[nn.Parameter], most: float) -> tuple[Tensor, Tensor]:
     """Return the norm of gradients that are all on this rank, and the divisor that brings it down to `most`."""
-    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    norm = compute_total_norm([one.grad for one in parameters if one.grad is not None])
     if parameters:
         norm = norm.to(parameters[0].device)  # without any gradient it is on the CPU
     return norm, torch.clamp((norm + 1e-6) / most, min=1.0)

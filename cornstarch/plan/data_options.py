@@ -232,6 +232,16 @@ def describe_options(part: Any) -> str:
     return " ".join([*words[:1], *([f"({', '.join(words[1:])})"] if words[1:] else [])])
 
 
+def choose_sharded_dtypes(data: Any, precision: str, on_gpu: bool) -> Any:
+    """Return a `DataPlan` whose sharded parameters are gathered in the run's precision, unless it says otherwise.
+
+    In bf16 on GPUs, gathers take half the bytes and autocast has nothing to cast; gradients are reduced in float32.
+    """
+    if not on_gpu or precision != "bf16" or data.kind not in SHARDED or data.param_dtype or data.reduce_dtype:
+        return data
+    return dataclasses.replace(data, param_dtype="bf16", reduce_dtype="fp32")
+
+
 _USE_DDP = "Leave it out, or use the kind ddp or zero1."
 _WHOLE_PARAMETERS = "{kind} keeps whole parameters on every rank"
 _USE_SHARDED = f"Leave it out, or use {', '.join(SHARDED[:-1])} or {SHARDED[-1]}."

@@ -52,6 +52,12 @@ class ParameterSize:
     trained: bool
     unit: int | None = None
     """The number of the unit that it is gathered with; None: the root unit."""
+    gradient_itemsize: int | None = None
+    """Bytes of a number of its gradient; None: as the parameter."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.numel * (self.itemsize if self.gradient_itemsize is None else self.gradient_itemsize)
 
     @property
     def numel(self) -> int:
@@ -173,7 +179,7 @@ def memory_of(size: ModelSize, data: DataPlan, ranks: int, rank: int | None = No
 def _build_whole(size: ModelSize) -> Memory:
     return Memory(
         parameters=sum(parameter.bytes for parameter in size.parameters),
-        gradients=sum(parameter.bytes for parameter in size.trained),
+        gradients=sum(parameter.gradient_bytes for parameter in size.trained),
         optimizer=sum(size.state(parameter, parameter.shape) for parameter in size.trained),
         averages=size.average(sum(parameter.numel for parameter in size.trained)),
         buffers=size.buffers,

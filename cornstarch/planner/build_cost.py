@@ -19,8 +19,9 @@ from cornstarch.cost.profiled import PASSES, ProfiledCost
 from cornstarch.cost.segments import ModelSegment, find_segments
 from cornstarch.engine.acceleration import compiles
 from cornstarch.engine.memory_tracker import state_size
-from cornstarch.engine.model_parts import cast_parts, split_into_parts
+from cornstarch.engine.model_parts import cast_parts, choose_masters, split_into_parts
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.master_weights import has_master
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.context.batch import check_tokens
@@ -102,12 +103,17 @@ def run_cost(
     return cost if facts is None else replace(cost, straggler=tuple(sorted(facts.straggler.items())))
 
 
-def build_run_model(config: RunConfig, device: Device) -> tuple[nn.Module, Precision]:
-    """Return a run's model on the meta device, its weights in the precisions of a device, and the run's precision."""
+def build_run_model(config: RunConfig, device: Device, world: int | None = None) -> tuple[nn.Module, Precision]:
+    """Return a run's model on the meta device, its weights in the precisions of a device, and the run's precision.
+
+    `world`: the number of ranks; None: unknown, so that weights are those of several.
+    """
     usual: Precision = "bf16" if device.has_bf16 else "fp32"
     precision = usual if config.precision == "auto" else config.precision
     model = build_meta_model(config)
-    cast_parts(split_into_parts(model, config.model, config.optimizer), DTYPES[precision])
+    kind = "cpu" if device.name == "cpu" else "cuda"
+    masters = None if world is None else choose_masters(config, kind, DTYPES[precision], world)
+    cast_parts(split_into_parts(model, config.model, config.optimizer), DTYPES[precision], masters)
     return model, precision
 
 
@@ -172,6 +178,7 @@ def build_cost(
     counts: Counter[torch.dtype] = Counter()  # trained numbers: optimizer states are those of the most frequent type
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    masters = any(map(has_master, model.parameters()))
     common, many = counts.most_common(1)[0] if counts else (dtype, 0)
     return RunCost(
         tuple(modules),
@@ -180,7 +187,7 @@ def build_cost(
         tokens=float(microbatch.tokens),
         flops=flops / microbatch.rows,
         precision={torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32"),
-        state_bytes=state_size(optimizer or OptimizerConfig(), common, is_matrix=True).per_element if many else 0,
+        state_bytes=state_size(optimizer or OptimizerConfig(), common, True, masters).per_element if many else 0,
     )
 
 

@@ -21,7 +21,7 @@ from cornstarch.parallel.device import DTYPES
 from cornstarch.plan import DataKind, DataPlan, Layout, Plan
 from cornstarch.plan.cluster import Cluster, Device, Link, this_cpu
 from cornstarch.plan.cost import ModuleSharding, RunCost, compute_rank_cost
-from cornstarch.plan.data_options import data_conflicts
+from cornstarch.plan.data_options import choose_sharded_dtypes, data_conflicts
 from cornstarch.plan.data_statistics import DataStatistics
 from cornstarch.plan.layout import check_executable
 from cornstarch.plan.low_bandwidth_cost import StepTime, SyncedParameters, SyncOption, compare_sync_options, recommend
@@ -97,7 +97,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     Layout.of(plan, world, ranks_per_node)
     check_executable(plan)
     assert not needs_prediction(plan), "estimate_plan predicts it"
-    model, precision = build_run_model(config, device)
+    model, precision = build_run_model(config, device, world)
     parts = split_into_parts(model, config.model, config.optimizer)
     rows = -(-config.rows_per_step // (loop.gradient_accumulation_steps * world))
 
@@ -105,8 +105,10 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
     def get_activations(casts_weights: bool) -> tuple[Activations | None, list[str]]:
         return estimate_activations(model, config, rows, items, precision, device.name != "cpu", casts_weights)
 
-    kinds = []
+    kinds, on_gpu = [], device.name != "cpu"
+    own = choose_sharded_dtypes(plan.data, precision, on_gpu)
     for data, copies in _list_data_plans(plan, world, ranks_per_node):
+        data = choose_sharded_dtypes(data, precision, on_gpu)
         found, _ = get_activations(data.param_dtype != precision)
         peak = None if found is None else found.peak(config.recomputes, loop.activation_bytes)
         last = 0 if found is None else found.layer
@@ -121,7 +123,7 @@ def estimate(config: RunConfig, device: Device, world: int, ranks_per_node: int 
         names = {"hsdp": f"hsdp, {copies} copies", "zero3": "zero3 = fsdp2", "fsdp2": "zero3 = fsdp2"}
         label = "one process" if world == 1 else names.get(data.kind, data.kind)
         kinds.append(KindEstimate(data, label, memory, refused, peak, last, loop.gradient_accumulation_steps > 1))
-    chosen = next(kind for kind in kinds if kind.data is plan.data)
+    chosen = next(kind for kind in kinds if kind.data == own)
     known, unknown = get_activations(chosen.data.param_dtype != precision)
     notes = [*_list_notes(config, world, rows, kinds), *unknown]
     if known is not None and known.copies > 0.02 * device.memory and world > 1:
