@@ -44,7 +44,10 @@ def model_size(model: nn.Module, data: DataPlan, optimizer: OptimizerConfig, ave
     with_masters = {p.dtype for p in trained if has_master(p)}
     if data.kind == "fsdp1":
         kinds |= {(dtype, False) for dtype, _ in kinds}  # it flattens all parameters
-    states = {(dtype.itemsize, is_matrix): state_size(optimizer, dtype, is_matrix, dtype in with_masters) for dtype, is_matrix in kinds}
+    states = {
+        (dtype.itemsize, is_matrix): state_size(optimizer, dtype, is_matrix, dtype in with_masters)
+        for dtype, is_matrix in kinds
+    }
     return ModelSize(parameters, _count_bytes(model.buffers()), states, averaged)
 
 
