@@ -98,14 +98,14 @@ def move_memory(parameter: Tensor, memory: Tensor) -> None:
     getattr(parameter, "_local_tensor", parameter).data = memory
 
 
-def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def reduce_scatter_flat(own: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Begin to sum a flat tensor over a group into this rank's shard of it."""
     # torch 2.13 warns of the older name. Goes with torch 2.12.
     begin = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return begin(own, flat, group=group, async_op=True)
 
 
-def all_gather_flat(flat: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def all_gather_flat(flat: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Begin to gather the shards of a flat tensor; `own` may be this rank's part of it."""
     # torch 2.13 warns of the older name. Goes with torch 2.12.
     begin = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -24,9 +24,9 @@ from cornstarch.checkpoint.shards import Box, Sharded, Tensorlike, is_sharded, l
 from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.compat import is_flattened
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.master_weights import REMAINDER, find_master
 from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.parallel.flat_shards import ParameterShard, find_shard
-from cornstarch.kernels.master_weights import REMAINDER, find_master
 from cornstarch.parallel.tensor import original_boxes
 from cornstarch.pipeline.stages import ORIGINAL_NAMES
 
@@ -338,7 +338,7 @@ def _load_state(value: Any, tensors: TensorReader, parameter: Tensorlike) -> Any
 def _load_tensor(name: str, tensors: TensorReader, parameter: Tensorlike) -> Tensor:
     shape = tensors.shape(name)
     if is_sharded(parameter) and shape and shape == parameter.shape:
-        like = parameter.local if isinstance(parameter, Sharded) else parameter.detach()
+        like: Any = parameter.local if isinstance(parameter, Sharded) else parameter.detach()
         state = torch.empty_like(like, dtype=tensors.dtype(name))
         tensors.copy_into(name, parameter.with_local(state) if isinstance(parameter, Sharded) else state)
         return state

@@ -30,8 +30,8 @@ from cornstarch import __version__
 from cornstarch.checkpoint.storage import Storage
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, own_digest
-from cornstarch.parallel.distributed import to_local_tensor
 from cornstarch.kernels.master_weights import MasterWeight
+from cornstarch.parallel.distributed import to_local_tensor
 
 T = TypeVar("T")
 

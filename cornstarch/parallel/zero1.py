@@ -185,13 +185,13 @@ def _group_parameters(
     """Return the parameters of each bucket, the bucket whose gradients are complete first, first."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
-    for parameter in reversed(parameters.values()):
+    for parameter in reversed(list(parameters.values())):
         # Parameters that tensor parallelism has cut lie apart: ranks of a tensor-parallel group may have different
         # numbers of them, and must divide alike what they have in common.
         cut = isinstance(parameter, DTensor) and not all(one.is_replicate() for one in parameter.placements)
         kind = (parameter.dtype, parameter.device, cut, id(parameter) if id(parameter) in alone else None)
         kinds.setdefault(kind, []).append(parameter)
-    position = {id(parameter): number for number, parameter in enumerate(reversed(parameters.values()))}
+    position = {id(parameter): number for number, parameter in enumerate(reversed(list(parameters.values())))}
     buckets = [bucket for same in kinds.values() for bucket in divide_into_buckets(same, limit)]
     buckets.sort(key=lambda bucket: max(position[id(parameter)] for parameter in bucket))
     return [{names[id(parameter)]: parameter for parameter in bucket} for bucket in buckets]
