@@ -183,7 +183,8 @@ class BoostedModel(nn.Module):
             # One replica with context parallelism: all its ranks run the same encoders, but DDP reduces gradients with
             # the last microbatch, and only of parameters that it uses.
             for name in {name for one in present for name in one}.difference(present[-1]):
-                encoder = self.module.get_submodule(f"encoders.{name}")
+                assert isinstance(self.module, MultimodalModel)
+                encoder = self.module.encoders[name]
                 if not any(parameter.requires_grad for parameter in encoder.parameters()):
                     continue
                 raise ConfigError(

@@ -82,8 +82,13 @@ def choose_worker_count(
 
 def classify_work(sources: Iterable[DataSource]) -> Work:
     """Return what the samples of sources cost, by some rows of each."""
-    works = [_work_of(sample) for source in sources for sample in _some_samples(source)]
-    return "decode" if "decode" in works else "tokenize" if "tokenize" in works else "none"
+    found: Work = "none"
+    for sample in (sample for source in sources for sample in _some_samples(source)):
+        work = _work_of(sample)
+        if work == "decode":
+            return work  # nothing costs more: the other rows need not be read
+        found = work if work != "none" else found
+    return found
 
 
 def _some_samples(source: DataSource) -> Iterator[Sample]:

@@ -101,7 +101,7 @@ def test_the_stored_config_reproduces_the_run(folder: Path, command: Command) ->
 def gated(tmp_path: Path) -> Path:
     """A folder with a run of 6 steps that waits before its third as long as there is a file `gate`."""
     tiny_config(tmp_path)
-    arguments = {"path": str(tmp_path / "train.json"), "gate": str(tmp_path / "gate"), "free": 9}  # one to look at
+    arguments = {"path": str(tmp_path / "train.json"), "gate": str(tmp_path / "gate"), "free": 10}  # two to look at
     source = {"path": "tests.cli.gated_rows:rows", "arguments": arguments, "media": str(tmp_path)}
     write_config(tmp_path, "logging.progress=lines", data={"train": [source]})
     return tmp_path
