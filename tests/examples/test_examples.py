@@ -168,7 +168,7 @@ def test_lora_vlm_and_its_export(here: Path, cornstarch: Cornstarch, language_mo
         world.write_rows(here / f"data/{name}.jsonl", world.message_rows("images", images, "it was"))
 
     rates = ("model.encoders.vision.projector_learning_rate=1e-2", "model.language_model.learning_rate=1e-2")
-    rows = ("data.max_length=128", "loop.batch_size=4", "loop.accumulation=1")  # of several samples each
+    rows = ("data.max_length=128", "loop.batch_size=2", "loop.accumulation=1")  # of several samples each
     cornstarch("train", example("lora_vlm/run.yaml"), *FEW, *rates, *rows, "loop.epochs=9")
     run = here / "runs/lora-vlm"
     check_run(run, falls_to=0.3, accuracy=0.9)
