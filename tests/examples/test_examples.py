@@ -169,7 +169,7 @@ def test_lora_vlm_and_its_export(here: Path, cornstarch: Cornstarch, language_mo
 
     rates = ("model.encoders.vision.projector_learning_rate=1e-2", "model.language_model.learning_rate=1e-2")
     rows = ("data.max_length=128", "loop.batch_size=2", "loop.accumulation=1")  # of several samples each
-    cornstarch("train", example("lora_vlm/run.yaml"), *FEW, *rates, *rows, "loop.epochs=9")
+    cornstarch("train", example("lora_vlm/run.yaml"), *FEW, *rates, *rows, "loop.epochs=16")
     run = here / "runs/lora-vlm"
     check_run(run, falls_to=0.3, accuracy=0.9)
     modes = {part["name"]: part["train"] for part in json.loads((run / "run.json").read_text())["parts"]}
