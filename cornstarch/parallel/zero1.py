@@ -76,7 +76,8 @@ class Zero1:
         """Run a block with the last backward pass of a step: buckets are reduced as soon as they are complete."""
         for bucket in self._buckets:
             bucket.missing = len(bucket.flat.parameters)
-        self._is_overlapping = True
+        # Gradients that DDP averages are means only when the whole backward pass is over.
+        self._is_overlapping = not self._is_averaged
         try:
             yield
         finally:

@@ -87,7 +87,8 @@ def step(plan: Mapping[str, Any], most: float, microbatches: int = 1) -> Step:
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
     kept: dict[str, Tensor | None] = {}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    zero1 = Zero1(trained, bucket_bytes=1000) if given.kind == "zero1" else None
+    averaged = given.compression.kind != "none"
+    zero1 = Zero1(trained, bucket_bytes=1000, averaged=averaged) if given.kind == "zero1" else None
     for number, microbatch in enumerate(mine.chunk(microbatches), start=1):
         overlap = zero1.overlap_reduction() if zero1 is not None and number == microbatches else nullcontext()
         with defer_gradient_sync(wrapped, number < microbatches), overlap:
