@@ -169,6 +169,13 @@ class Pipeline:
     def has_loss(self) -> bool:
         return self.graph.sink in self.programs
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that run here: the model itself, or one copy for each of several stages of a module."""
+        programs = self.programs.values()
+        found = [one.whole if isinstance(one, stage_program.EncoderProgram) else one.model for one in programs]
+        return list({id(model): model for model in found}.values())
+
     def set_call(self, call: Call | None) -> None:
         """Say what the model is run for: a function of model and batch, that returns a loss, say."""
         for program in self.programs.values():
