@@ -152,7 +152,8 @@ class DataPlan:
     """Keep the shards and the optimizer state in CPU memory."""
     reshard_after_forward: Switch | Annotated[int, Field(strict=True, lt=2**63)] | None = None
     """Whether gathered parameters are freed after forward, and gathered again for backward; a number: kept sharded over
-    that many ranks in between. Default: freed, except with zero2."""
+    that many ranks in between. Default: freed, except with zero2. In a pipeline, what is not freed stays gathered until
+    the last backward pass of a step; there fsdp2 and hsdp free nothing by default, zero3 does."""
     prefetch: NotNegative = 0
     """Units whose parameters are gathered ahead of the one that computes, beyond torch's own prefetching."""
     wrap: Literal["auto", "none"] | ClassNames = "auto"
