@@ -147,10 +147,8 @@ def work(rank: int, case: Case, folder: str) -> None:
     counted = (settle() - begin) / STEPS
     if rank == 0:
         formula = predict_bytes(case, *([int(one[i]) for one in gathered] for i in range(2)))
-        print(
-            f"| {case.title} | {case.ranks} | {counted / 1e6:.2f} | {formula / 1e6:.2f} | {counted / formula - 1:+.1%} |",
-            flush=True,
-        )
+        figures = f"{counted / 1e6:.2f} | {formula / 1e6:.2f} | {counted / formula - 1:+.1%}"
+        print(f"| {case.title} | {case.ranks} | {figures} |", flush=True)
     dist.destroy_process_group()
 
 

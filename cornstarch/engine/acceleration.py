@@ -21,7 +21,7 @@ from cornstarch.models.multimodal_language_model.item_encoders import attend_wit
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.ddp_fsdp import wrapping_units
 from cornstarch.pipeline.remote_module import RemoteModule
-from cornstarch.plan.plan import Plan
+from cornstarch.plan.plan import Plan, explain_uncompiled
 
 CompileMode = Literal["auto", "layers", "off"]
 Fp8Mode = Scaling | Literal["off"]
@@ -68,13 +68,9 @@ def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
     """Return the modules of a plan whose layers cannot be compiled, with the reason."""
     if ranks == 1:
         return {}
-    found: dict[str, str] = {}
-    for name, module in plan.modules.items():
-        if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
-            found[name] = "the schedule takes the backward pass of its layers apart"
-        elif module.cp > 1:
-            found[name] = "its attention talks to other ranks (cp)"
-    return found
+    schedule = plan.schedule if plan.is_pipeline else None
+    found = {name: explain_uncompiled(module.cp, schedule) for name, module in plan.modules.items()}
+    return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def compiles(compile: CompileMode, device: torch.device) -> bool:

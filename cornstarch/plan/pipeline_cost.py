@@ -20,7 +20,7 @@ from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter
 from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
 from cornstarch.plan.data_options import keeps_gathered
 from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
-from cornstarch.plan.plan import DataKind
+from cornstarch.plan.plan import DataKind, explain_uncompiled
 from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
 
@@ -182,7 +182,8 @@ class PipelineCost:
             in_passes = candidate.kind in GATHERED and not self.keeps
             gathered = self.replicas[name] // self.model_copies if in_passes else 1, candidate.kind != "zero2"
             links = self.links.groups[name]
-            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *flags, *gathered)
+            compiled = explain_uncompiled(plan.cp, candidate.schedule if candidate.is_pipeline else None) is None
+            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *flags, *gathered, compiled)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         *self.encoders, self.last = self.plans
         given, inside = dict(candidate.starts), self.encoders if candidate.has_encoders_inside else []
