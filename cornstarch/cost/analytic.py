@@ -127,9 +127,13 @@ class ComputeSetting:
 
 
 class AnalyticCost:
-    def __init__(self, speed: DeviceSpeed, setting: ComputeSetting) -> None:
+    def __init__(self, speed: DeviceSpeed, setting: ComputeSetting, traces: dict[str, Trace] | None = None) -> None:
         self.speed, self.setting = speed, setting
         self._known: dict[str, CallCost] = {}
+        self._traces: dict[str, Trace] = {} if traces is None else traces
+        plain = replace(setting, compiled=False)
+        self.eager = AnalyticCost(speed, plain, self._traces) if setting.compiled else None
+        """The costs of the same calls where layers are not compiled; None: these are they."""
 
     def __call__(self, call: ModuleCall) -> CallCost:
         if call.kind not in self._known:
@@ -142,7 +146,9 @@ class AnalyticCost:
         if isinstance(call.module, nn.Embedding):
             return _embedding_cost(call, self.speed)
         setting = self.setting
-        trace = trace_memory(call.module, call.run, setting.dtype, setting.on_gpu, is_causal=setting.is_causal)
+        if (trace := self._traces.get(call.kind)) is None:
+            trace = trace_memory(call.module, call.run, setting.dtype, setting.on_gpu, is_causal=setting.is_causal)
+            self._traces[call.kind] = trace
         is_fused = setting.compiled and call.is_layer
         kernels = list(list_memory_kernels(trace, is_fused))
         cost = _add_times(trace, kernels, self.speed)

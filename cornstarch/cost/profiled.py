@@ -42,6 +42,9 @@ class ProfiledCost:
     `known` has earlier measurements by kind, and new ones are added; `on_measure` is called with each new kind.
     """
 
+    eager: AnalyticCost | None = None
+    """Layers are measured as this run computes them, compiled or not."""
+
     def __init__(
         self,
         placement: DevicePlacement,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.multimodal_language_model.item_encoders import attend_within_items
 from cornstarch.models.multimodal_language_model.unwrap import unwrap
 from cornstarch.parallel.ddp_fsdp import wrapping_units
-from cornstarch.plan.plan import Plan
+from cornstarch.pipeline.remote_module import RemoteModule
+from cornstarch.plan.plan import Plan, explain_uncompiled
 
 CompileMode = Literal["auto", "layers", "off"]
 Fp8Mode = Scaling | Literal["off"]
@@ -66,13 +68,9 @@ def find_uncompiled_modules(plan: Plan, ranks: int) -> dict[str, str]:
     """Return the modules of a plan whose layers cannot be compiled, with the reason."""
     if ranks == 1:
         return {}
-    found: dict[str, str] = {}
-    for name, module in plan.modules.items():
-        if plan.is_pipeline and plan.schedule in ("zero_bubble", "auto"):
-            found[name] = "the schedule takes the backward pass of its layers apart"
-        elif module.cp > 1:
-            found[name] = "its attention talks to other ranks (cp)"
-    return found
+    schedule = plan.schedule if plan.is_pipeline else None
+    found = {name: explain_uncompiled(module.cp, schedule) for name, module in plan.modules.items()}
+    return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def compiles(compile: CompileMode, device: torch.device) -> bool:
@@ -97,31 +95,30 @@ def accelerate_model(
     whole: Mapping[str, str] | None = None,
     log: Callable[[str], None] = lambda text: None,
     fp8: Fp8Mode = "off",
-    has_stages: bool = False,
+    stages: Sequence[nn.Module] | None = None,
 ) -> Acceleration:
     """Make a parallelized model compute quickly, in place; names and values of parameters stay.
 
     `compile`: with `layers`, a layer that cannot be compiled is an error. Of the activations of compiled layers the
     fraction `activation_budget` is kept for the backward pass. Parts in `whole` are not compiled, for the reason given.
-    `fp8`: large linear layers in trained parts multiply in fp8, scaled by rows or by matrices. `has_stages`: the model
-    was split into stages, whose inputs were recorded with the attention that encoders have.
+    `fp8`: large linear layers in trained parts multiply in fp8, scaled by rows or by matrices. `stages`: what this
+    rank's stages run instead of a model that was split: the model itself, or a copy of it for each of several stages.
     """
     check_fp8(fp8, device)
     speed, whole = Acceleration(log=log), whole or {}
     if compile == "layers" and device.type == "cuda" and not has_triton():
         raise ConfigError("compile = layers\n  Triton, which makes kernels for GPUs, is not there. Use compile: off.")
-    parts: dict[str, nn.Module] = {"model": model}
     encoders = model.encoders if isinstance(model, MultimodalModel) else {}  # batches have any number of images
-    if isinstance(model, MultimodalModel):
-        parts = {name: encoder.module for name, encoder in encoders.items()}
-        parts["language_model"] = model.language_model
-    if not has_stages:
+    parts = [part for one in (stages if stages is not None else [model]) for part in _list_parts(one)]
+    if stages is None:  # the inputs of stages were recorded with the attention that encoders have
         speed.packed = attend_within_items(model, speed.note)
-    for part in parts.values():
-        why = fuse_head_with_loss(unwrap(part))
+    for _, part in parts:
+        why = fuse_head_with_loss(part)
         speed.fused_loss = speed.fused_loss or why is None
     if fp8 != "off":  # before layers are compiled: the scaling becomes part of their kernels
-        found = {name: multiply_in_fp8(wrapping_units(unwrap(part)), fp8) for name, part in parts.items()}
+        found = Counter[str]()
+        for name, part in parts:
+            found[name] += multiply_in_fp8(wrapping_units(part), fp8)
         speed.fp8 = {name: count for name, count in found.items() if count}
         if not speed.fp8:
             speed.note(
@@ -135,16 +132,25 @@ def accelerate_model(
     if not compiles(compile, device):
         return speed
     set_activation_budget(activation_budget)
-    for name, part in parts.items():
+    for name, part in parts:
         if name in whole:
             if compile == "layers":
                 raise ConfigError(f"compile = layers\n  {name} cannot be compiled: {whole[name]}. Use compile: auto.")
             speed.note(f"{name} is not compiled: {whole[name]}")
             continue
-        layers = wrapping_units(unwrap(part))
+        layers = wrapping_units(part)
         if layers:
             on_failure = speed.note if compile == "auto" else None
-            speed.compiled[name] = compile_layers(
+            speed.compiled[name] = speed.compiled.get(name, 0) + compile_layers(
                 layers, on_failure, log=speed.compile_log, part=name, any_rows=name in encoders
             )
     return speed
+
+
+def _list_parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the encoders and the language model that run here, without wrappers, or the model."""
+    if not isinstance(model, MultimodalModel):
+        return [("model", unwrap(model))]
+    parts = {name: encoder.module for name, encoder in model.encoders.items()}
+    parts["language_model"] = model.language_model
+    return [(name, unwrap(part)) for name, part in parts.items() if not isinstance(part, RemoteModule)]

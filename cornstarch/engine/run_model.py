@@ -115,8 +115,9 @@ class RunModel:
             # Ranks with different tokens drop out different values; those that compute the same draw the same.
             seed_all(config.seed + context.replica.token_shard)
         whole, fraction = find_uncompiled_modules(context.plan, context.world_size), config.loop.activation_fraction
+        stages = None if self.parallel.pipeline is None else self.parallel.pipeline.models
         self.acceleration = accelerate_model(
-            self.module, context.device, config.compile, fraction, whole, log, config.fp8, context.is_pipeline
+            self.module, context.device, config.compile, fraction, whole, log, config.fp8, stages
         )
         if self.parallel.pipeline is None and isinstance(self.module, MultimodalModel):
             for encoder in self.module.encoders.values():

@@ -29,6 +29,7 @@ from cornstarch.parallel.flat_shards import find_shard
 from cornstarch.parallel.low_bandwidth.gradient_hooks import CompressedHSDPShards, attach_compression, get_gradient_sync
 from cornstarch.plan.cluster_file import format_quantity
 from cornstarch.plan.communication import Link, Timing, fit_link
+from cornstarch.plan.data_options import keeps_gathered
 from cornstarch.plan.low_bandwidth_cost import choose_bucket_bytes
 from cornstarch.plan.plan import DataPlan
 
@@ -204,7 +205,8 @@ def _measure_bucket(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> Measu
 
 
 def _apply_fsdp2(model: nn.Module, mesh: DeviceMesh, plan: DataPlan) -> nn.Module:
-    reshard = plan.kind not in ("ddp", "zero2") if plan.reshard_after_forward is None else plan.reshard_after_forward
+    keeps = keeps_gathered(plan.kind, plan.reshard_after_forward, is_pipeline=False)
+    reshard = not keeps if plan.reshard_after_forward is None else plan.reshard_after_forward
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=_DTYPES[plan.param_dtype], reduce_dtype=_DTYPES[plan.reduce_dtype], cast_forward_inputs=False
     )

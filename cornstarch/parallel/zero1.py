@@ -6,7 +6,7 @@ of N ranks. So a step sends as many bytes as DDP's.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -66,7 +66,7 @@ class Zero1:
         self.shards: dict[str, nn.Parameter] = {name: found[name] for name in order if name in found}
         """By name, what this rank steps: of some parameters all, of others an interval, of most nothing."""
         self._is_overlapping, self._next = False, 0
-        self._in_flight: list[tuple[_Bucket, Tensor, Tensor, Any]] = []
+        self._in_flight: list[tuple[_Bucket, Tensor, Callable[[], object]]] = []
         for bucket in self._buckets:
             for parameter in bucket.flat.parameters.values():
                 parameter.register_post_accumulate_grad_hook(partial(self._count_gradient, bucket))
@@ -76,7 +76,8 @@ class Zero1:
         """Run a block with the last backward pass of a step: buckets are reduced as soon as they are complete."""
         for bucket in self._buckets:
             bucket.missing = len(bucket.flat.parameters)
-        self._is_overlapping = True
+        # Gradients that DDP averages are means only when the whole backward pass is over.
+        self._is_overlapping = not self._is_averaged
         try:
             yield
         finally:
@@ -99,13 +100,13 @@ class Zero1:
         flat = bucket.flat.flatten([parameter.grad for parameter in parameters])
         for parameter in parameters:
             parameter.grad = None
-        own, work = torch.empty_like(bucket.flat.own), None
+        own = torch.empty_like(bucket.flat.own)
         if self._is_averaged:
             at = bucket.flat.own.storage_offset() - bucket.flat.values.storage_offset()
             own.copy_(flat[at : at + len(own)])
+            self._in_flight.append((bucket, own, lambda: None))
         else:  # divided before they are added up, as DDP does: sums of large gradients could overflow
-            work = reduce_scatter_flat(own, flat.div_(self._ranks), self._group)
-        self._in_flight.append((bucket, flat, own, work))
+            self._in_flight.append((bucket, own, _begin_reduce_scatter(own, flat.div_(self._ranks), self._group)))
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -121,9 +122,8 @@ class Zero1:
         used = self._find_used([flag for bucket in self._buckets for flag in bucket.used])
         names = [name for bucket in self._buckets for name in bucket.flat.parameters]
         is_used = dict(zip(names, used, strict=True))
-        for bucket, _, own, work in self._in_flight:
-            if work is not None:
-                work.wait()
+        for bucket, own, wait in self._in_flight:
+            wait()
             for name, shard, gradient in bucket.flat.split_own(own):
                 if is_used[name]:
                     earlier = shard.stepped.grad  # of a step that is computed in several calls
@@ -177,6 +177,26 @@ class _Bucket:
         self.flat = flat
         self.missing = 0  # gradients of the last backward pass that have not come yet
         self.used: list[bool] = []
+
+
+def _begin_reduce_scatter(own: Tensor, flat: Tensor, group: dist.ProcessGroup | None) -> Callable[[], object]:
+    """Begin to sum a flat tensor over a group into this rank's shard of it; return a function that finishes."""
+    if flat.device.type != "cpu" or get_device_backend(group, "cpu") != "gloo":
+        return partial(_wait, reduce_scatter_flat(own, flat, group), flat)
+    # torch runs a reduce-scatter on gloo as an all-reduce, which sends twice as much. An all-to-all does not.
+    parts = torch.empty_like(flat)
+    work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
+
+    def finish() -> None:
+        _wait(work, flat)
+        torch.sum(parts.view(-1, len(own)), 0, out=own)
+
+    return finish
+
+
+def _wait(work: Any, _: Tensor) -> None:
+    """Wait for a collective; the tensor that it reads must exist until then."""
+    work.wait()
 
 
 def _group_parameters(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from cornstarch.pipeline.split import analyze_model, cut
 from cornstarch.pipeline.stage import StageModule
 from cornstarch.pipeline.stage_program import Call, Inputs, LanguageProgram, StageProgram
 from cornstarch.pipeline.stages import StageAssignment, StageGroups, TiedParameter
-from cornstarch.plan.data_options import REPLICATED
+from cornstarch.plan.data_options import REPLICATED, keeps_gathered
 from cornstarch.plan.plan import LANGUAGE_MODEL, DataPlan
 from cornstarch.schedule.policies import make_schedule
 
@@ -67,6 +68,7 @@ class Pipeline:
         self._ties: list[TiedParameter] = []
         self.edges: dict[tuple[int, int], StageEdge] = {}
         self._runtimes: dict[int, Runtime] = {}
+        self._keeps_gathered = False
         self.zero1: Zero1 | None = None  # set when the optimizer is built
         self.events: list[ActionEvent] = []  # what this process did in the last step, and when
 
@@ -95,6 +97,8 @@ class Pipeline:
         """Shard the parameters of this rank's stages with FSDP; ddp and zero1 keep them whole."""
         if plan.kind in REPLICATED or self.meshes.data.size() == 1:
             return
+        if keeps_gathered(plan.kind, plan.reshard_after_forward, is_pipeline=True):
+            plan, self._keeps_gathered = replace(plan, reshard_after_forward=False), True
         for program in self.programs.values():
             apply_data_parallel(program, self.meshes.data, plan)
         stage_program.register_stage_parameters(self.model, self.programs.values())
@@ -169,6 +173,13 @@ class Pipeline:
     def has_loss(self) -> bool:
         return self.graph.sink in self.programs
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that run here: the model itself, or one copy for each of several stages of a module."""
+        programs = self.programs.values()
+        found = [one.whole if isinstance(one, stage_program.EncoderProgram) else one.model for one in programs]
+        return list({id(model): model for model in found}.values())
+
     def set_call(self, call: Call | None) -> None:
         """Say what the model is run for: a function of model and batch, that returns a loss, say."""
         for program in self.programs.values():
@@ -205,6 +216,8 @@ class Pipeline:
             runtime.train(microbatches, finish)
             # What other replicas, or other stages, fail with must be heard here, too, instead of waiting for them.
             runtime.run_guarded(meeting.pop_all().close)
+        for program in self.programs.values():
+            reshard(program)  # of a stage without a backward pass, too
         self.events = runtime.events
 
     @contextmanager
@@ -253,6 +266,8 @@ class Pipeline:
     def _before_backward(self, stage: int, is_last: bool) -> None:
         program = self.programs[stage]
         if isinstance(program, FSDPModule):
+            if self._keeps_gathered:  # until all microbatches are done: else each of them would gather
+                program.set_reshard_after_backward(is_last)
             program.set_is_last_backward(is_last)
             program.set_requires_gradient_sync(is_last)
 

@@ -135,6 +135,8 @@ class RunCost:
     """The data type of matrix multiplications."""
     state_bytes: int = 8
     """Optimizer state per trained parameter: 8 for Adam on float32."""
+    eager: tuple[ModuleCost, ...] = ()
+    """The modules where their layers are not compiled, as with cp and zero_bubble; empty: they cost the same."""
     straggler: tuple[tuple[int, float], ...] = ()
     """By number of replicas, ascending: the work of the slowest over the mean (`DataStatistics.straggler`)."""
 
@@ -151,8 +153,9 @@ class RunCost:
             if module.feeds not in ((), (last,)):
                 raise ConfigError(f"{module.name} feeds {', '.join(module.feeds)}; expected {last}, where all meet.")
 
-    def module(self, name: str) -> ModuleCost:
-        return next(module for module in self.modules if module.name == name)
+    def module(self, name: str, compiled: bool = True) -> ModuleCost:
+        modules = self.modules if compiled or not self.eager else self.eager
+        return next(module for module in modules if module.name == name)
 
     @property
     def encoders(self) -> tuple[ModuleCost, ...]:
@@ -184,6 +187,8 @@ class ModuleSharding:
     """zero2, zero3: ranks that parameters are gathered from."""
     gathered_again: bool = True
     """zero3: gather for the backward pass, too."""
+    compiled: bool = True
+    """Whether the layers are compiled, if the run compiles any."""
 
 
 def scale_layer(layer: LayerCost, sharding: ModuleSharding, device: Device | None = None) -> LayerCost:
@@ -272,7 +277,9 @@ def compute_rank_cost(cost: RunCost, sharding: ModuleSharding, device: Device) -
     rows: list[tuple[float, ...]] = []
     layers: list[LayerCost] = []
     known: dict[tuple[object, ...], tuple[LayerCost, tuple[float, ...]]] = {}
-    for layer in cost.module(sharding.module).layers:  # layers of a stack mostly differ only in their names
+    for layer in cost.module(
+        sharding.module, sharding.compiled
+    ).layers:  # layers of a stack mostly differ only in their names
         key = (upstream, *[value for name, value in vars(layer).items() if name != "name"])
         if key not in known:
             one = scale_layer(layer, sharding, device)

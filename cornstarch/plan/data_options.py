@@ -242,6 +242,17 @@ def choose_sharded_dtypes(data: Any, precision: str, on_gpu: bool) -> Any:
     return dataclasses.replace(data, param_dtype="bf16", reduce_dtype="fp32")
 
 
+def keeps_gathered(kind: str, reshard_after_forward: bool | int | None, is_pipeline: bool) -> bool:
+    """Return whether sharded parameters stay gathered until their backward pass.
+
+    In a pipeline they then stay until the last backward pass of a step, so that a step gathers them once, not once for
+    every microbatch.
+    """
+    if reshard_after_forward is None:
+        return kind in ("ddp", "zero2") or (is_pipeline and kind in ("fsdp2", "hsdp"))
+    return reshard_after_forward is False
+
+
 _USE_DDP = "Leave it out, or use the kind ddp or zero1."
 _WHOLE_PARAMETERS = "{kind} keeps whole parameters on every rank"
 _USE_SHARDED = f"Leave it out, or use {', '.join(SHARDED[:-1])} or {SHARDED[-1]}."

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from cornstarch.errors import ConfigError
-from cornstarch.plan.data_options import UNSYNCHRONIZED
+from cornstarch.plan.data_options import UNSYNCHRONIZED, keeps_gathered
 from cornstarch.plan.plan import DataKind, DataPlan
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
     around = units.pop(None, [])
     whole = [count(unit, computed) for unit in units.values()]
     largest = max(whole, default=0)
-    keeps = data.kind == "zero2" if data.reshard_after_forward is None else data.reshard_after_forward is False
+    keeps = keeps_gathered(data.kind, data.reshard_after_forward, is_pipeline=False)
     layers = sum(whole) + largest if keeps else largest * (2 + data.prefetch)
     root, *trained = [[one for one in unit if one.trained] for unit in (around, *units.values())]
     summing = max((count(unit, computed) + count(unit, reduced) for unit in trained), default=0)
@@ -275,12 +275,18 @@ def _count_gathered_bytes(size: ModelSize, data: DataPlan) -> int:
 
 
 def stage_memory(
-    layers: Sequence[LayerCost], kind: DataKind, ranks: int, states: int, whole: bool = False, copies: int = 1
+    layers: Sequence[LayerCost],
+    kind: DataKind,
+    ranks: int,
+    states: int,
+    whole: bool = False,
+    copies: int = 1,
+    keeps: bool = False,
 ) -> Memory:
     """Return the memory of each of `ranks` ranks with the same layers, which are scaled to the rank, one unit each.
 
     `states`: bytes of the optimizer per trained parameter. `whole`: gradients are kept whole until the last microbatch,
-    as in the stages of a pipeline.
+    as in the stages of a pipeline; `keeps`: parameters stay gathered, too.
     """
     if kind not in PREDICTED:
         raise ConfigError(f"data.kind = {kind}: its steps cannot be predicted. Use one of {', '.join(PREDICTED)}.")
@@ -292,22 +298,25 @@ def stage_memory(
                 parameters.append(ParameterSize((numbers,), itemsize, trained, unit))
     sizes = {(parameter.itemsize, False): StateSize(per_element=states) for parameter in parameters}
     size = ModelSize(tuple(parameters), states=sizes)
-    sharded = memory_of(size, _build_data_plan(kind), ranks, copies=copies)
+    sharded = memory_of(size, _build_data_plan(kind, keeps and kind in ("fsdp2", "hsdp")), ranks, copies=copies)
     return replace(sharded, gradients=sum(one.bytes for one in size.trained)) if whole else sharded
 
 
 @lru_cache
-def _build_data_plan(kind: DataKind) -> DataPlan:
-    return DataPlan(kind)  # validation is slow, and a search asks thousands of times
+def _build_data_plan(kind: DataKind, keeps: bool) -> DataPlan:
+    return DataPlan(
+        kind, reshard_after_forward=False if keeps else None
+    )  # validation is slow, and a search asks thousands of times
 
 
-def combine_memory(parts: Iterable[Memory]) -> Memory:
-    """Return the memory of a rank with several parts, which are gathered one after the other."""
+def combine_memory(parts: Iterable[Memory], keeps: bool = False) -> Memory:
+    """Return the memory of a rank with several parts; `keeps`: all are gathered at once, else one after the other."""
     parts = tuple(parts)
+    gathered = [one.gathered for one in parts]
     return Memory(
         parameters=sum(one.parameters for one in parts),
         gradients=sum(one.gradients for one in parts),
         optimizer=sum(one.optimizer for one in parts),
-        gathered=max((one.gathered for one in parts), default=0),
+        gathered=sum(gathered) if keeps else max(gathered, default=0),
         gradients_stay=any(one.gradients_stay for one in parts),
     )

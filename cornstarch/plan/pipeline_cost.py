@@ -18,8 +18,9 @@ from cornstarch.errors import ConfigError
 from cornstarch.plan.candidates import Candidate
 from cornstarch.plan.communication import all_gather, all_reduce, reduce_scatter, send
 from cornstarch.plan.cost import LayerCost, ModuleSharding, Numbers, RankCost, RunCost, compute_rank_cost
+from cornstarch.plan.data_options import keeps_gathered
 from cornstarch.plan.memory import GATHERED, Memory, combine_memory, stage_memory
-from cornstarch.plan.plan import DataKind
+from cornstarch.plan.plan import DataKind, explain_uncompiled
 from cornstarch.plan.rank_order import GroupLinks, find_links
 from cornstarch.plan.simulate import StepEnd
 
@@ -74,25 +75,33 @@ class CostModel:
     # The two below do not depend on microbatches, so their keys leave out everything that changes with them.
 
     def memory(
-        self, sharding: ModuleSharding, first: int, last: int, kind: DataKind, ranks: int, whole: bool, copies: int
+        self,
+        sharding: ModuleSharding,
+        first: int,
+        last: int,
+        kind: DataKind,
+        ranks: int,
+        whole: bool,
+        copies: int,
+        keeps: bool,
     ) -> Memory:
         """Return the memory of some layers of a module."""
-        key = (sharding.module, sharding.tp, sharding.vocabulary, first, last, kind, ranks, whole, copies)
+        key = (sharding.module, sharding.tp, sharding.vocabulary, first, last, kind, ranks, whole, copies, keeps)
         if key not in self._memory:
             layers = self.rank_cost(sharding).layers[first:last]
-            self._memory[key] = stage_memory(layers, kind, ranks, self.cost.state_bytes, whole, copies)
+            self._memory[key] = stage_memory(layers, kind, ranks, self.cost.state_bytes, whole, copies, keeps)
         return self._memory[key]
 
     def step_end(
-        self, sharding: ModuleSharding, first: int, last: int, kind: DataKind, ranks: int, copies: int
+        self, sharding: ModuleSharding, first: int, last: int, kind: DataKind, ranks: int, copies: int, keeps: bool
     ) -> StepEnd:
         """Return the gradient reduction and optimizer of some layers of a module."""
         links = sharding.links
         over = (links.data, links.copies, links.overlaps)
-        key = (sharding.module, sharding.tp, sharding.vocabulary, over, first, last, kind, ranks, copies)
+        key = (sharding.module, sharding.tp, sharding.vocabulary, over, first, last, kind, ranks, copies, keeps)
         if key not in self._ends:
             layers, device = self.rank_cost(sharding).layers[first:last], self.cluster.device
-            self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies)
+            self._ends[key] = compute_step_end(layers, kind, ranks, self.cost.state_bytes, links, device, copies, keeps)
         return self._ends[key]
 
 
@@ -104,8 +113,9 @@ def compute_step_end(
     links: GroupLinks,
     device: Device,
     copies: int = 1,
+    keeps: bool = False,
 ) -> StepEnd:
-    """Return the gradient reduction and the optimizer of a stage's layers."""
+    """Return the gradient reduction and the optimizer of a stage's layers; `keeps`: and its only gather of a step."""
     link, shards = links.data, ranks // copies
     trained = [layer for layer in layers if layer.num_trainable]
     gradients = sum(layer.gradient_bytes for layer in trained)
@@ -119,7 +129,8 @@ def compute_step_end(
     reduction = all_reduce(gradients, ranks, link) if kind == "ddp" else reduce_scatter(gradients, shards, link)
     if copies > 1 and links.copies is not None:  # hsdp reduces within each copy first, then each shard over the copies
         reduction += all_reduce(gradients / shards, copies, links.copies)
-    gather = all_gather(gradients, ranks, link) if kind == "zero1" and trained else 0.0
+    sent = gradients if kind == "zero1" else sum(layer.parameter_bytes for layer in layers) if keeps else 0.0
+    gather = all_gather(sent, shards, link) if sent else 0.0
     return StepEnd(reduction if trained else 0.0, len(trained), optimizer, gather, overlaps=links.overlaps)
 
 
@@ -158,6 +169,7 @@ class PipelineCost:
         self.model_copies = candidate.copies(costs.cluster.per_node)
         self.links = find_links(candidate.spans, candidate.dp, costs.cluster, self.model_copies)
         self.plans = dict(candidate.modules)
+        self.keeps = candidate.is_pipeline and keeps_gathered(candidate.kind, None, is_pipeline=True)
         self.replicas: dict[str, int] = {}
         """By module, the ranks with the same layers: dp × cp, and more where its tp is less than that of its ranks."""
         self.shardings: dict[str, ModuleSharding] = {}
@@ -166,12 +178,12 @@ class PipelineCost:
             span = next(span for span in candidate.spans if name in span.modules)
             self.replicas[name] = candidate.dp * span.cp * (span.tp // plan.tp)
             flags = (plan.activation_checkpointing, plan.tp_sequence, plan.tp_vocabulary)
-            gathered = (
-                self.replicas[name] // self.model_copies if candidate.kind in GATHERED else 1,
-                candidate.kind != "zero2",
-            )
+            # What a pipeline keeps gathered is gathered once, before the first pass of a step (`StepEnd.gather`).
+            in_passes = candidate.kind in GATHERED and not self.keeps
+            gathered = self.replicas[name] // self.model_copies if in_passes else 1, candidate.kind != "zero2"
             links = self.links.groups[name]
-            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *flags, *gathered)
+            compiled = explain_uncompiled(plan.cp, candidate.schedule if candidate.is_pipeline else None) is None
+            self.shardings[name] = ModuleSharding(name, plan.tp, plan.cp, samples, links, *flags, *gathered, compiled)
         self.rank_costs: dict[str, RankCost] = {name: costs.rank_cost(one) for name, one in self.shardings.items()}
         *self.encoders, self.last = self.plans
         given, inside = dict(candidate.starts), self.encoders if candidate.has_encoders_inside else []
@@ -239,7 +251,7 @@ class PipelineCost:
             total = StepEnd()
             for stage in stages:
                 sharding, ranks = self.shardings[stage.module], self.replicas[stage.module]
-                total += self.costs.step_end(sharding, stage.first, stage.last, kind, ranks, many)
+                total += self.costs.step_end(sharding, stage.first, stage.last, kind, ranks, many, self.keeps)
             found.append(replace(total, earlier=self.candidate.microbatches - 1 if every else 0))
         return tuple(found)
 
@@ -255,8 +267,9 @@ class PipelineCost:
         found = []
         for stage in self.places[place]:
             sharding, ranks = self.shardings[stage.module], self.replicas[stage.module]
-            found.append(self.costs.memory(sharding, stage.first, stage.last, kind, ranks, whole, self.model_copies))
-        return combine_memory(found)
+            how = kind, ranks, whole, self.model_copies, self.keeps
+            found.append(self.costs.memory(sharding, stage.first, stage.last, *how))
+        return combine_memory(found, self.keeps)
 
     def in_flight(self, stage: StageCost) -> int:
         """Return the microbatches in flight at a stage: exact for naive, gpipe and 1f1b, else a lower bound."""

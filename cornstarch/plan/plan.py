@@ -120,6 +120,13 @@ ClassNames = Annotated[
 ]  # fmt: skip
 
 
+def explain_uncompiled(cp: int, schedule: str | None) -> str | None:
+    """Return why the layers of a module are not compiled; None if they are. `schedule`: None without a pipeline."""
+    if schedule in ("zero_bubble", "auto"):
+        return "the schedule takes the backward pass of its layers apart"
+    return "its attention talks to other ranks (cp)" if cp > 1 else None
+
+
 @section
 class DataPlan:
     """Data parallelism, the same for every module."""
@@ -152,7 +159,8 @@ class DataPlan:
     """Keep the shards and the optimizer state in CPU memory."""
     reshard_after_forward: Switch | Annotated[int, Field(strict=True, lt=2**63)] | None = None
     """Whether gathered parameters are freed after forward, and gathered again for backward; a number: kept sharded over
-    that many ranks in between. Default: freed, except with zero2."""
+    that many ranks in between. Default: freed, except with zero2. In a pipeline, what is not freed stays gathered until
+    the last backward pass of a step; there fsdp2 and hsdp free nothing by default, zero3 does."""
     prefetch: NotNegative = 0
     """Units whose parameters are gathered ahead of the one that computes, beyond torch's own prefetching."""
     wrap: Literal["auto", "none"] | ClassNames = "auto"

@@ -2,11 +2,11 @@
 
 The pipeline is simulated with the same lists of actions that the runtime executes. A transfer between two places takes
 as long as their link needs. After the last backward pass of a place follow: the rest of the gradient reduction over the
-replicas, which overlaps with that backward pass layer by layer (`StepEnd.get_exposed_seconds`); the optimizer; with
-zero1, the all-gather of the new parameters. Gradients of earlier microbatches are accumulated locally; but sharded
-kinds (zero2, zero3) without a pipeline reduce those of every microbatch, so as not to store them whole. A step ends
-when the last place is done; where samples differ in size, the replica with the largest samples counts
-(`RunCost.straggler`).
+replicas, which overlaps with that backward pass layer by layer (`StepEnd.get_exposed_seconds`); the optimizer; the
+all-gather of the new parameters, with zero1 or where a pipeline keeps shards gathered. Gradients of earlier
+microbatches are accumulated locally; but sharded kinds (zero2, zero3) without a pipeline reduce those of every
+microbatch, so as not to store them whole. A step ends when the last place is done; where samples differ in size, the
+replica with the largest samples counts (`RunCost.straggler`).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Interval(NamedTuple):
     """Work of a place other than its passes."""
 
     name: str
-    """"sums": gradient reduction over replicas; "optimizer"; "gather": all-gather of new parameters (zero1)."""
+    """"sums": gradient reduction over replicas; "optimizer"; "gather": all-gather of new parameters."""
     start: float
     end: float
 
@@ -47,7 +47,7 @@ class StepEnd:
     """Layers with gradients, each reduced by itself."""
     optimizer: float = 0.0
     gather: float = 0.0
-    """zero1: gathering the new parameters."""
+    """Gathering the new parameters: with zero1, or with shards that a pipeline gathers once in a step."""
     earlier: int = 0
     """Microbatches before the last whose gradients are reduced, too, each during the next one."""
     overlaps: bool = True

@@ -36,6 +36,7 @@ from cornstarch.tasks.build import build_calls, build_meta_model
 
 _MEASURED_ON = "measured_on"
 _TUPLES = ("feeds", "tp_sizes", "cp_sizes")
+_MODULES = ("modules", "eager")
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -153,7 +154,7 @@ def build_cost(
     optimizer: OptimizerConfig | None = None,
 ) -> RunCost:
     """Return the cost of the layers as `model_cost` does; `build_cost_model` is given whether attention is causal."""
-    modules, flops = [], 0.0
+    modules, eager, flops = [], list[ModuleCost](), 0.0
     for name, part, call in _list_parts(model, microbatch):
         is_language_model = isinstance(model, MultimodalModel) and part is model.language_model
         cost_model = build_cost_model(is_language_model)
@@ -175,6 +176,13 @@ def build_cost(
         layers = tuple(_build_layer(segment, own, seen, items) for segment, own in zip(segments, costs, strict=True))
         tp, cp = _find_sizes(part, is_language_model)
         modules.append(ModuleCost(name, layers, tp_sizes=tp, cp_sizes=cp))
+        if cost_model.eager is not None:
+            plain = [[cost_model.eager(one) for one in segment.calls] for segment in segments]
+            seen = set()
+            layers = tuple(
+                _build_layer(segment, own, seen, items) for segment, own in zip(segments, plain, strict=True)
+            )
+            eager.append(ModuleCost(name, layers, tp_sizes=tp, cp_sizes=cp))
     counts: Counter[torch.dtype] = Counter()  # trained numbers: optimizer states are those of the most frequent type
     for parameter in model.parameters():
         counts[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
@@ -182,6 +190,7 @@ def build_cost(
     common, many = counts.most_common(1)[0] if counts else (dtype, 0)
     return RunCost(
         tuple(modules),
+        eager=tuple(eager),
         samples=microbatch.rows,
         batch=batch or microbatch.rows,
         tokens=float(microbatch.tokens),
@@ -331,14 +340,15 @@ def write_costs(path: str | Path, cost: RunCost, measured_on: str) -> None:
     import yaml
 
     data, usual = asdict(cost), {one.name: one.default for one in fields(LayerCost)}
-    modules = {one.pop("name"): one for one in data.pop("modules")}
-    for module in modules.values():
-        for name in _TUPLES:
-            module[name] = list(module[name])
-        module["layers"] = [
-            {name: value for name, value in one.items() if value != usual[name]} for one in module["layers"]
-        ]
-    text = yaml.safe_dump({_MEASURED_ON: measured_on, **data, "modules": modules}, sort_keys=False, width=200)
+    for key in _MODULES:
+        data[key] = {one.pop("name"): one for one in data.pop(key)}
+        for module in data[key].values():
+            for name in _TUPLES:
+                module[name] = list(module[name])
+            module["layers"] = [
+                {name: value for name, value in one.items() if value != usual[name]} for one in module["layers"]
+            ]
+    text = yaml.safe_dump({_MEASURED_ON: measured_on, **data}, sort_keys=False, width=200)
     write_text(path, text)
 
 
@@ -355,18 +365,25 @@ def read_costs(path: str | Path, on: Device | None = None) -> RunCost:
                 f"the costs were measured on {measured_on}; they do not apply to {on.name}. Measure them there "
                 "(cornstarch profile), or leave them out: costs are then computed from shapes."
             )
-        modules = []
-        for name, module in data["modules"].items():
-            where = f"modules.{name}"
-            if not isinstance(module, Mapping) or not isinstance(module.get("layers"), list):
-                raise ConfigError(f"{where}: expected `layers`, a list.")
-            layers = tuple(_read(LayerCost, f"{where}.layers[{n}]", one) for n, one in enumerate(module["layers"]))
-            values = {key: tuple(value) if key in _TUPLES else value for key, value in module.items()}
-            modules.append(_read(ModuleCost, where, {**values, "name": name, "layers": layers}))
         given = {name: value for name, value in data.items() if name != _MEASURED_ON}
-        return _read(RunCost, "the run", {**given, "modules": tuple(modules)})
+        modules = {key: _read_modules(key, given.get(key) or {}) for key in _MODULES}
+        return _read(RunCost, "the run", {**given, **modules})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _read_modules(key: str, data: Any) -> tuple[ModuleCost, ...]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{key}: expected modules by name.")
+    modules = []
+    for name, module in data.items():
+        where = f"{key}.{name}"
+        if not isinstance(module, Mapping) or not isinstance(module.get("layers"), list):
+            raise ConfigError(f"{where}: expected `layers`, a list.")
+        layers = tuple(_read(LayerCost, f"{where}.layers[{n}]", one) for n, one in enumerate(module["layers"]))
+        values = {name: tuple(value) if name in _TUPLES else value for name, value in module.items()}
+        modules.append(_read(ModuleCost, where, {**values, "name": name, "layers": layers}))
+    return tuple(modules)
 
 
 def _read(kind: type, where: str, data: Any) -> Any:

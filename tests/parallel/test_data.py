@@ -76,6 +76,17 @@ def test_norm_and_clipped_gradients_equal_those_of_one_process(workers: Pool, na
         assert_same(one.gradients, expected.gradients)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_zero1_takes_its_shards_of_compressed_means(workers: Pool, microbatches: int) -> None:
+    compression = {"kind": "bf16", "error_feedback": False}
+    means, shards = (
+        workers.run(2, step, {"kind": kind, "compression": compression}, 0.1, microbatches) for kind in ("ddp", "zero1")
+    )
+    for one, expected in zip(shards, means, strict=True):
+        assert one.norm == pytest.approx(expected.norm, rel=1e-5)
+        assert_same(one.gradients, expected.gradients)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "zero1"])
 def test_only_the_last_microbatch_synchronizes_gradients(workers: Pool, kind: str) -> None:
     for rank, found in enumerate(workers.run(2, step, {"kind": kind}, 1.0, 2)):

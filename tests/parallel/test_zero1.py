@@ -14,7 +14,7 @@ from torch import Tensor
 from cornstarch.parallel.flat_shards import lay_out_flat
 from cornstarch.plan.balancing import assign_largest_first
 from tests import zoo
-from tests.parallel.work import refused_owners, stepped_shards
+from tests.parallel.work import refused_owners, sent_bytes, stepped_shards
 from tests.parity.pool import Pool
 
 
@@ -81,6 +81,13 @@ def test_subgroup_divides_parameters_among_its_ranks(workers: Pool) -> None:
     assert other is None
     for one in found:
         torch.testing.assert_close(one["values"], expected_values(False))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_step_sends_as_much_as_ddp(workers: Pool, ranks: int) -> None:
+    for kind in ("ddp", "zero1"):
+        for sent, formula in workers.run(ranks, sent_bytes, kind):
+            assert sent == pytest.approx(formula, rel=0.02), kind
 
 
 def test_fewer_whole_parameters_than_ranks_are_refused(workers: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -25,6 +27,7 @@ from cornstarch.parallel.ddp_fsdp import defer_gradient_sync, use_full_model
 from cornstarch.parallel.distributed import to_full_tensor
 from cornstarch.parallel.gradients import clip_gradients
 from cornstarch.plan import DataPlan
+from cornstarch.trees import tensors_in
 from tests import zoo
 
 SAMPLES, WIDTH = 8, 6
@@ -87,7 +90,8 @@ def step(plan: Mapping[str, Any], most: float, microbatches: int = 1) -> Step:
     mine = rows()[dist.get_rank() :: dist.get_world_size()]
     kept: dict[str, Tensor | None] = {}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    zero1 = Zero1(trained, bucket_bytes=1000) if given.kind == "zero1" else None
+    averaged = given.compression.kind != "none"
+    zero1 = Zero1(trained, bucket_bytes=1000, averaged=averaged) if given.kind == "zero1" else None
     for number, microbatch in enumerate(mine.chunk(microbatches), start=1):
         overlap = zero1.overlap_reduction() if zero1 is not None and number == microbatches else nullcontext()
         with defer_gradient_sync(wrapped, number < microbatches), overlap:
@@ -222,6 +226,42 @@ def stepped_shards(keep_whole: bool, dtypes: bool, members: list[int] | None) ->
         zero1.gather_parameters()
     shapes = {name: tuple(shard.shape) for name, shard in zero1.shards.items()}
     return {"shapes": shapes, "missing": missing, "values": {n: p.detach().clone() for n, p in parameters.items()}}
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the bytes that this rank sends in collectives, if they are rings; and how often each was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.calls = 0.0, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            self.calls[name] += 1
+            group = next(one for one in args if isinstance(one, torch.ScriptObject))
+            ranks = dist.ProcessGroup.unbox(group).size()
+            whole = max(sum(tensor.nbytes for tensor in tensors_in(one)) for one in args)
+            self.sent += (2 if "allreduce" in name else 1) * (ranks - 1) / ranks * whole
+        return func(*args, **(kwargs or {}))
+
+
+def sent_bytes(kind: str) -> tuple[float, float]:
+    """Return the bytes that a step sends, and those that the ring of an all-reduce of all gradients would send."""
+    ranks, model = dist.get_world_size(), nn.Sequential(nn.Linear(30, 50), nn.Tanh(), nn.Linear(50, 20))
+    wrapped = apply_data_parallel(model, data_mesh("cpu"), DataPlan(kind=kind))  # type: ignore[arg-type]
+    trained = dict(model.named_parameters())
+    zero1 = Zero1(trained, bucket_bytes=4000) if kind == "zero1" else None
+    optimizer = torch.optim.SGD(trained.values() if zero1 is None else zero1.shards.values())
+    with CollectiveCounter() as counter:
+        with nullcontext() if zero1 is None else zero1.overlap_reduction():
+            wrapped(torch.ones(4, 30)).sum().backward()
+        if zero1 is not None:
+            zero1.reduce_gradients()
+        optimizer.step()
+        if zero1 is not None:
+            zero1.gather_parameters()
+    return counter.sent, 2 * (ranks - 1) / ranks * sum(one.nbytes for one in trained.values())
 
 
 def refused_owners() -> str:

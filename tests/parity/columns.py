@@ -159,15 +159,6 @@ COLUMNS: dict[str, Column] = {
     ),
     "pp_dp": Column("pp 2 × dp 2", 2, last={"stages": 2}, ranks_of="first_stage"),
     "pp_zero1": Column("pp 2 × zero1", 2, {"kind": "zero1"}, last={"stages": 2}, ranks_of="first_stage"),
-    "pp_zero1_tp": Column(
-        "pp 2 × tp 2, zero1",
-        1,
-        {"kind": "zero1"},
-        module={"tp": 2},
-        last={"stages": 2},
-        ranks_of="first_stage",
-        refused_rows=UNCUT,
-    ),
     "pp_zero1_cp": Column(
         "pp 2 × cp 2, zero1",
         1,

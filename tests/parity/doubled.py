@@ -24,7 +24,7 @@ def computed_in_double() -> Iterator[None]:
         yield
 
 
-def _cast_to_double(parts: list[ModelPart], computed_in: torch.dtype, masters: None = None) -> None:
+def _cast_to_double(parts: list[ModelPart], *_: object) -> None:
     for part in parts:
         for parameter in part.parameters.values():
             parameter.data = parameter.data.double()

@@ -236,6 +236,37 @@ def test_bounds_are_below_the_simulation() -> None:
     assert looked_at > 150
 
 
+def test_layers_that_are_not_compiled_cost_what_eager_ones_do() -> None:
+    """Two layers of 3 s each, eagerly of 6 s: with cp, and where zero_bubble takes backward passes apart."""
+    slower = replace(CHAIN, eager=tuple(module(one.name, len(one.layers), seconds=2.0) for one in CHAIN.modules))
+    for schedule, factor in (("1f1b", 1), ("zero_bubble", 2)):
+        found, usual = (predict(chain(2, schedule=schedule), cost, cluster(1, 2)) for cost in (slower, CHAIN))
+        assert found.step == pytest.approx(factor * usual.step)
+    alone = Candidate.of(Plan({"model": ModulePlan()}), 1, 8)
+    assert predict(alone, slower, cluster(1, 1)).step == predict(alone, CHAIN, cluster(1, 1)).step
+    halves = Candidate.of(Plan({"model": ModulePlan(cp=2)}), 1, 8)
+    cut = [
+        replace(cost, modules=tuple(replace(one, cp_sizes=(1, 2)) for one in cost.modules)) for cost in (slower, CHAIN)
+    ]
+    found, usual = (predict(halves, cost, cluster(1, 2)).breakdown.compute for cost in cut)
+    assert found == pytest.approx(2 * usual)
+
+
+def test_a_pipeline_gathers_kept_parameters_once() -> None:
+    slow = cluster(1, 4, inside=20.0)
+    ends = {
+        (kind, many): PipelineCost(chain(2, dp=2, microbatches=many, kind=kind), CostModel(CHAIN, slow)).ends[0]
+        for kind in ("zero1", "zero2", "zero3")
+        for many in (2, 4)
+    }
+    assert ends["zero2", 2].gather == ends["zero2", 4].gather == ends["zero1", 2].gather > 0
+    assert ends["zero3", 2].gather == 0  # it gathers inside of the passes
+    kept, freed = (
+        predict(chain(2, dp=2, microbatches=4, kind=kind), CHAIN, slow).breakdown.gather for kind in ("zero2", "zero3")
+    )
+    assert kept == 0 < freed
+
+
 def test_given_cuts_are_used() -> None:
     plan = Plan({"model": ModulePlan(stages=2)})
     found = predict(Candidate.of(plan, 1, 8, {"model": (0, 1)}), CHAIN, cluster(1, 2))

@@ -124,6 +124,12 @@ def test_compiled_layers_keep_what_products_make() -> None:
     assert eager.forward > layer.forward
 
 
+def test_a_compiled_run_knows_the_price_of_eager_layers() -> None:
+    found, eager = run_cost(config(), H100), run_cost(config(compile="off"), H100)
+    assert found.eager == eager.modules and eager.eager == ()
+    assert found.modules != eager.modules
+
+
 def test_frozen_parts_have_no_backward_pass() -> None:
     vision, language = run_cost(config(), H100).modules
     *frozen, projector = vision.layers
