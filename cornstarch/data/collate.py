@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from cornstarch.models.multimodal_language_model import MultimodalProcessor, Pre
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
 from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing, pack
 from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
-from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
+from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor, offsets_array
 
 _KINDS: dict[str, MediaKind] = {"images": "image", "audio": "audio"}  # the processor's word, and ours
 
@@ -42,6 +41,8 @@ class PreparedSample:
     token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Further processor outputs with a value per token, [S]: token types."""
     source: Any = None  # the processor's input, where it is needed again for several samples together
+    item_tokens: Mapping[str, list[int]] = field(default_factory=dict)
+    """The tokens of each item, by modality, where they are counted."""
 
     @property
     def trained_tokens(self) -> int:
@@ -128,12 +129,13 @@ class ChatCollator:
         # Labels are the ids where they are learned, which is never at a placeholder.
         labels = torch.where(trained & ~is_item, ids, IGNORE_INDEX)
         made: dict[str, Any] = {}
+        lengths: dict[str, list[int]] = {}
         if items or bool(is_item.any()):
             with as_sample_errors():
                 made, lengths = self.encoder_inputs(items)
                 repeats = torch.from_numpy(self._composed.expand_placeholders(ids.numpy(), lengths))
             ids, labels = ids.repeat_interleave(repeats), labels.repeat_interleave(repeats)
-        return PreparedSample(sample.id, rendered.text, ids, labels, items, made)
+        return PreparedSample(sample.id, rendered.text, ids, labels, items, made, item_tokens=lengths)
 
     def _placeholder(self, media: Media) -> str:
         return self.processor.modality_tokens[self.modality(media)]
@@ -149,7 +151,7 @@ class ChatCollator:
             return_offsets_mapping=True,
             verbose=False,
         )
-        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        offsets = offsets_array(encoded["offset_mapping"])
         ids = torch.from_numpy(np.array(encoded["input_ids"], dtype=np.int64))
         return ids, torch.from_numpy(mask_trained_tokens(offsets, rendered))
 
@@ -262,19 +264,16 @@ class ChatCollator:
         if sample.input_ids[limit] == last and bool(torch.isin(last, self._placeholder_ids)):
             while end and sample.input_ids[end - 1] == last:
                 end -= 1
-        # Count the complete items before the end, by modality. Adjacent items are kept together.
-        token_ids = self.processor.modality_token_ids
-        single = self.processor.llm_tokenizer(sample.text, add_special_tokens=False, verbose=False)["input_ids"]
-        runs = [(token, len(list(run))) for token, run in groupby(single)]
         counts = {}
-        for name in sample.items:
-            complete = sum(token == token_ids[name] for token, _ in groupby(sample.input_ids[:end].tolist()))
-            counts[name] = sum([count for token, count in runs if token == token_ids[name]][:complete])
+        for name, lengths in sample.item_tokens.items():
+            left = int((sample.input_ids[:end] == self.processor.modality_token_ids[name]).sum())
+            counts[name] = int(np.searchsorted(np.cumsum(lengths), left, side="right"))
         items = {name: values[: counts[name]] for name, values in sample.items.items() if counts[name]}
         is_same = counts == {name: len(values) for name, values in sample.items.items()}
         encoder_inputs = sample.encoder_inputs if is_same else self.encoder_inputs(items)[0]
         ids, labels = sample.input_ids[:end], sample.labels[:end]
-        return PreparedSample(sample.id, sample.text, ids, labels, items, encoder_inputs)
+        tokens = {name: lengths[: counts[name]] for name, lengths in sample.item_tokens.items() if counts[name]}
+        return PreparedSample(sample.id, sample.text, ids, labels, items, encoder_inputs, item_tokens=tokens)
 
     def join(self, samples: Sequence[PreparedSample]) -> CollatedBatch:
         """Return the batch of samples: a row each, or with packing as few rows as first-fit-decreasing finds."""

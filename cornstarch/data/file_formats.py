@@ -41,9 +41,15 @@ def open_json(path: Path) -> Rows:
     """Open a JSON list or JSONL; the first character says which."""
     try:
         with open(path, "rb") as file:
-            start = file.read(4096).removeprefix(_BOM).lstrip()[:1]
+            head = file.read(4096)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    if b"\0" in head:
+        raise ConfigError(
+            f"{path} is no UTF-8: it begins with {head[:4]!r}, as UTF-16 and UTF-32 do. Convert it, for example with "
+            "`iconv -f UTF-16 -t UTF-8`."
+        )
+    start = head.removeprefix(_BOM).lstrip()[:1]
     if not start:
         raise ConfigError(f"{path} is empty; expected a JSON list or one JSON object per line.")
     if start == b"[":
@@ -62,14 +68,22 @@ class _RandomAccessFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        self._opened_as = self._state()
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the descriptor: it belongs to this process."""
         return {**self.__dict__, "_file": None}
 
     def __del__(self) -> None:
-        if self._file is not None:
+        if self._file is not None and os is not None:  # modules are gone when the interpreter ends
             os.close(self._file)
+
+    def _state(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.path)
+        except OSError:  # reading it says why
+            return None
+        return status.st_size, status.st_mtime_ns
 
     def read(self, start: int, size: int) -> bytes:
         try:
@@ -81,6 +95,19 @@ class _RandomAccessFile:
         if len(piece) < size:
             raise SampleError(f"{self.path} has become shorter since it was opened")
         return piece
+
+    def parse(self, start: int, end: int) -> Any:
+        """Return the JSON value between two offsets."""
+        try:
+            return _parse_json(self.read(start, end - start))
+        except SampleError as error:
+            if self._state() == self._opened_as:
+                raise
+            # Rows at other offsets are no broken samples, of which a run skips some.
+            raise ConfigError(
+                f"{self.path} has changed since it was opened, and its rows are not where they were: a row {error}. "
+                "Start again, and leave files alone that a run reads."
+            ) from error
 
 
 class JsonLines:
@@ -111,15 +138,19 @@ class JsonLines:
         return f"{self._file.path.name}:{self._lines[index]}"
 
     def __getitem__(self, index: int) -> Any:
-        start, end = int(self._starts[index]), int(self._ends[index])
-        return _parse_json(self._file.read(start, end - start).removeprefix(_BOM))
+        return self._file.parse(int(self._starts[index]), int(self._ends[index]))
 
 
-def _parse_json(line: bytes) -> Any:
+def _parse_json(content: bytes) -> Any:
     try:
-        return json.loads(line)
+        value = json.loads(content.removeprefix(_BOM).decode())
+        if b"\\ud" in content or b"\\uD" in content:  # halves of characters; no tokenizer takes one without the other
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except RecursionError as error:
         raise SampleError("is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise SampleError(f"has half of a character, {error.object[error.start]!r}, without its other half") from error
     except ValueError as error:  # invalid UTF-8 is one, too
         raise SampleError(f"is no JSON: {error}") from error
 
@@ -141,8 +172,7 @@ class JsonList:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        start, end = int(self._separators[index]) + 1, int(self._separators[index + 1])
-        return _parse_json(self._file.read(start, end - start))
+        return self._file.parse(int(self._separators[index]) + 1, int(self._separators[index + 1]))
 
 
 # ------------------------------------------------------------------------------------------------ tars

@@ -12,7 +12,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,15 +88,14 @@ class _IndexFile:
     @contextmanager
     def lock(self) -> Iterator[bool]:
         """Let one process at a time scan; yields whether the index can be stored."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / f"{self.owner}.lock").open("ab")
-        except OSError:  # a folder that cannot be written: each process scans for itself
-            yield False
-            return
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield True
+        with ExitStack() as held:
+            may_store = True
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(held.enter_context((self.folder / f"{self.owner}.lock").open("ab")), fcntl.LOCK_EX)
+            except OSError:  # a folder that cannot be written, or has no locks: each process scans for itself
+                may_store = False
+            yield may_store
 
     def save(self, separators: np.ndarray) -> None:
         """Store separators in place of those of earlier states of the file. A full disk is no reason to stop."""
@@ -199,8 +198,11 @@ class _Scan:
         separators = np.concatenate(self.found)
         with open(self.path, "rb") as file:
             file.seek(int(separators[-2]) + 1)
-            last = file.read(int(separators[-1] - separators[-2]) - 1)
-        if not last.strip():
+            *last, closing = file.read(int(separators[-1] - separators[-2]))
+        if closing != ord("]"):
+            line = _line_of(self.path, int(separators[-1]))
+            raise ConfigError(f"{self.path}:{line} is no JSON: {chr(closing)!r} ends its list; expected ']'.")
+        if not bytes(last).strip():
             if len(separators) == 2:
                 raise ConfigError(f"{self.path} is empty: it holds a list without rows.")
             line = _line_of(self.path, int(separators[-2]))

@@ -10,8 +10,9 @@ import stat
 import threading
 import wave
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from importlib import import_module
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,7 +21,11 @@ from PIL import Image, ImageOps
 from cornstarch.data.sample import Media, SampleError
 
 # Pillow reads more, but by running other programs (EPS), or formats that are not pictures.
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO")
+_FORMATS = {
+    "JPEG": "Jpeg", "PNG": "Png", "WEBP": "WebP", "GIF": "Gif", "BMP": "Bmp", "TIFF": "Tiff", "PPM": "Ppm",
+    "AVIF": "Avif", "JPEG2000": "Jpeg2K", "MPO": "Mpo",
+}  # fmt: skip
+"""The formats of pictures that are read, and the names of their plugins."""
 MAX_SECONDS = 3600  # longer sounds are refused: a small compressed file can hold days of silence
 MAX_CHANNELS = 8  # an array with more columns is not a wave: 7.1 surround has 8 channels, features have more
 MAX_NUMBERS = 1 << 26  # more features of one sound are refused: an hour with 128 per frame has fewer
@@ -174,7 +179,9 @@ def _upright_rgb(image: Image.Image, media: Media, is_own: bool = False) -> Imag
 
 @cache
 def _image_formats() -> tuple[str, ...]:
-    Image.init()
+    for plugin in _FORMATS.values():  # `Image.init` would import forty more, in every worker
+        with suppress(ImportError):  # a library that this Pillow was built without
+            import_module(f"PIL.{plugin}ImagePlugin")
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 

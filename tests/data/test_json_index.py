@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornstarch.data import json_index
-from cornstarch.data.file_formats import JsonList
+from cornstarch.data.file_formats import JsonList, open_json
 from cornstarch.data.sample import SampleError
 from cornstarch.errors import ConfigError
+from tests.data.small_data import write_rows
 
 TEXTS = st.text(st.sampled_from('ab"\\[]{},: \n\té漢😀'), max_size=12)
 VALUES = st.recursive(
@@ -50,6 +52,7 @@ def test_rows_are_those_of_json(
         ('[{"a": 1},\n{"a": [2}\n', r"rows.json:3 is no JSON: the file ends at byte 21 with 2 open brackets"),
         ('[{"a": 1}]\n{"a": 2}', r"rows.json:2 is no JSON: after the end of its list, at byte 11, stands '{\"a\": 2}'"),
         ('[{"a": 1},\n]', r"rows.json:1 is no JSON: a comma stands before the end"),
+        ('[{"a": 1},\n{"a": 2}}', r"rows.json:2 is no JSON: '}' ends its list; expected '\]'"),
         ("[ \n ]", "holds a list without rows"),
     ],
 )
@@ -67,6 +70,46 @@ def test_a_damaged_row_concerns_no_other(tmp_path: Path) -> None:
     assert (len(rows), rows[0], rows[2], rows.name(2)) == (3, {"a": 1}, {"a": 3}, "rows.json:3")
     with pytest.raises(SampleError, match="is no JSON"):
         rows[1]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("content", ['[{"a": 1}]', '{"a": 1}\n'])
+def test_other_encodings_are_refused(tmp_path: Path, encoding: str, content: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content.encode(encoding))
+    with pytest.raises(ConfigError, match=r"is no UTF-8: it begins with .*iconv -f UTF-16 -t UTF-8"):
+        open_json(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (b'{"a": ' + b"1" * 5000 + b"}", "4300 digits"),
+        (b'{"a": ' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
+        (rb'{"a": "b \ud83d c"}', r"half of a character, '\\ud83d'"),
+        (rb'{"\uDE00": 1}', r"half of a character, '\\ude00'"),
+        (b'{"a": "\xff"}', "utf-8"),
+        (b'{"a": "\xed\xa0\xbd"}', "utf-8"),  # half of a character as bytes, which json.loads takes
+        (b"", "is no JSON"),
+    ],
+)
+def test_odd_rows_are_broken_samples(tmp_path: Path, row: bytes, said: str) -> None:
+    good = rb'{"b": 0, "b": "\ud83d\ude00 \u005b\u0022"}'  # the last of equal names counts, as for json.load
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"[" + good + b"," + row + b",\r\n" + good + b"]")
+    rows = open_json(path)
+    assert len(rows) == 3 and rows[0] == rows[2] == {"b": '😀 ["'}
+    with pytest.raises(SampleError, match=said):
+        rows[1]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path: Path, name: str) -> None:
+    path = write_rows(tmp_path / name, [{"a": number} for number in range(9)])
+    rows = open_json(path)
+    write_rows(path, [{"a": "longer"}, *({"a": number} for number in range(9))])
+    with pytest.raises(ConfigError, match=rf"{name} has changed since it was opened"):
+        [rows[number] for number in range(9)]
 
 
 @pytest.fixture
@@ -134,4 +177,14 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert JsonList(tmp_path / "rows.json")[3] == {"a": 3}
+
+
+def test_a_cache_without_locks_is_no_obstacle(
+    tmp_path: Path, stored: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(json_index.fcntl, "flock", refuse)
     assert JsonList(tmp_path / "rows.json")[3] == {"a": 3}

@@ -17,6 +17,7 @@ from cornstarch.data.loader import StepBatch, StepLoader
 from cornstarch.data.packing_plan import PackedOrder, build_packed_order, fill_rows
 from cornstarch.data.sampler import EpochOrder
 from cornstarch.data.token_lengths import TokenLengths, find_lengths_file
+from cornstarch.trees import tensors_in
 from tests.data.small_data import data_config, mixed_rows, processor_for, write_rows
 
 LIMIT = 4096
@@ -141,6 +142,30 @@ def test_steps_are_the_same_in_every_layout(data: DataConfig, ranks: int, accumu
     for epoch in range(2):
         seen = Counter(id for batch in alone if batch.epoch == epoch for id in ids_of(batch))
         assert seen == {f"d.jsonl:{line}": 1 for line in range(1, 25)}
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "workers"), [(1, 1, 0), (2, 1, 0), (1, 2, 2)])
+@pytest.mark.parametrize("at", [(0, 1), (1, 1)])
+def test_a_resumed_run_continues_within_the_buffer(
+    data: DataConfig, ranks: int, accumulation: int, workers: int, at: tuple[int, int]
+) -> None:
+    """In another layout, too: a step has the same samples, and in one process the same numbers."""
+    data = data.model_copy(update={"tokens_per_step": 2 * 64})
+    rest = [batch for batch in build_loader(data) if (batch.epoch, batch.index) >= at]
+    options: dict[str, Any] = {"ranks": ranks, "accumulation": accumulation, "workers": workers}
+    resumed = [list(build_loader(data, start=at, rank=rank, **options)) for rank in range(ranks)]
+    assert {len(one) for one in resumed} == {len(rest)} and rest
+    for number, expected in enumerate(rest):
+        found = [one[number] for one in resumed]
+        assert all((one.epoch, one.index) == (expected.epoch, expected.index) for one in found)
+        assert sorted(id for one in found for id in ids_of(one)) == sorted(ids_of(expected))
+        if ranks * accumulation == 1:
+            assert_equal(found[0].microbatches[0].inputs, expected.microbatches[0].inputs)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    found, expected = tensors_in(one), tensors_in(other)
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def test_a_packed_step_has_the_loss_of_its_samples(data: DataConfig) -> None:

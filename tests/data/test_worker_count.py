@@ -17,6 +17,7 @@ from cornstarch.config import DataConfig
 from cornstarch.data import worker_count
 from cornstarch.data.formats import open_sources
 from cornstarch.data.loader import open_data
+from cornstarch.data.run_workers import choose_workers
 from cornstarch.data.sample import Media, Sample
 from cornstarch.data.worker_count import NodeResources, choose_worker_count, classify_work
 from cornstarch.parallel.mesh import Replica
@@ -157,6 +158,6 @@ def test_data_given_in_python_stays_in_this_process(tmp_path: Path, monkeypatch:
     config = tiny.tiny_config(tmp_path, data={"train": [{"path": "mine", "format": "given"}]})
     data, lines = open_data(config, Rows()), list[str]()
     read.clear()
-    count = data.choose_workers(None, Replica.here(), torch.device("cpu"), lines.append)  # type: ignore[arg-type]
+    count = choose_workers(data, None, Replica.here(), torch.device("cpu"), lines.append)  # type: ignore[arg-type]
     assert (count, read) == (0, [])
     assert lines == ["data.workers: 0 (samples need no decoding)"]

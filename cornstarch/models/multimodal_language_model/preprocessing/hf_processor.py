@@ -11,6 +11,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from typing import Any, Literal
 
@@ -278,7 +279,7 @@ class _RecordingTokenizer:
     """Wraps a processor's tokenizer: hides characters from it, and records the text and the offsets of tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: str) -> None:
-        self._tokenizer, self._hidden = tokenizer, str.maketrans("", "", hidden)
+        self._tokenizer, self._hidden = tokenizer, hidden
         self.text: str | None = None
         self.offsets: np.ndarray | None = None
 
@@ -294,15 +295,26 @@ class _RecordingTokenizer:
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, (list, tuple)) or not all(isinstance(one, str) for one in texts):
             return self._tokenizer(text, *args, **options)
-        plain = [one.translate(self._hidden) for one in texts]
+        plain = [self._hide(one) for one in texts]
         given = plain[0] if isinstance(text, str) else plain
         if not getattr(self._tokenizer, "is_fast", False) or len(plain) != 1:
             return self._tokenizer(given, *args, **options)
-        asked = options.pop("return_offsets_mapping", False)
+        asked, kind = options.pop("return_offsets_mapping", False), options.pop("return_tensors", None)
         encoded = self._tokenizer(given, *args, return_offsets_mapping=True, **options)
         offsets = encoded["offset_mapping"] if asked else encoded.pop("offset_mapping")
-        self.text, self.offsets = texts[0], np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
-        return encoded
+        self.text, self.offsets = texts[0], offsets_array(offsets if isinstance(text, str) else offsets[0])
+        # Only now: transformers would convert the offsets, too, number by number.
+        return encoded if kind is None else encoded.convert_to_tensors(kind, prepend_batch_axis=isinstance(text, str))
+
+    def _hide(self, text: str) -> str:
+        for character in self._hidden:
+            text = text.replace(character, "")
+        return text
+
+
+def offsets_array(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the characters of tokens as an array [S, 2]."""
+    return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
 def build_message(kind: str, items: Sequence[Any]) -> list[dict[str, Any]]:
