@@ -75,9 +75,11 @@ class ParallelModel:
 
         All ranks must call it, after the model is compiled. With `keep_whole` no parameter is cut.
         """
-        meshes = context.meshes if self.pipeline is None else self.pipeline.meshes
         data = context.plan.data
-        if data.kind != "zero1" or context.world_size == 1 or meshes.data.size() == 1:
+        if data.kind != "zero1" or context.world_size == 1:  # before meshes are read, which need a process group
+            return trained
+        meshes = context.meshes if self.pipeline is None else self.pipeline.meshes
+        if meshes.data.size() == 1:
             return trained
         measured = None if self.wrapped is None else get_measured_bucket(self.wrapped)
         size = int(data.bucket_mb * 2**20) if isinstance(data.bucket_mb, int | float) else None
