@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +44,24 @@ def read_checked_config(path: Path, overrides: list[str] | None, plan: Path | No
     raise_mistakes([*reading.mistakes, *find_path_mistakes(reading.values)])
     assert reading.config is not None
     return reading.config
+
+
+@contextmanager
+def import_quickly() -> Iterator[None]:
+    """Import torch and other large packages in this block without garbage collections.
+
+    Imports create a million objects that stay. Walking through them again and again takes a sixth of the time to the
+    first step. Afterwards they are left out of all collections, also in data workers, which share their memory.
+    """
+    if "torch" in sys.modules or not gc.isenabled():  # a process with objects of its own, among them garbage
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def quiet_libraries() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -287,6 +288,21 @@ def _run_probes() -> None:
         print(json.dumps({"name": name, "status": status, "detail": detail}), flush=True)
 
 
+def check_bytecode() -> Iterator[Finding]:
+    """Check that Python keeps the compiled sources of large packages, and does not compile them at every start."""
+    for name in ("torch", "transformers"):
+        spec = find_spec(name)
+        if spec is None or spec.cached is None:
+            continue
+        if os.path.exists(spec.cached):
+            yield Finding(f"{name} bytecode", "ok", "kept")
+        elif sys.dont_write_bytecode:
+            advice = f"Unset PYTHONDONTWRITEBYTECODE, or run once: {sys.executable} -m compileall -q {sys.prefix}"
+            yield Finding(f"{name} bytecode", "warn", "not kept: every start takes seconds longer", advice)
+        else:
+            yield Finding(f"{name} bytecode", "ok", "none yet; the first start writes it")
+
+
 def check_processors_and_memory() -> Iterator[Finding]:
     """Report cores, and check the free memory."""
     import psutil
@@ -335,7 +351,7 @@ def check_ports() -> Iterator[Finding]:
 
 CHECKS: list[Callable[[], Iterator[Finding]]] = [
     check_python, check_packages, check_fragile_packages, check_process_groups_and_devices,
-    check_processors_and_memory, check_shared_memory, check_disk, check_ports,
+    check_bytecode, check_processors_and_memory, check_shared_memory, check_disk, check_ports,
 ]  # fmt: skip
 
 

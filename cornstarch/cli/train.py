@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cornstarch.cli import INTERRUPTED, ConfigPath, Overrides, quiet_libraries, read_checked_config
+from cornstarch.cli import INTERRUPTED, ConfigPath, Overrides, import_quickly, quiet_libraries, read_checked_config
 from cornstarch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,6 +106,9 @@ def _train_process(run: RunConfig, options: dict[str, Any], layout: Layout | Non
     from cornstarch.plan.validation import as_data
 
     world, device = current_world(), None
+    with import_quickly():
+        quiet_libraries()
+        from cornstarch.train import Trainer
     with ExitStack() as stack:
         if world.size > 1:
             import torch
@@ -117,9 +120,6 @@ def _train_process(run: RunConfig, options: dict[str, Any], layout: Layout | Non
             uses_gpu = run.device.startswith("cuda") or (run.device == "auto" and torch.cuda.is_available())
             device = stack.enter_context(start_process_group(world, "cuda" if uses_gpu else "cpu"))
             agree(as_data(run))
-        quiet_libraries()
-        from cornstarch.train import Trainer
-
         trainer = Trainer(run, command=shlex.join(["cornstarch", *sys.argv[1:]]), device=device, **options)
         result = trainer.fit()
         generates_text = trainer.task.name in ("multimodal", "causal-lm", "seq2seq-lm")

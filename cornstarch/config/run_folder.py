@@ -23,7 +23,7 @@ _LOCK = ".lock"
 # What may change from one start to the next without another result.
 _FREE = (
     "name", "output", "logging.", "checkpoint.every", "checkpoint.keep", "threads", "data.workers", "data.prefetch",
-    "loop.exchange_check", "parallel.verify", "features.",
+    "loop.exchange_check", "parallel.verify", "features.", "compile_cache",
 )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class ParallelModel:
         All ranks must call it, after the model is compiled. With `keep_whole` no parameter is cut.
         """
         data = context.plan.data
-        if data.kind != "zero1" or context.world_size == 1:
+        if data.kind != "zero1" or context.world_size == 1:  # before meshes are read, which need a process group
             return trained
         meshes = context.meshes if self.pipeline is None else self.pipeline.meshes
         if meshes.data.size() == 1:

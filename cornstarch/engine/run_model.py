@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,7 +22,7 @@ from cornstarch.checkpoint.state_values import flatten_values, seed_all, unflatt
 from cornstarch.config import RunConfig
 from cornstarch.data.collate import ChatCollator
 from cornstarch.data.loader import RunData
-from cornstarch.engine.acceleration import accelerate_model, find_uncompiled_modules
+from cornstarch.engine.acceleration import accelerate_model, compiles, find_uncompiled_modules
 from cornstarch.engine.context import DistributedContext
 from cornstarch.engine.failure import out_of_memory
 from cornstarch.engine.feature_cache import FeatureCache, build_encoder_prefetch, use_feature_cache
@@ -43,6 +44,7 @@ from cornstarch.engine.sharded_loading import ShardedLoading, features_need_weig
 from cornstarch.engine.step_counter import RunFlops
 from cornstarch.engine.train_step import TrainStep
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile_cache import CompileCache
 from cornstarch.metrics.attribution import LOSS
 from cornstarch.metrics.profiler import record_range
 from cornstarch.models.multimodal_language_model import MultimodalModel
@@ -56,10 +58,12 @@ from cornstarch.parallel.encoder_balancing import has_encoder_balancing
 from cornstarch.parallel.low_bandwidth import ReplicaSync, build_replica_sync
 from cornstarch.parallel.passes import explain_full_reads
 from cornstarch.pipeline.split import analyze_model
+from cornstarch.plan.validation import as_data
 from cornstarch.tasks.conversation import ConversationTask
 from cornstarch.tasks.task import Task
 
 _KEY = "exchange"  # of what a checkpoint has of each rank's sync
+_COMPILED_FROM = ("model", "parallel", "precision", "attention", "compile", "fp8")  # in the config
 
 
 class RunModel:
@@ -79,6 +83,8 @@ class RunModel:
     recomputation: Recomputation | None
     """Which layers recompute their activations, if there is a memory budget for them."""
     flops: RunFlops
+    compile_cache: CompileCache | None
+    """Where compiled code is kept for the next start, if layers are compiled."""
     features: FeatureCache | None
     """The cache of what frozen encoders put out, if the run has one."""
 
@@ -98,6 +104,9 @@ class RunModel:
         self.module: nn.Module = task.model
         self.parts = self.all_parts = []
         is_distributed = context.world_size > 1
+        self.compile_cache = open_compile_cache(config, context, log)
+        if self.compile_cache is not None:
+            self.compile_cache.load()  # before the activation budget compiles a layer of each kind
         # A module of the user's own, of which no config says how it is made, is run to find where it can be cut.
         is_own = not isinstance(unwrap(self.module), MultimodalModel | PreTrainedModel | nn.Sequential)
         if context.is_pipeline and is_own and (batch := data.peek_batch(task.collator)) is not None:
@@ -197,6 +206,31 @@ class RunModel:
         if context.layout.dp > 1:
             self._log("Replicas share their images evenly among their encoders (data.balance_encoders).")
         return context.layout.dp > 1
+
+
+def open_compile_cache(
+    config: RunConfig, context: DistributedContext, log: Callable[[str], None]
+) -> CompileCache | None:
+    """Return where this rank's compiled code is kept; None if nothing is compiled, or nothing is to be kept."""
+    if config.compile_cache == "off" or not compiles(config.compile, context.device):
+        return None
+    layout = context.layout
+
+    def place(rank: int) -> tuple[Any, ...]:  # ranks at equal places run equal graphs; a graph names its device
+        return (*layout.place(rank)[:2], rank % layout.ranks_per_node)
+
+    key = {name: as_data(getattr(config, name)) for name in _COMPILED_FROM}
+    key |= {"versions": (torch.__version__, transformers.__version__), "place": place(context.rank)}
+    device = context.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    key |= {"device": (str(device), name), "budget": config.loop.activation_budget}
+    return CompileCache(
+        config.compile_cache or config.folder.absolute().parent / "compile_cache",
+        key,
+        is_trusted=config.compile_cache is not None,
+        is_writer=all(place(rank) != place(context.rank) for rank in range(context.rank)),
+        log=log,
+    )
 
 
 def _compute_loss(task: Task, placement: DevicePlacement, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from cornstarch.data.loader import StepBatch
 from cornstarch.engine.memory_tracker import MemoryTracker
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.compile_cache import CompileCache
 from cornstarch.metrics.attribution import RANGE, STEP, WINDOW, attribute
 from cornstarch.metrics.metrics import Status, StepResult
 from cornstarch.metrics.profiler import build_time_table, list_parts, record_forwards, trace_name
@@ -99,7 +100,7 @@ def add_builtin_callbacks(trainer: Trainer, resources: ExitStack, trace: bool, p
     """Add the callbacks of the product itself to those of a trainer that is ready for its first step."""
     trainer.callbacks.append(MemoryCallback(trainer.run_model.memory_tracker))
     if trainer.run_model.acceleration.compiled:
-        trainer.callbacks.append(CompileCallback())
+        trainer.callbacks.append(CompileCallback(trainer.run_model.compile_cache))
     if trainer.pipeline is not None:
         trainer.callbacks.append(TimelineCallback(trainer, trace))
     if profile:
@@ -312,10 +313,26 @@ class MemoryCallback(Callback):
 
 
 class CompileCallback(Callback):
-    """Logs what torch compiled in a step or an evaluation, and why it compiled again."""
+    """Logs what torch compiled in a step or an evaluation, and why it compiled again; keeps it for the next start."""
+
+    def __init__(self, cache: CompileCache | None) -> None:
+        self._cache = cache
 
     def on_step_end(self, trainer: Trainer, result: StepResult, batch: StepBatch, is_logged: bool) -> None:
         trainer.logger.log_compilations(trainer.run_model.acceleration, result.step)
+        if self._cache is not None:
+            self._cache.save_when_settled(self._count(trainer), result.step)
 
     def on_evaluate(self, trainer: Trainer, metrics: Mapping[str, Any]) -> None:
         trainer.logger.log_compilations(trainer.run_model.acceleration, trainer.position.step)
+
+    def on_save(self, trainer: Trainer, path: Path) -> None:
+        if self._cache is not None:
+            self._cache.save(self._count(trainer))
+
+    def on_train_end(self, trainer: Trainer, status: Status) -> None:
+        if self._cache is not None:
+            self._cache.save(self._count(trainer))
+
+    def _count(self, trainer: Trainer) -> int:
+        return len(trainer.run_model.acceleration.compile_log.compilations)

@@ -145,7 +145,7 @@ def _short_run(data: dict[str, Any], folder: Path, replicas: int) -> RunConfig:
     data["optimizer"].update(_OPTIMIZER)
     data["schedule"] = {"name": "constant", "warmup": 0}
     precision = "fp16" if data["precision"] == "fp16" else "fp32"  # it is computed in fp32, but fp16 scales its loss
-    data.update(output=str(folder), device="cpu", threads=1, precision=precision, checkpoint={})
+    data.update(output=str(folder), device="cpu", threads=1, precision=precision, checkpoint={}, compile_cache="off")
     data["logging"] = {"progress": "none", "samples": 0}
     for module in data["parallel"]["modules"].values():
         module["layers"] = None  # a twin has others

@@ -157,3 +157,20 @@ def test_the_doctor_itself_does_not_import_torch() -> None:
     code = "import sys\nfrom cornstarch.cli import doctor\nlist(doctor.examine())\nprint('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert ended.stdout.strip() == "False", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("is_kept", "may_write", "status"), [(True, False, "ok"), (False, True, "ok"), (False, False, "warn")]
+)
+def test_sources_that_are_compiled_at_every_start_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_kept: bool, may_write: bool, status: str
+) -> None:
+    cached = tmp_path / "torch.pyc"
+    if is_kept:
+        cached.touch()
+    spec = namedtuple("spec", "cached")(str(cached))
+    monkeypatch.setattr(doctor, "find_spec", lambda name: spec if name == "torch" else None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", not may_write)
+    (finding,) = doctor.check_bytecode()
+    assert (finding.name, finding.status) == ("torch bytecode", status)
+    assert ("PYTHONDONTWRITEBYTECODE" in finding.advice) == (status == "warn")
