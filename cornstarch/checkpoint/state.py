@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from cornstarch.checkpoint import named_state, state_values
 from cornstarch.checkpoint.coordinator import Coordinator
+from cornstarch.checkpoint.fingerprints import fingerprint_shards, join_fingerprints
 from cornstarch.checkpoint.named_state import describe, is_trained, local_parameters, named_buffers
 from cornstarch.checkpoint.reader import TensorReader
-from cornstarch.checkpoint.shards import Sharded, Tensorlike, fingerprint_shards, is_sharded, join_fingerprints
+from cornstarch.checkpoint.shards import Sharded, Tensorlike, is_sharded
 from cornstarch.checkpoint.state_values import flatten_values, list_tensors, unflatten_values
 from cornstarch.errors import ConfigError
 from cornstarch.parallel.ddp_fsdp import reshard

@@ -378,9 +378,8 @@ def _load(library: ModuleType, path: str, arguments: Mapping[str, Any]) -> tuple
         if not files:
             raise ConfigError(f"{path} matches no file (looked in {Path.cwd()}).")
         suffixes = sorted({Path(file).suffix.lower() for file in files})
-        builders = {_BUILDERS.get(suffix) for suffix in suffixes}
-        builder = builders.pop()
-        if builders or builder is None:
+        builder, *others = {_BUILDERS.get(suffix) for suffix in suffixes}
+        if others or builder is None:
             raise ConfigError(
                 f"{path}: its files end in {', '.join(suffixes)}; expected one of {', '.join(_BUILDERS)}."
             )
@@ -421,8 +420,7 @@ def _select_split(library: ModuleType, path: str, loaded: Any, split: str | None
     """Return the table of a split and its name; a dataset with a single split needs no name."""
     if isinstance(loaded, library.DatasetDict):
         names = list(loaded)
-        if split is None and len(names) == 1:
-            split = names[0]
+        split = names[0] if split is None and len(names) == 1 else split
         if split not in names:
             raise ConfigError(
                 f"{path} has the splits {', '.join(names)}; arguments.split = {split or 'null'}. Say which: "

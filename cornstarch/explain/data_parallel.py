@@ -13,7 +13,6 @@ from typing import Literal
 
 from cornstarch.explain import story
 from cornstarch.explain.story import NUMBER_BYTES, DiagramBox, DiagramRow, Formula, Story, StoryStep, Tone
-from cornstarch.plan.balancing import assign_largest_first
 from cornstarch.plan.communication import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 from cornstarch.plan.memory import Memory, ModelSize, ParameterSize, StateSize, memory_of
 from cornstarch.plan.plan import DataPlan
@@ -97,8 +96,10 @@ class ShardedModel:
             total += measure(layer, parameters).parameters
             total += measure(layer, "slice").parameters if parameters == "gathered" else 0
             total += measure(layer, state.gradients[layer]).gradients
-            total += measure(layer, state.optimizer[rank][layer]).optimizer
-        return total
+            if self.plan.kind != "zero1":
+                total += measure(layer, state.optimizer[rank][layer]).optimizer
+        # ZeRO-1 divides a flat buffer of all layers, not each layer.
+        return total + (self.memory(rank).optimizer if self.plan.kind == "zero1" else 0)
 
     def build_resting_state(self) -> ShardState:
         """Return the state between two steps, without gradients."""
@@ -107,8 +108,8 @@ class ShardedModel:
         parts = (part,) * self.ranks
         optimizer: tuple[Parts, ...] = (parts,) * self.ranks
         if self.plan.kind == "zero1":
-            owners = assign_largest_first([layer.numel for layer in self.layers], self.ranks)
-            optimizer = tuple(tuple("whole" if owner == rank else "" for owner in owners) for rank in range(self.ranks))
+            own: Part = "slice"
+            optimizer = ((own,) * self.ranks,) * self.ranks
         return ShardState(parts, (nothing,) * self.ranks, optimizer)
 
     def build_step(self, title: str, description: str, state: ShardState, sent: float = 0.0) -> StoryStep:
@@ -130,7 +131,7 @@ class ShardedModel:
         return StoryStep(title, description, rows, head, [sent] * self.ranks if sent else ())
 
     def build_all_reduce(self) -> list[StoryStep]:
-        """DDP and ZeRO-1: gradients of a rank's own samples, then of the whole batch."""
+        """DDP: gradients of a rank's own samples, then of the whole batch."""
         start, sent = self.build_resting_state(), all_reduce_bytes(self.bytes, self.ranks)
         own = "Every rank computes gradients from its own samples: they differ from rank to rank."
         summed = "Gradients are summed over the ranks, so that every rank has those of the whole batch."
@@ -156,23 +157,26 @@ def build_ddp(ranks: int, parameters: int) -> Story:
 
 
 def build_zero1(ranks: int, parameters: int) -> Story:
-    """Return ZeRO-1: each rank has the optimizer states of some parameters."""
+    """Return ZeRO-1: each rank has the optimizer states of a slice of the parameters."""
     model = ShardedModel(DataPlan("zero1"), parameters, ranks)
     start, step = model.build_resting_state(), model.build_step
     steps = [
-        step("Before", "Every rank holds the whole model, but the optimizer's states only for the layers that it owns: "
-             "they are the largest part, and nobody else needs them.", start),
-        *model.build_all_reduce(),
-        step("Step", "Every rank steps only the layers that it owns; its other layers are old now.", start),
-        step("Share parameters", "Every owner sends its new layers to all others, so that all have the same model "
-             "again; together this is as much as an all-gather.", start, all_gather_bytes(model.bytes, ranks)),
+        step("Before", "Every rank holds the whole model, but the optimizer's states only for its slice: they are the "
+             "largest part, and no other rank needs them.", start),
+        step("Forward and backward", "Every rank computes gradients from its own samples: they differ from rank to "
+             "rank.", start.replace(gradients="own")),
+        step("Reduce-scatter", "Gradients are summed over the ranks, and every rank keeps the slice that it steps.",
+             start.replace(gradients="slice"), reduce_scatter_bytes(model.bytes, ranks)),
+        step("Step", "Every rank steps its slice of the parameters; its other slices are old now.", start),
+        step("All-gather", "Every rank sends its new slice to all others, so that all have the same model again.",
+             start, all_gather_bytes(model.bytes, ranks)),
     ]  # fmt: skip
-    lead = "As DDP, but each rank keeps the states of the optimizer for its own part of the parameters only."
+    lead = "As DDP, but each rank keeps the states of the optimizer for its own slice of the parameters only."
     remark = (
-        "Here whole parameters are assigned to ranks, the largest first to the rank with the least, and gradients are "
-        "averaged by DDP. Where gradients are only reduce-scattered, it is 2 (N − 1) / N."
+        "An all-reduce is a reduce-scatter and an all-gather, so it sends as much as DDP. The slices are those of flat "
+        "buffers of many parameters: a border may lie inside of a parameter."
     )
-    return _build_story(model, "zero1", "ZeRO-1: sharded optimizer states", lead, steps, 3, remark)
+    return _build_story(model, "zero1", "ZeRO-1: sharded optimizer states", lead, steps, 2, remark)
 
 
 def build_zero2(ranks: int, parameters: int) -> Story:

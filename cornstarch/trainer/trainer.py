@@ -196,7 +196,6 @@ class Trainer:
         self.placement = replace(placement, exact=self.exact)
         self.context = DistributedContext(self._layout, self.placement)
         check_fp8(config.fp8, self.placement.device)
-
         self.data = open_data(config, *self._rows)
         self.sources, self.evaluation_sources = self.data.train, self.data.evaluation
         loading = ShardedLoading(config, self.context)
@@ -205,10 +204,8 @@ class Trainer:
         self.run_model = RunModel(
             self.task, config, self.context, self.data, loading, self._resources, log, self.verify_plan
         )
-        self.pipeline = self.run_model.parallel.pipeline
-        """This rank's stages, if the model is split into stages."""
+        self.pipeline = self.run_model.parallel.pipeline  # this rank's stages, if the model is split into stages
         self._build_step()
-
         if self._auto_plan is not None:
             log(self._auto_plan.text)
         if self.rank == 0:
@@ -240,8 +237,8 @@ class Trainer:
 
     def _build_step(self) -> None:
         """Build what a step needs beside the model: optimizer, learning rate, counters, evaluator, checkpointer."""
-        device, collator = self.placement.device, self.task.collator
-        self._workers = choose_workers(self.data, collator, self.replica, device, self.logger.log)
+        collator = self.task.collator
+        self._workers = choose_workers(self.data, collator, self.replica, self.placement.device, self.logger.log)
         self.data = self.data.plan_packing(collator, self._workers)
         config, data, flops = self.config, self.data, self.run_model.flops
         self.total_steps = data.total_steps()
@@ -252,10 +249,9 @@ class Trainer:
         count_flops = record_calls(COUNTING, flops.total) if self.counts_flops else None
         signal = self.stop_signal  # a function of `self` would keep the trainer, and its claim on the folder, alive
         self._counter = kind(list(self.task.modalities()), self.replica.size, lambda: signal.is_set, count_flops)
-        self._balancer = build_balancer(config, self.task.collator, data.train, flops.step, self._layout, self.folder)
+        self._balancer = build_balancer(config, collator, data.train, flops.step, self._layout, self.folder)
         if self._balancer is not None:
             self.logger.log(describe_gain(self._balancer, data, self.replica.count))
-
         self.watch = LossWatch(config, self.placement)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)

@@ -222,7 +222,10 @@ def run(case: Case) -> Outcome:
         for _ in range(case.accumulated):
             result = booster.execute_pipeline(batches, model, criterion, optimizer, loss_everywhere=True)
             losses.append(float(result["loss"]))
-        gradients.append(whole(model.module, {n: p.grad for n, p in named_parameters(model.module).items()}))
+        found = {n: p.grad for n, p in named_parameters(model.module).items()}
+        if model.parallel.zero1 is not None:
+            found |= model.parallel.zero1.gather_gradients()
+        gradients.append(whole(model.module, found))
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         rates.step()

@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cornstarch.checkpoint import LocalStorage
-from cornstarch.checkpoint import shards as shards_module
+from cornstarch.checkpoint.fingerprints import fingerprint_shards, join_fingerprints
 from cornstarch.checkpoint.reader import TensorReader
 from cornstarch.checkpoint.save import assign_writers, describe_save, merge_data
 from cornstarch.checkpoint.shards import (
     Box,
     Sharded,
-    fingerprint_shards,
     interval_boxes,
     is_partition,
-    join_fingerprints,
     list_shards,
     local_shards,
     open_shards,
@@ -256,7 +254,7 @@ def test_shards_have_the_fingerprint_of_the_whole(
     parts = [part for one in pieces for part in fingerprint_shards(one)]
     assert len(parts) == sum(len(interval_boxes(shape, a, b)) for a, b in zip(ends, ends[1:], strict=False))
     assert join_fingerprints([*parts, *parts[:2]]) == fingerprint(tensor)  # two boxes are on two ranks
-    monkeypatch.setattr(shards_module, "FINGERPRINT_CHUNK", 7)
+    monkeypatch.setattr("cornstarch.checkpoint.fingerprints.FINGERPRINT_CHUNK", 7)
     assert fingerprint(tensor) == join_fingerprints(parts)
 
 

@@ -126,7 +126,7 @@ def test_memory_equals_the_textbook_s() -> None:
         assert held.result == held.counted == f"{shares[kind]:,.0f} B", topic
 
 
-@pytest.mark.parametrize(("topic", "passes"), [("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp", 3)])
+@pytest.mark.parametrize(("topic", "passes"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("fsdp", 3)])
 def test_bytes_of_data_parallelism_equal_the_formula(topic: str, passes: int) -> None:
     story = explain(topic, ranks=4, parameters=1000)
     assert story.sent == pytest.approx((passes * 3 / 4 * 4000,) * 4)
