@@ -10,10 +10,11 @@ gradients on a rank, N ranks that share them and M microbatches:
     zero3          M (N - 1) / N (gather P + gather the layers again + reduce-scatter P)
 
 zero2 and zero3 use torch's reduce-scatter, which gloo runs as an all-reduce of twice the bytes; with NCCL it is a ring.
-With tp, a layer sums activations twice in a forward pass and twice in a backward pass; between stages, activations
-travel forward and their gradients backward.
+In a pipeline gradients are reduced once for all microbatches, and zero2 gathers parameters once; zero3 frees them
+after every pass. With tp, a layer sums activations twice in a forward pass and twice in a backward pass; between
+stages, activations travel forward and their gradients backward.
 
-    python benchmarks/wire_bytes.py    # Linux, root; prints the table
+    OMP_NUM_THREADS=1 python benchmarks/wire_bytes.py    # Linux, root; prints the table
 
 """
 
@@ -73,15 +74,16 @@ CASES = [
 def predict_bytes(case: Case, held: list[int], layers: list[int]) -> float:
     """Return the bytes of a step of all ranks; `held`: of each rank's gradients, `layers`: of them those of layers."""
     kind, n, many = case.data["kind"], case.replicas, case.microbatches
-    passes = 1 if case.modules.get("stages", 1) > 1 else many  # in a pipeline, parameters stay gathered
+    # In a pipeline gradients wait for the last microbatch, and with zero2 parameters stay gathered until then.
+    is_pipeline = case.modules.get("stages", 1) > 1
+    gathers, sums = 1 if is_pipeline and kind == "zero2" else many, 1 if is_pipeline else many
     total = 0.0
     for whole, inside in zip(held, layers, strict=True):
         if kind in ("ddp", "zero1"):
             total += all_reduce_bytes(whole, n)
         else:
-            again = inside if kind == "zero3" and passes == many else 0
-            gathers = all_gather_bytes(whole, n) + all_gather_bytes(again, n)
-            total += passes * (gathers + 2 * reduce_scatter_bytes(whole, n))
+            again = inside if kind == "zero3" else 0
+            total += gathers * all_gather_bytes(whole + again, n) + 2 * sums * reduce_scatter_bytes(whole, n)
     tp, stages = case.modules.get("tp", 1), case.modules.get("stages", 1)
     activations = 4 * ROWS * TOKENS * HIDDEN * many * n  # of all microbatches and replicas
     total += 4 * LAYERS * tp * all_reduce_bytes(activations, tp)

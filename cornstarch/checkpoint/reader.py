@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint.shards import Box, Tensorlike, TensorShard, is_partition, list_shards, local_shards
-from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage
+from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage, run_in_threads
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, check_manifest, own_digest
 from cornstarch.kernels.master_weights import MasterWeight
@@ -195,7 +195,7 @@ class Checkpoint:
                 raise ConfigError(f"{self.folder / name} cannot be read ({error}).") from error
 
         chosen = [name for name in self.files if names is None or name in names]
-        for name, found in files.run_in_threads(digest, chosen, files.WRITERS).items():
+        for name, found in run_in_threads(digest, chosen, files.WRITERS).items():
             if found != self.files[name]["sha256"]:
                 raise ConfigError(
                     f"{self.folder / name} is damaged: its SHA-256 is {found[:16]}…, but "

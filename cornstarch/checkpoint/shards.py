@@ -18,22 +18,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import add, sub
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cornstarch import __version__
-from cornstarch.checkpoint.storage import Storage
+from cornstarch.checkpoint.storage import Storage, run_in_threads
 from cornstarch.errors import ConfigError
 from cornstarch.files import Manifest, own_digest
 from cornstarch.kernels.master_weights import MasterWeight
 from cornstarch.parallel.distributed import to_local_tensor
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -302,37 +298,6 @@ def check_written(storage: Storage, folder: Path, files: Manifest) -> None:
                 f"SHA-256 is {digest[:16]}…, but {files[name]['sha256'][:16]}… was written). What was saved before is "
                 "untouched. Check the disk, or choose another one."
             )
-
-
-def run_in_threads(work: Callable[[str], T], names: Sequence[str], threads: int) -> dict[str, T]:
-    """Return the results of `work` by name, computed in several threads; the first failure is raised."""
-    # A ThreadPoolExecutor would not do: the interpreter shuts pools down before it waits for a background save.
-    waiting: SimpleQueue[str] = SimpleQueue()
-    for name in names:
-        waiting.put(name)
-    results: dict[str, T] = {}
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        while not failures:
-            try:
-                name = waiting.get_nowait()
-            except Empty:
-                return
-            try:
-                results[name] = work(name)
-            except BaseException as error:
-                failures.append(error)
-
-    others = [Thread(target=run) for _ in range(min(threads, len(names)) - 1)]
-    for thread in others:
-        thread.start()
-    run()
-    for thread in others:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return {name: results[name] for name in names}
 
 
 def _split_into_files(shards: Iterable[TensorShard]) -> Iterator[list[TensorShard]]:

@@ -12,15 +12,18 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Protocol, TypeVar
 
 from cornstarch.errors import ConfigError
 from cornstarch.files import sync
 
 Chunks = Iterable[bytes | memoryview]
+T = TypeVar("T")
 
 # `Path` makes s3:/bucket of s3://bucket; one letter is a drive, not a scheme.
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/+")
@@ -174,3 +177,34 @@ def check_empty(folder: str) -> None:
             f"--restart: {folder} (checkpoint.folder) has checkpoints of an earlier run, and only the run's own folder "
             "is moved aside. Remove them, or choose another folder."
         )
+
+
+def run_in_threads(work: Callable[[str], T], names: Sequence[str], threads: int) -> dict[str, T]:
+    """Return the results of `work` by name, computed in several threads; the first failure is raised."""
+    # A ThreadPoolExecutor would not do: the interpreter shuts pools down before it waits for a background save.
+    waiting: SimpleQueue[str] = SimpleQueue()
+    for name in names:
+        waiting.put(name)
+    results: dict[str, T] = {}
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        while not failures:
+            try:
+                name = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                results[name] = work(name)
+            except BaseException as error:
+                failures.append(error)
+
+    others = [Thread(target=run) for _ in range(min(threads, len(names)) - 1)]
+    for thread in others:
+        thread.start()
+    run()
+    for thread in others:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return {name: results[name] for name in names}

@@ -141,11 +141,6 @@ class RunConfig(Section):
                 f"`fp8` = {self.fp8} with `{key}` = {precision}: what is not multiplied in fp8 is computed in bf16 "
                 "then. Use bf16 or auto, or set `fp8` to off"
             )
-        cut = sorted(name for name, module in plan.modules.items() if module.tp > 1)
-        yield self.fp8 != "off" and cut, (
-            f"`fp8` = {self.fp8} with tp > 1 for {', '.join(cut)}: matrices that are cut over ranks are not "
-            "multiplied in fp8. Use data parallelism (fsdp2) or stages instead of tp, or set `fp8` to off"
-        )
         yield self.fp8 != "off" and plan.is_pipeline and plan.schedule in SPLIT_BACKWARD, (
             f"`fp8` = {self.fp8} with `parallel.schedule` = {plan.schedule}: it takes apart the gradients of "
             "inputs and of weights, which layers in fp8 compute together. Use 1f1b or interleaved, or set `fp8` to "

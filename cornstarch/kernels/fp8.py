@@ -11,7 +11,8 @@ scaling is then fused into the kernels before a product.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,8 +45,9 @@ def explain_no_fp8(device: torch.device) -> str | None:
 def multiply_in_fp8(layers: Iterable[nn.Module], scaling: Scaling, least: int | None = None) -> int:
     """Switch the large linear layers inside of layers to FP8 products, in place; return how many.
 
-    Frozen layers, subclasses of `nn.Linear`, and layers with a dimension below `least` (default: `MIN_DIM`) or not
-    divisible by 16 do not change. Call it before compilation. `rowwise` is closer to bf16, `tensorwise` is faster.
+    Frozen layers, other subclasses of `nn.Linear`, and layers with a dimension below `least` (default: `MIN_DIM`) or
+    not divisible by 16 do not change. Under tensor parallelism the dimensions are those of a rank's shard. Call it
+    before compilation. `rowwise` is closer to bf16, `tensorwise` is faster.
     """
     least = MIN_DIM if least is None else least
     count = 0
@@ -53,14 +55,44 @@ def multiply_in_fp8(layers: Iterable[nn.Module], scaling: Scaling, least: int | 
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             continue
         for module in layer.modules():
-            if type(module) is not nn.Linear:
+            if type(module) is nn.Linear:
+                sizes = (module.in_features, module.out_features)  # a sharded weight has another shape
+            elif isinstance(module, LocalProduct):
+                sizes = module.local_sizes
+            else:
                 continue
-            sizes = (module.in_features, module.out_features)  # a sharded weight has another shape
-            if min(sizes) >= least and not any(size % _BLOCK for size in sizes):
+            if min(sizes) < least or any(size % _BLOCK for size in sizes):
+                continue
+            if isinstance(module, LocalProduct):
+                module.multiply = partial(linear_in_fp8, scaling=scaling)
+            else:
                 module.__class__ = Fp8Linear
                 module.scaling = scaling  # type: ignore[assignment]
-                count += 1
+            count += 1
     return count
+
+
+class LocalProduct:
+    """A linear layer with a class of its own, which multiplies with this rank's part of its weight."""
+
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        """The inputs and outputs of this rank."""
+        raise NotImplementedError
+
+
+def linear_in_fp8(input: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling) -> Tensor:
+    """Return the output of a linear layer in the precision that it would have without FP8."""
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        input = input.to(torch.get_autocast_dtype(kind))
+    if not input.numel():  # an empty tensor has no maximum
+        return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
+    output = _product(input.reshape(-1, weight.shape[1]), weight, scaling)
+    output = output.reshape(*input.shape[:-1], weight.shape[0])
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 class Fp8Linear(nn.Linear):
@@ -70,15 +102,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output in the precision that a plain layer would have."""
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
-        if not input.numel():  # an empty tensor has no maximum
-            bias = None if self.bias is None else self.bias.to(input.dtype)
-            return F.linear(input, self.weight.to(input.dtype), bias)
-        output = _product(input.reshape(-1, self.in_features), self.weight, self.scaling)
-        output = output.reshape(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        return linear_in_fp8(input, self.weight, self.bias, self.scaling)
 
 
 # Both factors of a product are given with the summed dimension last: a [M, K] and b [N, K] make a · bᵀ. FP8 kernels

@@ -149,12 +149,12 @@ class DataPlan:
     """ddp, zero1: megabytes of gradients that are reduced together; auto: chosen for the link between the replicas,
     which is measured when the run begins. Default: torch's."""
     static_graph: Switch = False
-    """ddp, zero1: every step uses the same parameters in the same order."""
+    """ddp, zero1 with compression: every step uses the same parameters in the same order."""
     gradient_as_bucket_view: Switch = True
-    """ddp, zero1: gradients lie in the buckets, instead of being copied there."""
+    """ddp, zero1 with compression: gradients lie in the buckets, instead of being copied there."""
     find_unused: Switch = True
-    """ddp, zero1: look for parameters that a step did not use (experts without a token, say), instead of failing on
-    them; false saves that search where every step uses all. With `static_graph` it is not needed."""
+    """ddp, zero1 with compression: look for parameters that a step did not use (experts without a token, say), instead
+    of failing on them; false saves that search where every step uses all. With `static_graph` it is not needed."""
     offload: Switch = False
     """Keep the shards and the optimizer state in CPU memory."""
     reshard_after_forward: Switch | Annotated[int, Field(strict=True, lt=2**63)] | None = None

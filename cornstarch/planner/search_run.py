@@ -78,10 +78,8 @@ def plan_run(
     cost = cost or cost_of(config, cluster)
     needs_whole_modules = config.features.cache or config.data.balance_encoders  # see the checks of `RunConfig`
     modules = cost.modules
-    if needs_whole_modules or config.fp8 != "off":
-        modules = tuple(replace(one, tp_sizes=(1,)) for one in modules)
     if needs_whole_modules:
-        modules = tuple(replace(one, cp_sizes=(1,)) for one in modules)
+        modules = tuple(replace(one, tp_sizes=(1,), cp_sizes=(1,)) for one in modules)
     space = space or (WITHOUT_PIPELINE if needs_whole_modules else SearchSpace())
     # Polishing tries zero_bubble, which splits a backward pass that layers in fp8 compute at once.
     allowed, polish = replace(cost, modules=modules, batch=config.loop.batch_size), config.fp8 == "off"

@@ -105,7 +105,7 @@ def test_verification_stays_as_the_config_says() -> None:
     assert with_plan(config, found.best).parallel.verify == "never"
 
 
-@pytest.mark.parametrize("limit", ["features.cache=true", "fp8=rowwise"])
+@pytest.mark.parametrize("limit", ["features.cache=true", "data.balance_encoders=true"])
 def test_what_goes_with_nothing_else_is_kept_to(limit: str) -> None:
     """Tensor parallelism would be fastest here: there is one sample, and the links cost nothing."""
     machines = cluster(1, 4, inside=1e15)

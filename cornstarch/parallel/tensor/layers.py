@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from cornstarch.errors import ConfigError
+from cornstarch.kernels.fp8 import LocalProduct
 from cornstarch.parallel.collective_ops import (
     RankGroup,
     SequenceShards,
@@ -120,7 +121,7 @@ class _ColumnInput(ShardedLayer):
         return self.shared.copy(x, self.group) if self.shared is not None else copy_to_ranks(x, self.group)
 
 
-class ColumnParallelLinear(_ColumnInput, nn.Linear):
+class ColumnParallelLinear(_ColumnInput, LocalProduct, nn.Linear):
     """A linear layer of which each rank has some of the outputs.
 
     Create a new one, or convert a layer that is the same on all ranks (`from_linear`).
@@ -168,12 +169,16 @@ class ColumnParallelLinear(_ColumnInput, nn.Linear):
         self.__dict__.update(group=RankGroup.of(mesh.get_group()), gather=gather)
         self._shard_parameters(mesh, {"weight": int(self.is_transposed), "bias": 0}, parts, "outputs")
 
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        return self.in_features, self.out_features // self.group.count
+
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(self._copy_input(x), self._local_weight(), to_local_parameter(self.bias))
+        y = self.multiply(self._copy_input(x), self._local_weight(), to_local_parameter(self.bias))
         return gather_from_ranks(y, self.group) if self.gather else y
 
 
-class RowParallelLinear(ShardedLayer, nn.Linear):
+class RowParallelLinear(ShardedLayer, LocalProduct, nn.Linear):
     """A linear layer of which each rank has some of the inputs; the bias is replicated."""
 
     split = False
@@ -198,8 +203,12 @@ class RowParallelLinear(ShardedLayer, nn.Linear):
         self.__dict__.update(group=RankGroup.of(mesh.get_group()), split=split)
         self._shard_parameters(mesh, {"weight": int(not self.is_transposed)}, (self.in_features,), "inputs")
 
+    @property
+    def local_sizes(self) -> tuple[int, int]:
+        return self.in_features // self.group.count, self.out_features
+
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(scatter_to_ranks(x, self.group) if self.split else x, self._local_weight())
+        y = self.multiply(scatter_to_ranks(x, self.group) if self.split else x, self._local_weight(), None)
         # The bias is added once, after the sum. With sharded tokens its gradient must be summed over ranks.
         if self.tokens is not None:
             y = self.tokens.reduce_scatter(y)
