@@ -15,6 +15,7 @@ Lengths come from one seed. An image has 729 tokens, text 50 to 2,500; rows have
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import shlex
 import sys
@@ -87,7 +88,7 @@ def main() -> None:
     if options.output is not None:
         head = (
             f"# How full packed rows are\n\nCommand: `python {shlex.join(sys.argv)}`. {date.today()}, Python "
-            f"{platform.python_version()}, NumPy {np.__version__}, 2 CPU cores.\n\n"
+            f"{platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} CPU core(s).\n\n"
             f"Real tokens in rows of {LIMIT:,}, over an epoch of {SAMPLES:,} samples drawn as the top of the script "
             "says, with the default `packing_buffer` of 1,024. *before*: the samples of each step packed alone. *Most "
             "possible*: samples longer than half a row need a row each.\n\n"

@@ -23,7 +23,8 @@ from cornstarch.models.multimodal_language_model import MultimodalProcessor, Pre
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX, BatchFacts
 from cornstarch.models.multimodal_language_model.packing import first_fit_decreasing, pack
 from cornstarch.models.multimodal_language_model.preprocessing import modality_processors
-from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor, offsets_array
+from cornstarch.models.multimodal_language_model.preprocessing.hf_processor import WholeModelProcessor
+from cornstarch.models.multimodal_language_model.preprocessing.tokenization import offsets_array
 
 _KINDS: dict[str, MediaKind] = {"images": "image", "audio": "audio"}  # the processor's word, and ours
 

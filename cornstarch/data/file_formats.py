@@ -45,10 +45,8 @@ def open_json(path: Path) -> Rows:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     if b"\0" in head:
-        raise ConfigError(
-            f"{path} is no UTF-8: it begins with {head[:4]!r}, as UTF-16 and UTF-32 do. Convert it, for example with "
-            "`iconv -f UTF-16 -t UTF-8`."
-        )
+        begins = f"it begins with {head[:4]!r}, as UTF-16 and UTF-32 do"
+        raise ConfigError(f"{path} is no UTF-8: {begins}. Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
     start = head.removeprefix(_BOM).lstrip()[:1]
     if not start:
         raise ConfigError(f"{path} is empty; expected a JSON list or one JSON object per line.")
@@ -103,11 +101,8 @@ class _RandomAccessFile:
         except SampleError as error:
             if self._state() == self._opened_as:
                 raise
-            # Rows at other offsets are no broken samples, of which a run skips some.
-            raise ConfigError(
-                f"{self.path} has changed since it was opened, and its rows are not where they were: a row {error}. "
-                "Start again, and leave files alone that a run reads."
-            ) from error
+            said = f"{self.path} has changed since it was opened, and its rows are not where they were: a row {error}."
+            raise ConfigError(f"{said} Start again, and leave files alone that a run reads.") from error
 
 
 class JsonLines:

@@ -11,11 +11,11 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -24,7 +24,7 @@ from cornstarch.errors import ConfigError
 
 from ..unwrap import unwrap
 from .modality_processors import build_noise_item
-from .tokenization import Messages, TokenTemplate, check_tokenizer, check_vocabulary, missing_library
+from .tokenization import Messages, TokenTemplate, check_tokenizer, check_vocabulary, missing_library, offsets_array
 
 Style = Literal["parts", "text", "suffix", "tokens"]
 
@@ -303,18 +303,15 @@ class _RecordingTokenizer:
         encoded = self._tokenizer(given, *args, return_offsets_mapping=True, **options)
         offsets = encoded["offset_mapping"] if asked else encoded.pop("offset_mapping")
         self.text, self.offsets = texts[0], offsets_array(offsets if isinstance(text, str) else offsets[0])
-        # Only now: transformers would convert the offsets, too, number by number.
+        # Only now, and as arrays: transformers converts the offsets, too, and looks at number after number.
+        if kind == "pt" and not isinstance(text, str):
+            encoded.update({key: torch.from_numpy(np.asarray(value, np.int64)) for key, value in encoded.items()})
         return encoded if kind is None else encoded.convert_to_tensors(kind, prepend_batch_axis=isinstance(text, str))
 
     def _hide(self, text: str) -> str:
         for character in self._hidden:
             text = text.replace(character, "")
         return text
-
-
-def offsets_array(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the characters of tokens as an array [S, 2]."""
-    return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
 def build_message(kind: str, items: Sequence[Any]) -> list[dict[str, Any]]:

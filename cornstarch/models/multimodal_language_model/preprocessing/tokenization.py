@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,11 @@ def check_expansion(tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, tup
                     f"The tokenizer splits the text in another way beside a repeated placeholder {token!r}: it does "
                     "not keep this token whole. Choose another with predefined_tokens (`token` in a config)."
                 )
+
+
+def offsets_array(offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the characters of tokens as an array [S, 2]."""
+    return np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
 
 
 def count_repeats(
