@@ -46,7 +46,7 @@ from cornstarch.attention import MaskSpec
 from cornstarch.attention.backends import has_range_backend, select_backend, use_attention
 from cornstarch.attention.cudnn_attention import attend_pieces, build_piece_mask
 from cornstarch.attention.flash_attention import attend_documents, attend_range, build_document_mask
-from cornstarch.compat import compile_variants
+from cornstarch.compat.compiler import compile_variants
 
 BATCH = 65536  # tokens
 HEADS, GROUPS, WIDTH = 16, 8, 128

@@ -31,7 +31,7 @@ from cornstarch.attention import MaskSpec
 from cornstarch.attention.backends import has_range_backend
 from cornstarch.attention.flash_attention import attend_range
 from cornstarch.attention.mask import RangeMask
-from cornstarch.compat import compile_variants
+from cornstarch.compat.compiler import compile_variants
 from cornstarch.plan.token_distribution import PARTIAL, choose_block_size, compute_mask_work, distribute
 
 RANKS = 8

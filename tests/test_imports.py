@@ -1,4 +1,4 @@
-"""Rooms import only rooms to their right, and private names of torch and transformers stay in compat.py."""
+"""Rooms import only rooms to their right, and private names of torch and transformers stay in compat."""
 
 from __future__ import annotations
 
@@ -103,16 +103,16 @@ def library_attributes(part: ast.AST, names: dict[str, str]) -> Iterator[tuple[i
 
 
 def library_complaints(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yield every private name and every comparison of a version: both belong in compat.py."""
+    """Yield every private name and every comparison of a version: both belong in compat."""
     names = library_names(tree)
     for line, name in sorted({*imported(tree, module, is_package), *library_attributes(tree, names)}):
         if is_private(name):
-            yield f"line {line}: {name} is private; reach it through compat.py"
+            yield f"line {line}: {name} is private; reach it through compat"
     for comparison in ast.walk(tree):
         if isinstance(comparison, ast.Compare):
             for line, name in library_attributes(comparison, names):
                 if name.endswith(".__version__"):
-                    yield f"line {line}: branches on {name}; do that in compat.py"
+                    yield f"line {line}: branches on {name}; do that in compat"
 
 
 def complaints(source: str, module: str, is_package: bool = False) -> list[str]:
@@ -151,7 +151,7 @@ BAD = [
     ("attention/mask.py", "from cornstarch.models import x", "attention must not import models"),
     ("schedule/graph.py", "from cornstarch import compat", "schedule must not import compat"),
     ("schedule/graph.py", "from torch import nn", "schedule must not import torch"),
-    ("compat.py", "import cornstarch.plan.plan", "compat must not import plan"),
+    ("compat/__init__.py", "import cornstarch.plan.plan", "compat must not import plan"),
     ("errors.py", "from cornstarch.compat import x", "errors must not import compat"),
     ("trainer/a.py", "from cornstarch.api.booster import Booster", "trainer must not import api"),
     ("engine/a.py", "from cornstarch.booster import Booster", "engine must not import api"),
@@ -172,7 +172,7 @@ GOOD = [
         "from cornstarch.engine.model_parts import Part\nfrom cornstarch.api.boosted_model import BoostedModel",
     ),
     ("pipeline_template.py", "from cornstarch.pipeline.template import PipelineTemplate"),
-    ("compat.py", "from torch.distributed._tensor import DTensor\nfrom cornstarch.errors import ConfigError"),
+    ("compat/__init__.py", "from torch.distributed._tensor import DTensor\nfrom cornstarch.errors import ConfigError"),
     ("models/a.py", "import torch\nversions = {'torch': torch.__version__}\nmodel._own = torch.zeros(1)"),
 ]
 

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from cornstarch.attention.mask import MaskSpec, evaluate_mask
-from cornstarch.compat import allow_variants
+from cornstarch.compat.compiler import allow_variants
 from cornstarch.errors import ConfigError, UnsupportedModelError
 from cornstarch.plan.data_options import REGISTERED
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cornstarch.attention import backends
 from cornstarch.attention.mask import CausalMask, MaskSpec, find_starts, list_pieces, round_up
-from cornstarch.compat import has_triton
+from cornstarch.compat.compiler import has_triton
 
 _PLAN_CACHE_SIZE = 256  # some kilobytes each
 _KEY_TENSORS = (1, 2, 7, 8)  # of: query, key, value, output, logsumexp, gradient, and the gradients of the first three

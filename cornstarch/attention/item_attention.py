@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from cornstarch import compat
 from cornstarch.attention import backends, cudnn_attention
 from cornstarch.attention.interface import attention_forward, build_mask
 from cornstarch.attention.mask import round_up
+from cornstarch.compat import attention_kernels
 from cornstarch.errors import UnsupportedModelError
 
 ITEM_IMPLEMENTATION = "cornstarch_flash"
@@ -73,20 +73,20 @@ class FlashItems(ItemKernel):
     """torch's FlashAttention: half precision, Ampere and later."""
 
     def forward(self, states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-        output, logsumexp = compat.attend_varlen_flash(states, bounds, longest, scale)
+        output, logsumexp = attention_kernels.attend_varlen_flash(states, bounds, longest, scale)
         return output, logsumexp.transpose(0, 1).contiguous()
 
     def backward(self, states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float) -> tuple[Tensor, ...]:
         *others, logsumexp = states
         states = (*others, logsumexp.transpose(0, 1).contiguous())
-        return compat.attend_varlen_flash_backward(states, bounds, longest, scale)
+        return attention_kernels.attend_varlen_flash_backward(states, bounds, longest, scale)
 
 
 class EfficientItems(ItemKernel):
     """torch's memory-efficient attention: also in float32, and on older GPUs."""
 
     def forward(self, states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-        output, by_item = compat.attend_varlen_efficient(states, bounds, longest, scale)
+        output, by_item = attention_kernels.attend_varlen_efficient(states, bounds, longest, scale)
         item, place = _locate_tokens(bounds, len(output))
         return output, by_item[item, :, place]
 
@@ -96,7 +96,7 @@ class EfficientItems(ItemKernel):
         sizes = (bounds.numel() - 1, logsumexp.shape[1], -(-longest // 32) * 32)  # as the forward pass returns it
         by_item = torch.full(sizes, torch.inf, device=logsumexp.device)
         by_item[item, :, place] = logsumexp
-        return compat.attend_varlen_efficient_backward((*others, by_item), bounds, longest, scale)
+        return attention_kernels.attend_varlen_efficient_backward((*others, by_item), bounds, longest, scale)
 
 
 def _locate_tokens(bounds: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class ItemsByLength(ItemKernel):
         for rows in _iterate_lengths(bounds):
             if query.device.type == "cpu":
                 given = [one[rows].transpose(1, 2) for one in states]
-                found, sums = compat.attend_on_cpu(given, scale)
+                found, sums = attention_kernels.attend_on_cpu(given, scale)
                 output[rows], logsumexp[rows] = found.transpose(1, 2), sums.transpose(1, 2).float()
                 continue
             for row in rows:
@@ -132,7 +132,7 @@ class ItemsByLength(ItemKernel):
         for rows in _iterate_lengths(bounds):
             if states[0].device.type == "cpu":
                 given = [one[rows].transpose(1, 2) for one in states]
-                found = [one.transpose(1, 2) for one in compat.attend_on_cpu_backward(given, scale)]
+                found = [one.transpose(1, 2) for one in attention_kernels.attend_on_cpu_backward(given, scale)]
                 for whole, part in zip(gradients, found, strict=True):
                     whole[rows] = part
                 continue

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cornstarch.compat import set_activation_budget
+from cornstarch.compat.compiler import set_activation_budget
 from cornstarch.kernels.compile import compile_layers
 from cornstarch.parallel.device import DevicePlacement
 from cornstarch.trees import map_tensors, tensors_in

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cornstarch.compat import set_activation_budget
+from cornstarch.compat.compiler import set_activation_budget
 from cornstarch.cost.activations import materialize
 from cornstarch.cost.analytic import ON_CPU, ON_GPU, AnalyticCost, CallCost, ComputeSetting, DeviceSpeed
 from cornstarch.cost.segments import ModuleCall

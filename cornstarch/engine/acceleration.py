@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from cornstarch.compat import has_triton, set_activation_budget
+from cornstarch.compat.compiler import has_triton, set_activation_budget
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import compile_layers
 from cornstarch.kernels.compile_log import CompileLog

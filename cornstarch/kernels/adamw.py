@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from cornstarch.compat import add_to_all, has_triton
+from cornstarch.compat import add_to_all
+from cornstarch.compat.compiler import has_triton
 from cornstarch.kernels.master_weights import REMAINDER, has_master, join_master, split_master, take_remainder
 
 _MASTERS_AT_ONCE = 2**24  # numbers: 64 MB in float32; a multiple of every vector's width, so that results do not depend

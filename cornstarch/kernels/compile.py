@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from cornstarch.attention.backends import build_checkpoint_contexts
-from cornstarch.compat import (
+from cornstarch.compat.compiler import (
     compile_error,
     compile_variants,
     is_recompile_limit,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cornstarch.compat import CompiledFrame, count_frames, read_frames
+from cornstarch.compat.compiler import CompiledFrame, count_frames, read_frames
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cornstarch.compat import has_triton
+from cornstarch.compat.compiler import has_triton
 from cornstarch.models.multimodal_language_model.facts import IGNORE_INDEX
 
 # Bytes of the logits of a chunk: enough rows for matrix products at full speed, small compared with a step.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cornstarch.attention import MaskSpec
-from cornstarch.compat import compile_variants
+from cornstarch.compat.compiler import compile_variants
 from tests.versions import compile_counts
 
 

@@ -22,7 +22,7 @@ from cornstarch.attention.backends import (
 )
 from cornstarch.attention.cudnn_attention import build_piece_mask
 from cornstarch.attention.flash_attention import build_document_mask
-from cornstarch.compat import compile_variants
+from cornstarch.compat.compiler import compile_variants
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.compile import checkpoint_layer
 from tests.attention.packed_masks import SPECS

@@ -20,7 +20,7 @@ from cornstarch.attention.flash_attention import (
     has_flash_on,
 )
 from cornstarch.attention.interface import build_mask
-from cornstarch.compat import compile_variants
+from cornstarch.compat.compiler import compile_variants
 from tests.attention.packed_masks import attend_densely
 from tests.attention.test_flex_gpu import Layer, assert_close, packed
 

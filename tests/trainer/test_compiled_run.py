@@ -59,7 +59,7 @@ def test_layers_have_few_variants_and_none_per_layer(tmp_path: Path, packing: st
 def test_a_layer_that_torch_gives_up_on_is_an_error_or_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cornstarch.compat._MOST_COMPILED", 1)
+    monkeypatch.setattr("cornstarch.compat.compiler._MOST_COMPILED", 1)
     with (
         torch._dynamo.config.patch(recompile_limit=1),
         pytest.raises(ConfigError, match=r"torch gave up on \w+, .* guard that failed: .+\n  Use compile: auto"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from cornstarch.compat import load_processor_of
+from cornstarch.compat.processors import load_processor_of
 from cornstarch.errors import ConfigError
 
 from ..unwrap import unwrap

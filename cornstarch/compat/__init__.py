@@ -7,10 +7,7 @@ transformers 5.17 to 5.22), which have no public way to do the same, and can go 
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
-import json
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,7 +121,7 @@ Reader = Callable[[Any, list[str], Any], Mapping[str, Any]]
 
 
 @contextmanager
-def _patch(*replaced: tuple[Any, str, Any]) -> Iterator[None]:
+def patch_attributes(*replaced: tuple[Any, str, Any]) -> Iterator[None]:
     """Run a block with attributes (owner, name, value) replaced."""
     with _patching:  # one at a time: what is replaced is there once for all threads
         originals = [vars(owner)[name] for owner, name, _ in replaced]
@@ -157,7 +154,7 @@ def weights_through(reader: Reader) -> Iterator[None]:
                 state_dict = reader(model, files, settings)
             return original(model, state_dict, files, settings, *others, **options)
 
-        with _patch((loader, "_load_pretrained_model", staticmethod(load))):
+        with patch_attributes((loader, "_load_pretrained_model", staticmethod(load))):
             yield
 
 
@@ -346,178 +343,6 @@ def _complete_future(value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-# torch's kernels for items of a row [T, H, D], bounds int32 [N + 1], each beside its backward pass, which takes
-# gradient, query, key, value, output and logsumexp. The public `torch.nn.attention.varlen.varlen_attn` has no scale in
-# torch 2.10, and no float32 and no CPU in any version up to 2.13.
-
-
-def attend_varlen_flash(states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output and the logsumexp [H, T]; half precision on a GPU."""
-    numbers = (bounds, bounds, longest, longest, 0.0, False, False)
-    output, logsumexp, *_ = torch.ops.aten._flash_attention_forward(*states, *numbers, scale=scale)
-    return output, logsumexp
-
-
-def attend_varlen_flash_backward(
-    states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float
-) -> tuple[Tensor, ...]:
-    unused = torch.zeros(2, dtype=torch.uint64, device=bounds.device)  # of random numbers: there is no dropout
-    numbers = (bounds, bounds, longest, longest, 0.0, False, unused, unused[:0])
-    found: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*states, *numbers, scale=scale)
-    return found
-
-
-def attend_varlen_efficient(
-    states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the logsumexp [N, H, longest or more]; all precisions on a GPU."""
-    given = [one[None] for one in states]
-    options = (None, bounds, bounds, longest, longest, 0.0, 0, True)
-    output, logsumexp, *_ = torch.ops.aten._efficient_attention_forward(*given, *options, scale=scale)
-    return output[0], logsumexp
-
-
-def attend_varlen_efficient_backward(
-    states: Sequence[Tensor], bounds: Tensor, longest: int, scale: float
-) -> tuple[Tensor, ...]:
-    gradient, query, key, value, output = (one[None] for one in states[:5])
-    unused = torch.zeros((), dtype=torch.int64, device=bounds.device)
-    places = (bounds, bounds, longest, longest, states[5], 0.0, unused, unused, 0, False)
-    found = torch.ops.aten._efficient_attention_backward(
-        gradient, query, key, value, None, output, *places, scale=scale
-    )
-    return tuple(one[0] for one in found[:3])
-
-
-def attend_on_cpu(states: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output and the logsumexp [B, H, S] of states [B, H, S, D]: what torch's attention runs on a CPU."""
-    output, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, False, scale=scale)
-    return output, logsumexp
-
-
-def attend_on_cpu_backward(states: Sequence[Tensor], scale: float) -> tuple[Tensor, ...]:
-    *others, logsumexp = states
-    sums = logsumexp.double() if others[0].dtype == torch.float64 else logsumexp
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found: tuple[Tensor, ...] = backward(*others, sums, 0.0, False, scale=scale)
-    return found
-
-
-def has_triton() -> bool:
-    """Return whether Triton can make kernels for a device here."""
-    from torch.utils._triton import has_triton as found
-
-    return bool(found())
-
-
-_MOST_COMPILED = 64  # variants of a layer: kinds of masks and layers, with and without gradients, fixed and free sizes
-
-
-def allow_variants() -> None:
-    """Let what is compiled have more variants than torch's 8, behind which it is no longer compiled."""
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, _MOST_COMPILED)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * _MOST_COMPILED)
-
-
-def compile_variants(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    allow_variants()
-    made: Callable[..., Any] = torch.compile(function, **options)
-    return made
-
-
-def compile_error() -> tuple[type[Exception], ...]:
-    """Return the classes of what torch raises when it cannot compile a function, or has compiled it too often."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
-    return TorchDynamoException, FailOnRecompileLimitHit
-
-
-def is_recompile_limit(error: BaseException) -> bool:
-    """Return whether torch gave up on a function because it has too many compiled variants."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit
-
-    return isinstance(error, FailOnRecompileLimitHit)
-
-
-def mark_any_size(tensor: Tensor, dim: int) -> None:
-    """Let what is compiled for a tensor take any size of a dim from two on, unless the code needs this one."""
-    from torch._dynamo import maybe_mark_dynamic
-
-    maybe_mark_dynamic(tensor, dim)
-
-
-@contextmanager
-def raise_at_recompile_limit() -> Iterator[None]:
-    """Let torch raise in this block, instead of running a function eagerly, when it has too many variants."""
-    # Not for the whole process: code of a user's own, compiled elsewhere, keeps torch's way.
-    from torch._dynamo import config
-
-    before, config.fail_on_recompile_limit_hit = config.fail_on_recompile_limit_hit, True
-    try:
-        yield
-    finally:
-        config.fail_on_recompile_limit_hit = before
-
-
-class CompiledFrame(NamedTuple):
-    """A Python function that torch compiled, or failed to."""
-
-    function: str
-    reason: str | None  # the guard that failed, if the function had been compiled before
-    seconds: float
-    failed: bool
-
-
-_frames: list[CompiledFrame] = []
-_last_metrics: list[Any] = [None]  # the newest of torch's records that was read
-
-
-def count_frames() -> int:
-    """Return how many functions torch has compiled in this process, as far as it keeps records."""
-    # torch keeps the last 64 records, of forward and backward passes, as private names of all versions from 2.11 on.
-    from torch._dynamo import utils
-
-    records = utils._compilation_metrics
-    if not records or records[-1] is _last_metrics[0]:
-        return len(_frames)
-    new = []
-    for record in reversed(records):
-        if record is _last_metrics[0]:
-            break
-        new.append(record)
-    _last_metrics[0] = records[-1]
-    for record in reversed(new):
-        if record.co_name is not None and record.is_forward is not False:
-            function = f"{record.co_name} ({record.co_filename}:{record.co_firstlineno})"
-            seconds = float(record.entire_frame_compile_time_s or 0.0)
-            reason = getattr(record, "recompile_reason", None)
-            _frames.append(CompiledFrame(function, reason, seconds, record.fail_type is not None))
-    return len(_frames)
-
-
-def last_guard() -> str | None:
-    """Return the guard that failed in the last compilation, if it was not the first of its function."""
-    count_frames()
-    return _frames[-1].reason if _frames else None
-
-
-def read_frames(count: int) -> list[CompiledFrame]:
-    """Return the newest of the functions that `count_frames` has counted."""
-    return _frames[-count:] if count else []
-
-
-def set_activation_budget(fraction: float) -> None:
-    """Let what is compiled from now on keep this fraction of its activations, and recompute the cheapest others."""
-    from torch._functorch import config
-
-    config.activation_memory_budget = fraction
-    # torch would also keep whatever a matrix product of the backward pass reads: an activation function's output beside
-    # its inputs. To write that once more costs almost nothing, and it takes a fifth of the memory of a step.
-    config.ban_recompute_materialized_backward = False
-
-
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer can divide gradients while it reads them: torch's fused Adam and AdamW on a GPU."""
     if not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
@@ -538,90 +363,3 @@ def step_dividing(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
         chosen.step()
     finally:
         del chosen.grad_scale, chosen.found_inf
-
-
-def load_processor_of(source: str, trust_remote_code: bool) -> Any:
-    """Return what `AutoProcessor` finds in a folder, with or without torchvision.
-
-    transformers processes images with Pillow where torchvision is missing, but not videos, and refuses to
-    make a processor for both; a class that takes a function from an image processor's module (Pixtral's) cannot even
-    be imported. Without torchvision, the processor is made with the settings of its video processor in the place of
-    one: it does everything but videos. Goes when transformers makes such processors itself.
-    """
-    from transformers import AutoProcessor
-    from transformers.utils import is_torchvision_available
-
-    options = {"trust_remote_code": trust_remote_code}
-    if is_torchvision_available():
-        return AutoProcessor.from_pretrained(source, **options)
-    from transformers import ProcessorMixin
-    from transformers.models.auto import processing_auto, video_processing_auto
-
-    mixin: Any = ProcessorMixin
-    check, find = mixin.check_argument_for_proper_class, processing_auto.processor_class_from_name
-
-    def check_others(processor: Any, name: str, argument: Any) -> Any:
-        return None if isinstance(argument, VideoSettings) else check(processor, name, argument)
-
-    load_settings = staticmethod(lambda *args, **options: _video_settings(source))
-    with _patch(
-        # The class that transformers itself gives out under this name stands for nothing without torchvision.
-        (video_processing_auto.AutoVideoProcessor, "from_pretrained", load_settings),
-        (mixin, "check_argument_for_proper_class", check_others),
-        (processing_auto, "processor_class_from_name", lambda name: _importable(find(name))),
-    ):
-        return AutoProcessor.from_pretrained(source, **options)
-
-
-def _importable(kind: Any) -> Any:
-    """Return a processor's class; for a dummy, the real one, imported with Pillow's image processor beside it."""
-    if not getattr(kind, "is_dummy", False):
-        return kind
-    model = kind.__module__.rpartition(".processing_")[2]
-    package = f"transformers.models.{model}"
-    absent = f"{package}.image_processing_{model}"
-    try:
-        sys.modules[absent] = importlib.import_module(f"{package}.image_processing_pil_{model}")
-        return getattr(importlib.import_module(f"{package}.processing_{model}"), kind.__name__, kind)
-    except ImportError:
-        return kind  # says what is missing when it is used
-    finally:
-        sys.modules.pop(absent, None)
-
-
-def _video_settings(source: str) -> VideoSettings:
-    """Return the stored settings of a video processor; if there are none, those of the image processor."""
-    from transformers.utils import cached_file
-
-    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
-        try:
-            with open(str(cached_file(source, name)), encoding="utf-8") as file:
-                settings = json.load(file)
-        except OSError:
-            continue
-        settings = settings.get("video_processor") if name.startswith("processor") else settings
-        if settings:
-            kind = settings.pop("image_processor_type", None)
-            if kind is not None:
-                settings["video_processor_type"] = kind.removesuffix("Fast").replace("ImageProc", "VideoProc")
-            return VideoSettings(settings)
-    return VideoSettings()
-
-
-class VideoSettings(dict[str, Any]):
-    """The settings of a video processor that cannot be made here; a processor saves them as they are."""
-
-    _auto_class = None  # transformers asks every part of a processor for it
-    model_input_names: tuple[str, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:  # processors read settings as attributes, whether or not there is a video
-        from transformers.processing_utils import VideosKwargs
-
-        if name in self:
-            return self[name]
-        if name in VideosKwargs.__annotations__:
-            return None
-        raise AttributeError(name)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        raise ImportError("Processing videos needs torchvision, which is not installed.")
