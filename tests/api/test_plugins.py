@@ -107,7 +107,6 @@ def test_contradictory_module_arguments_are_refused(options: dict[str, Any], sai
         ({"initial_scale": 0}, "initial_scale = 0"),
         ({"growth_factor": 0.5}, "growth_factor = 0.5"),
         ({"zero_stage": 2, "schedule": "zero_bubble"}, "gathers parameters for a whole backward pass"),
-        ({"zero_stage": 1, "language_model_plugin": ModalParallelPlugin(tp_size=2)}, "knows whole matrices only"),
     ],
 )
 def test_contradictory_model_arguments_are_refused(options: dict[str, Any], said: str) -> None:

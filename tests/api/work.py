@@ -222,7 +222,9 @@ def run(case: Case) -> Outcome:
         for _ in range(case.accumulated):
             result = booster.execute_pipeline(batches, model, criterion, optimizer, loss_everywhere=True)
             losses.append(float(result["loss"]))
-        gradients.append(whole(model.module, {n: p.grad for n, p in named_parameters(model.module).items()}))
+        found = {n: p.grad for n, p in named_parameters(model.module).items()}
+        found |= {} if (zero1 := model.parallel.zero1) is None else zero1.gather_gradients()
+        gradients.append(whole(model.module, found))
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         rates.step()
