@@ -182,10 +182,9 @@ class BoostedModel(nn.Module):
         elif isinstance(self.parallel.wrapped, DistributedDataParallel) and not self._has_stand_ins:
             # One replica with context parallelism: all its ranks run the same encoders, but DDP reduces gradients with
             # the last microbatch, and only of parameters that it uses.
+            encoders = self.module.encoders if isinstance(self.module, MultimodalModel) else {}
             for name in {name for one in present for name in one}.difference(present[-1]):
-                assert isinstance(self.module, MultimodalModel)
-                encoder = self.module.encoders[name]
-                if not any(parameter.requires_grad for parameter in encoder.parameters()):
+                if not any(parameter.requires_grad for parameter in encoders[name].parameters()):
                     continue
                 raise ConfigError(
                     f"The last of {here} microbatches has nothing for the {name} encoder, but an earlier one has, and "

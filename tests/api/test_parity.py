@@ -57,6 +57,13 @@ CASES: dict[str, Case] = {
     "LLM alone, pp 2 × dp 2": Case(4, llm={"stages": 2}, encoders=(), rows=("ttttt", "ttt"), replicas=2),
     "dp 2": Case(4, replicas=2, rows=MIXED[:2], plugin={"max_norm": 0.2}),
     "zero 1": Case(4, replicas=2, rows=MIXED[:2], plugin={"zero_stage": 1, "max_norm": 0.2}),
+    "zero 1, tp 2": Case(
+        4,
+        llm={"tp_size": 2},
+        vision={"tp_size": 2},
+        replicas=2,
+        plugin={"zero_stage": 1, "ranks": "shared", "max_norm": 0.2},
+    ),
     "dp 2, alike": Case(4, replicas=2, rows=("tt*tt",)),
     "zero 2": Case(4, replicas=2, plugin={"zero_stage": 2, "max_norm": 0.2}),
     "shared, zero 3": Case(2, plugin={"ranks": "shared", "zero_stage": 3}, replicas=2),
