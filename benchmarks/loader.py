@@ -54,7 +54,7 @@ def write_case(folder: Path, samples: int) -> None:
     )
     vision = transformers.SiglipVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=384, patch_size=14,
-        vision_use_head=False,
+        vision_use_head=False,  # type: ignore[call-arg]
     )  # fmt: skip
     language = transformers.Qwen3Config(
         vocab_size=8192, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
