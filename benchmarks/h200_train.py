@@ -3,10 +3,12 @@
     python benchmarks/h200_train.py [--cases composed,qwen_full,qwen_lora] [--ways ...] [--steps 60] [--json out.json]
 
 Every way is what a user of it writes: `cornstarch train run.yaml` with `packing: true` and defaults; `Trainer` with
-`bf16=True`, fused AdamW, padded batches and eight workers, the model's own class and processor; Lightning with
-`bf16-true` around the same model and batches. Neither of the two packs conversations with images, so they pad. JPEG
-files of 640 x 480, 0 to 4 a sample, 50 to 2,500 words; random weights. Each way runs in its own process, in turn, and
-is stopped after `--steps` steps; the first steps, in which things are compiled, do not count.
+`bf16=True`, fused AdamW, padded batches and eight workers, the model's own class and processor, from weights stored in
+bf16 (`trainer`: the optimizer steps bf16 weights) or in float32 (`trainer_float32`: autocast, the arithmetic of our
+float32 masters); Lightning with `bf16-true` around the same model and batches. Neither of the two packs conversations
+with images, so they pad. JPEG files of 640 x 480, 0 to 4 a sample, 50 to 2,500 words; random weights. Each way runs in
+its own process, in turn, and is stopped after `--steps` steps; the first steps, in which things are compiled, do not
+count.
 
 What counts are real tokens per second: text and image tokens without padding. The MFU is the one that the run logs
 (`cornstarch.cost.flops`: frozen parts forward only, the head where there are labels, attention by visible pairs). For
@@ -71,7 +73,7 @@ OURS: dict[str, list[str]] = {
     "cornstarch_evaluating": ["loop.evaluate_every=20"],
     "cornstarch_batch8": ["loop.batch_size=8"],
 }
-PEERS = ("trainer", "lightning")
+PEERS = ("trainer", "trainer_float32", "lightning")
 
 
 # ---------------------------------------------------------------------------------------------------- what is written
@@ -187,12 +189,12 @@ def _read_steps(path: Path, since: float) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------- the others
 
 
-def build_peer(case: TrainCase, model: Path) -> tuple[Any, Any]:
+def build_peer(case: TrainCase, model: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return the model's own class with its own processor, as a user of transformers loads them."""
     if case.model == "qwen":
         from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-        whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=torch.bfloat16)
+        whole = Qwen2_5_VLForConditionalGeneration.from_pretrained(model, dtype=dtype)
         whole.config.use_cache = whole.config.text_config.use_cache = False
         processor = AutoProcessor.from_pretrained(model)
         if case.trained == "lora":
@@ -211,15 +213,15 @@ def build_peer(case: TrainCase, model: Path) -> tuple[Any, Any]:
         SiglipVisionModel,
     )
 
-    language = Qwen3ForCausalLM.from_pretrained(model / "language", dtype=torch.bfloat16)
-    vision = SiglipVisionModel.from_pretrained(model / "vision", dtype=torch.bfloat16)
+    language = Qwen3ForCausalLM.from_pretrained(model / "language", dtype=dtype)
+    vision = SiglipVisionModel.from_pretrained(model / "vision", dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(model / "language")
     config = LlavaConfig(
         vision_config=vision.config, text_config=language.config, vision_feature_layer=-1,
         vision_feature_select_strategy="full", image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         tie_word_embeddings=True,
     )  # fmt: skip
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         llava = LlavaForConditionalGeneration(config)
     torch.set_default_dtype(torch.float32)
@@ -263,7 +265,7 @@ class PaddedBatches:
 
 def measure_peer(folder: Path, case: TrainCase, way: str, model: Path, steps: int, batch: int) -> dict[str, Any]:
     """Train with `transformers.Trainer` or Lightning in this process."""
-    whole, processor = build_peer(case, model)
+    whole, processor = build_peer(case, model, torch.float32 if way.endswith("_float32") else torch.bfloat16)
     rows = json.loads((folder / "data" / f"{case.name}_train.json").read_text())
     collate = PaddedBatches(processor, folder / "data" / "images")
     marks: list[float] = []
@@ -273,7 +275,7 @@ def measure_peer(folder: Path, case: TrainCase, way: str, model: Path, steps: in
     def count(batch: dict[str, Any]) -> None:
         counts.append(int(batch["attention_mask"].sum()))
 
-    if way == "trainer":
+    if way.startswith("trainer"):
         _fit_trainer(whole, rows, collate, folder, steps, batch, marks, count)
     else:
         _fit_lightning(whole, rows, collate, folder, steps, batch, marks, count)
@@ -395,7 +397,7 @@ def main() -> None:
     """Measure the requested cases."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--cases", default="composed")
-    arguments.add_argument("--ways", default="trainer,lightning,cornstarch,cornstarch_fp8")
+    arguments.add_argument("--ways", default="trainer,trainer_float32,lightning,cornstarch,cornstarch_fp8")
     arguments.add_argument("--steps", type=int, default=60)
     arguments.add_argument("--folder", type=Path, default=Path("runs/h200_train"), help="for models, data and runs")
     arguments.add_argument("--json", type=Path)
