@@ -127,6 +127,8 @@ def _quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> _Fp8Matri
     # No clamping, neither here nor of the scaled values, which cannot leave the range: Triton may write wrong FP8
     # values next to a clamp (triton-lang/triton#11111).
     factor, back = compute_scales(torch.where(largest > _TINY, largest, _TINY), dtype)
+    # Some conversions to FP8 make the largest number of an infinity, and the loss would not show it.
+    back = torch.where(largest.isfinite(), back, torch.nan)
     return _Fp8Matrix((matrix * factor.to(matrix.dtype)).to(dtype).contiguous(), back)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from cornstarch.engine import run_model
 from cornstarch.engine.model_parts import ModelPart
@@ -20,8 +22,26 @@ def computed_in_double() -> Iterator[None]:
         patch.object(run_model, "cast_parts", _cast_to_double),
         patch.object(DevicePlacement, "dtype", property(lambda self: torch.float64)),
         patch.object(DevicePlacement, "forward_context", lambda self: nullcontext()),
+        KeepDoubles(),
     ):
         yield
+
+
+class KeepDoubles(TorchFunctionMode):
+    """Leaves float64 as it is where a model computes "in full precision" by asking for float32, as norms do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in _DOWNCASTS:
+                args = tuple(torch.float64 if one is torch.float32 else one for one in args)
+                kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+_DOWNCASTS = {torch.Tensor.to, torch.Tensor.type, torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax}
 
 
 def _cast_to_double(parts: list[ModelPart], *_: object) -> None:
