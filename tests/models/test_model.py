@@ -434,6 +434,22 @@ def test_model_whose_labels_are_shifted_already_is_refused() -> None:
         MultimodalModel(encoders={"vision": clip()}, language_model=BartForCausalLM(config))
 
 
+def test_large_model_is_checked_by_its_twin() -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the large model was run")
+
+    large = {"vocab_size": 100_000, "hidden_size": 512, "tie_word_embeddings": True}
+    language_model = llama(**large)
+    language_model.register_forward_pre_hook(refuse)
+    assert check_language_model(language_model).is_causal
+    config = BartConfig(
+        vocab_size=100_000, d_model=512, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=64,
+        is_decoder=True, is_encoder_decoder=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="BartForCausalLM does not train on the next token"):
+        check_language_model(BartForCausalLM(config))
+
+
 def test_loss_of_a_router_is_not_taken_for_shifted_labels() -> None:
     router = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
     for seed in range(4):  # whichever of the two losses happens to be the larger one

@@ -6,6 +6,7 @@ shifted, one is not causal. A few forward passes over six tokens detect this.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from .unwrap import accepts_argument, is_sharded, unwrap
 
 _PROBE_LENGTH = 6
 _PADDING = 2
+_LARGE = 50_000_000  # parameters; a dozen passes of larger models on a CPU take seconds to minutes
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class LanguageModelTraits:
 def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     """Refuse a language model into which encoders' tokens cannot be merged correctly.
 
-    Of a model on the meta device, only the signature is checked.
+    Of a large model a tiny twin is run, if there is one. Of a model on the meta device, only the signature is checked.
     """
     name = type(unwrap(language_model)).__name__
     if not accepts_argument(language_model, "inputs_embeds"):
@@ -45,23 +47,33 @@ def check_language_model(language_model: nn.Module) -> LanguageModelTraits:
     if embeddings is None or not hasattr(embeddings, "weight"):
         raise UnsupportedModelError(f"{name}.get_input_embeddings() gives no embedding table to merge into.")
     if is_sharded(language_model):  # it cannot be run by one process
-        # Check a tiny model of the same class and options; accept the model if no twin can be built.
-        inner: Any = unwrap(language_model)
-        plain: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))
-        try:
-            with torch.random.fork_rng(devices=[]):
-                twin = plain(build_twin_config(inner.config))
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
-            return LanguageModelTraits()
-        add_noise(twin)
-        return check_language_model(twin)
+        twin = _build_twin(language_model)
+        return LanguageModelTraits() if twin is None else check_language_model(twin)
     if any(tensor.is_meta for tensor in (*language_model.parameters(), *language_model.buffers())):
         return LanguageModelTraits()
+    if sum(parameter.numel() for parameter in language_model.parameters()) > _LARGE:
+        twin = _build_twin(language_model)
+        if twin is not None:
+            with suppress(UnsupportedModelError):  # narrow layers may be what does not work: the model itself decides
+                return check_language_model(twin)
     probe = _Probe(name, language_model, embeddings)
     with use_eval_mode(language_model), use_parameter_precision(language_model):
         probe.check_embeddings()
         probe.check_training()
         return LanguageModelTraits(takes_left_padding=probe.takes_left_padding(), is_causal=True)
+
+
+def _build_twin(language_model: nn.Module) -> nn.Module | None:
+    """Return a tiny model of the same class and options; None if there is none."""
+    inner: Any = unwrap(language_model)
+    plain: Any = next(base for base in type(inner).__mro__ if not issubclass(base, FSDPModule))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            twin = plain(build_twin_config(inner.config))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError):
+        return None
+    add_noise(twin)
+    return twin
 
 
 class _Probe:
