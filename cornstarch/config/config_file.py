@@ -359,6 +359,8 @@ def plan_sections(best: Prediction, config: RunConfig) -> dict[str, Any]:
         parallel["schedule"] = choice.schedule
     if config.parallel.verify != "auto":
         parallel["verify"] = config.parallel.verify
+    machines = {"cluster": config.parallel.cluster, "costs": config.parallel.costs}
+    parallel |= {name: value for name, value in machines.items() if value is not None and config.parallel.cluster}
     loop: dict[str, Any] = {"batch_size": config.loop.batch_size, "gradient_accumulation_steps": choice.microbatches}
     if config.loop.activation_checkpointing:  # the modules of the plan have it
         loop["activation_checkpointing"] = False

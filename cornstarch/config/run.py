@@ -34,9 +34,10 @@ class ParallelConfig(Plan):
     """Choose the plan when the run is started, for the processes that there are; then only `verify`, `cluster` and
     `costs` are given."""
     cluster: str | None = None
-    """auto: what the processes run on, a name or a file (docs/clusters.md). Default: this machine, by the catalogue."""
+    """What the processes run on, a name or a file (docs/clusters.md): `auto` chooses for it, and the steps of the run
+    are compared with what is predicted for it. Default of `auto`: this machine, by the catalogue."""
     costs: str | None = None
-    """auto: a file of `cornstarch profile`. Default: the costs of layers are estimated."""
+    """A file of `cornstarch profile` to predict with. Default: the costs of layers are estimated."""
 
     def __post_init__(self) -> None:
         if not self.modules:
@@ -51,9 +52,8 @@ class ParallelConfig(Plan):
         if self.auto and given:
             names = " and ".join(f"`{name}`" for name in given)
             raise ValueError(f"`auto` chooses {names} itself; leave one of them out")
-        for name in ("cluster", "costs"):
-            if getattr(self, name) is not None and not self.auto:
-                raise ValueError(f"`{name}` is what `auto` chooses by; write `auto: true` beside it, or leave it out")
+        if self.costs is not None and not self.auto and self.cluster is None:
+            raise ValueError("`costs` is for predictions; write `auto: true` or `cluster` beside it, or leave it out")
         return self
 
 

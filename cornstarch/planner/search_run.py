@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,10 @@ from cornstarch.plan.candidates import Candidate, SearchSpace
 from cornstarch.plan.cluster import Cluster, device, resize_cluster, this_cpu
 from cornstarch.plan.cost import RunCost
 from cornstarch.plan.layout import Layout, unexecutable
-from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, Plan
+from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL, ModulePlan, Plan
 from cornstarch.plan.predict import Prediction, predict
 from cornstarch.plan.search import RUNNERS_UP, OwnPlan, ScalingPoint, SearchResult, search
+from cornstarch.planner.expected_step import ExpectedStep
 from cornstarch.report.plan_text import build_train_command, describe_auto_plan, describe_prediction
 
 if TYPE_CHECKING:
@@ -88,11 +89,20 @@ def plan_run(
 
 def own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan | None:
     """Return the prediction for the config's own plan on a cluster; None if the config has none."""
-    parallel, loop = config.parallel, config.loop
-    if parallel.auto or parallel == ParallelConfig(verify=parallel.verify):
+    parallel = config.parallel
+    if parallel.auto:
         return None
+    if parallel == ParallelConfig(verify=parallel.verify, cluster=parallel.cluster, costs=parallel.costs):
+        return None
+    return predict_own_plan(config, cluster, cost)
+
+
+def predict_own_plan(config: RunConfig, cluster: Cluster, cost: RunCost) -> OwnPlan:
+    """Return the prediction for the plan that a config has, or that it has by default; or why there is none."""
+    parallel, loop = config.parallel, config.loop
     names, every = [module.name for module in cost.modules], parallel.modules
-    modules = {name: every.get(name) or next(iter(every.values())) for name in names}  # `model` stands for all of them
+    default = next(iter(every.values()), ModulePlan())  # `model` stands for all of them
+    modules = {name: every.get(name) or default for name in names}
     if loop.activation_checkpointing:
         modules = {name: replace(module, activation_checkpointing=True) for name, module in modules.items()}
     ranks = "shared" if parallel.shared and len(names) > 1 else parallel.ranks
@@ -151,6 +161,8 @@ class AutoPlan:
     """The plan on one line."""
     file: str
     """The plan as YAML."""
+    expected: ExpectedStep
+    """What is predicted of the run's steps."""
 
 
 def choose_plan(config: RunConfig, ranks: int, per_node: int, own: torch.device | None = None) -> AutoPlan:
@@ -170,13 +182,15 @@ def choose_plan(config: RunConfig, ranks: int, per_node: int, own: torch.device 
                 raise ConfigError(explain_failure(found, cluster))
             best = use_all_devices(found, config, cluster, cost)
             plan, file = plan_sections(best, config), format_plan_file(best, config, cluster)
-            answer = {"plan": plan, "text": describe_auto_plan(best, cluster), "file": file}
+            expected = asdict(ExpectedStep.of(best, cost, cluster))
+            answer = {"plan": plan, "text": describe_auto_plan(best, cluster), "file": file, "expected": expected}
         except ConfigError as error:  # the other ranks wait for an answer
             answer = {"wrong": str(error)}
     answer = distributed.broadcast_json(answer)
     if "wrong" in answer:
         raise ConfigError(answer["wrong"])
-    return AutoPlan(replace_sections(config, answer["plan"]), answer["text"], answer["file"])
+    planned = replace_sections(config, answer["plan"])
+    return AutoPlan(planned, answer["text"], answer["file"], ExpectedStep(**answer["expected"]))
 
 
 def use_all_devices(found: SearchResult, config: RunConfig, cluster: Cluster, cost: RunCost) -> Prediction:

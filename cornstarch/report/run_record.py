@@ -21,7 +21,7 @@ _MAX_CONFIG = 200_000  # characters
 # Keys of the train lines that are kept for all steps.
 CURVES = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "flops_per_second", "memory", "step_time",
-    "data_wait", "copy_wait",
+    "predicted_step_time", "data_wait", "copy_wait",
 )  # fmt: skip
 Curve = Sequence[tuple[float, float]]
 """(step, value), in the order of steps; values may be NaN or infinite."""

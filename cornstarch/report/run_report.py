@@ -151,7 +151,12 @@ def _build_key_figures(run: RunRecord) -> Iterator[tuple[str, str, str]]:
             notes.append(f"{fmt.format_number(float(f'{_median(curve):.3g}'))} {name}")
         yield "Tokens per second", fmt.format_count(_median(train["tokens_per_second"])), " · ".join(notes)
 
-    yield "Training time", fmt.format_duration(run.seconds), fmt.pluralize(run.step, "step") if run.step else ""
+    prediction = as_mapping(summary.get("prediction"))
+    ratio, notes = as_number(prediction.get("ratio")), [fmt.pluralize(run.step, "step")] if run.step else []
+    if ratio is not None:
+        longer = f"{fmt.format_percent(abs(ratio - 1))} {'longer' if ratio > 1 else 'shorter'}"
+        notes.append(f"{longer} than predicted for {as_text(prediction.get('cluster'))[:40]}")
+    yield "Training time", fmt.format_duration(run.seconds), " · ".join(notes)
     if run.parts:
         total = sum(part.parameters or 0 for part in run.parts)
         trainable = sum(part.trainable or 0 for part in run.parts)
@@ -184,6 +189,9 @@ def _build_curves(run: RunRecord) -> dict[str, Any]:
     waits = [ChartLine("batches", train.get("data_wait", []), 1)]
     if any(value for _, value in train.get("copy_wait", [])):
         waits.append(ChartLine("copies", train["copy_wait"], 2))
+    steps = _build_lines(train.get("step_time", []), 6)
+    if predicted := train.get("predicted_step_time"):
+        steps.append(ChartLine("predicted", predicted, 2))
     names = list(dict.fromkeys(name for evaluation in run.metrics.evaluations for name in evaluation.sources))
     by_source = {name: _collect_measure(run, "accuracy", name) for name in names[: charts.COLOURS]}
     found = {name: curve for name, curve in by_source.items() if curve} or {"all": _collect_measure(run, "accuracy")}
@@ -196,7 +204,7 @@ def _build_curves(run: RunRecord) -> dict[str, Any]:
         Chart("Model FLOPs utilization (MFU)", _build_lines(train.get("mfu", []), 2), "percent", from_zero=True),
         Chart("Gradient norm", _build_lines(train.get("grad_norm", []), 5), log=True),
         Chart("Memory", [ChartLine("in use", train.get("memory", []), 4)], unit="size", from_zero=True),
-        Chart("Seconds per step", _build_lines(train.get("step_time", []), 6), from_zero=True),
+        Chart("Seconds per step", steps, from_zero=True),
         Chart("Waiting for data, seconds per step", waits, from_zero=True),
     ]
     loss = _build_lines(train.get("loss", []), 1, "training", "training, smoothed")

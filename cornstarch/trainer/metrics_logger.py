@@ -29,8 +29,10 @@ from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.parallel import distributed
 from cornstarch.plan.cluster import peak_flops
 from cornstarch.plan.validation import as_data
+from cornstarch.planner.expected_step import expect_step
 from cornstarch.report import write_report
 from cornstarch.trainer.evaluator import collect_answers
+from cornstarch.trainer.prediction_check import PredictionCheck
 
 if TYPE_CHECKING:
     from cornstarch.trainer.trainer import Trainer
@@ -58,6 +60,7 @@ class MetricsLogger:
         self._skipped = 0
         self._summary: dict[str, Any] = {}
         self._final_table: Table | None = None
+        self._prediction: PredictionCheck | None = None
         self.clock = StepClock(None)
         self.last_evaluation: dict[str, Any] | None = None
         self.last_evaluation_step: int | None = None
@@ -74,6 +77,7 @@ class MetricsLogger:
             to, data = self._config.logging.to, as_data(self._config)
             self._trackers = open_trackers(to, self._folder.path, self._config.name, data, step=step, warn=self.log)
         self._summary = self._describe_run(trainer)
+        self._expect_steps(trainer)
         if resumed_from is not None:
             self._restore_summary(self._folder.read_summary(), step)
         if self._is_main_process:
@@ -92,6 +96,14 @@ class MetricsLogger:
         )
         if resumed_from is not None and not trainer.position.ended:
             self._write_event(resumed_from, "resumed", f"resumes after step {resumed_from}", is_shown=True)
+
+    def _expect_steps(self, trainer: Trainer) -> None:
+        """From now on, compare the steps with what was predicted of them, if anything was."""
+        if not self._is_main_process or not trainer.counts_flops:
+            return
+        expected = trainer.auto_plan.expected if trainer.auto_plan is not None else None
+        expected = expected or expect_step(self._config, trainer.ranks, distributed.ranks_per_node())
+        self._prediction = None if expected is None else PredictionCheck(expected, trainer.position.step)
 
     def _restore_summary(self, previous: Mapping[str, Any], step: int) -> None:
         """Keep the results of earlier starts of the run, unless they are newer than the checkpoint."""
@@ -208,6 +220,12 @@ class MetricsLogger:
         loss, step_time, data_wait, copy_wait, *counts = sums
         line["loss"] = loss / trainer.replica.loss_copies
         line |= {"step_time": step_time / ranks, "data_wait": data_wait / ranks, "copy_wait": copy_wait / ranks}
+        if self._prediction is not None:
+            tokens = line["tokens_per_second"] * line["step_time"]
+            line["predicted_step_time"] = self._prediction.add(result.step, steps, line["step_time"], tokens)
+            self._summary["prediction"] = self._prediction.describe()
+            if told := self._prediction.read_new():
+                self._write_event(result.step, "prediction", told, is_shown=True)
         position = trainer.position
         epoch_steps = max(trainer.data.steps_of_epoch(position.epoch), 1)
         record = {

@@ -90,10 +90,10 @@ class Trainer:
         callbacks: Sequence[Callback | str] = (),
     ) -> None:
         check_process_group()
-        self._auto_plan = None
+        self.auto_plan = None
         if config.parallel.auto:
-            self._auto_plan = choose_plan(config, distributed.world_size(), distributed.ranks_per_node(), device)
-            config = self._auto_plan.config
+            self.auto_plan = choose_plan(config, distributed.world_size(), distributed.ranks_per_node(), device)
+            config = self.auto_plan.config
         self.config, self._layout = config, build_layout(config.parallel)
         check_optimizer(config, self._layout)
         if trace:
@@ -206,12 +206,12 @@ class Trainer:
         )
         self.pipeline = self.run_model.parallel.pipeline  # this rank's stages, if the model is split into stages
         self._build_step()
-        if self._auto_plan is not None:
-            log(self._auto_plan.text)
+        if self.auto_plan is not None:
+            log(self.auto_plan.text)
         if self.rank == 0:
             self.folder.store_config(config)
-            if self._auto_plan is not None:
-                self.folder.write(PLAN, self._auto_plan.file)
+            if self.auto_plan is not None:
+                self.folder.write(PLAN, self.auto_plan.file)
         if checkpoint is not None:
             self.position = self._checkpointer.restore(checkpoint, log)
         add_builtin_callbacks(self, self._resources, self._trace, self._profile)
