@@ -7,6 +7,7 @@ from cornstarch.lazily import lazy_attributes
 if TYPE_CHECKING:
     from cornstarch.attention import MaskSpec
     from cornstarch.booster import Booster
+    from cornstarch.config.user_code import allow_code
     from cornstarch.errors import ConfigError
     from cornstarch.models.multimodal_language_model import (
         ModalEncoderModule,
@@ -31,13 +32,14 @@ __all__ = [
     "Booster", "ConfigError", "EncodersColocatedPlugin", "MaskSpec", "ModalEncoderModule", "ModalParallelPlugin",
     "MultimodalModel", "MultimodalModelProcessor", "MultimodalParallelPlugin", "MultimodalProcessor",
     "MultimodalProjector", "MultimodalProjectorConfig", "PipelineTemplate", "PrecomputedFeatureExtractor", "RunConfig",
-    "Trainer", "__version__", "load_config",
+    "Trainer", "__version__", "allow_code", "load_config",
 ]  # fmt: skip
 
 # Importing torch takes seconds, so a name is looked up in its room when it is first asked for (PEP 562).
 _ROOMS = {
     "attention": "MaskSpec",
     "booster": "Booster",
+    "config.user_code": "allow_code",
     "errors": "ConfigError",
     "models.multimodal_language_model": "ModalEncoderModule MultimodalModel MultimodalModelProcessor "
     "MultimodalProcessor MultimodalProjector MultimodalProjectorConfig PrecomputedFeatureExtractor",

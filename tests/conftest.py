@@ -9,6 +9,8 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Functions that configs of tests may name, also in worker processes; a test adds its own with `allow_code`.
+os.environ["CORNSTARCH_ALLOW_CODE"] = '["tests", "examples"]'
 
 import ipaddress
 import signal
@@ -49,6 +51,12 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def restore_allowed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test allows (`allow_code`) is not allowed in the next."""
+    monkeypatch.setenv("CORNSTARCH_ALLOW_CODE", os.environ["CORNSTARCH_ALLOW_CODE"])
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import typer
 
 from cornstarch import __version__
 from cornstarch.cli import INTERRUPTED, WRONG_INPUT
+from cornstarch.config.user_code import allow_code, import_extensions
 from cornstarch.errors import ConfigError
-from cornstarch.launch.launcher import import_extensions
 
 # In the order of the help: command -> file of this folder and function. A new command is one file and one line here.
 # All files are imported for `cornstarch --help`, so they import torch and other heavy packages inside functions.
@@ -36,6 +36,7 @@ COMMANDS = {
     "schema": "validate:schema",
     "doctor": "doctor:doctor",
 }
+_GLOBAL_OPTIONS = ("--import", "--allow-code")
 GROUPS = {"data": "Inspect data.", "checkpoint": "Inspect and convert checkpoints."}
 
 
@@ -44,12 +45,25 @@ def main(arguments: list[str] | None = None) -> None:
     if "" not in sys.path:  # the current folder may have functions that a config names
         sys.path.append("")  # last, so that no file there hides a library
     try:
-        make_app()(args=arguments, prog_name="cornstarch")
+        make_app()(args=_move_global_options(sys.argv[1:] if arguments is None else arguments), prog_name="cornstarch")
     except ConfigError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _move_global_options(arguments: list[str]) -> list[str]:
+    """Return the arguments with the options that stand for every command in front, where typer looks for them."""
+    moved: list[str] = []
+    rest = list(arguments)
+    end = rest.index("--") if "--" in rest else len(rest)
+    while found := [n for n, one in enumerate(rest[:end]) if one.partition("=")[0] in _GLOBAL_OPTIONS]:
+        taken = 1 if "=" in rest[found[0]] else 2
+        moved += rest[found[0] : found[0] + taken]
+        del rest[found[0] : found[0] + taken]
+        end -= taken
+    return [*moved, *rest]
 
 
 def make_app() -> typer.Typer:
@@ -86,11 +100,21 @@ def _prepare(
             "--import", metavar="MODULE", help="A module to import first: one that registers parts. May be repeated."
         ),
     ] = None,
+    allowed: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-code",
+            metavar="MODULE",
+            help="A package, module or model whose code the config may use: functions that it names, and "
+            "`trust_remote_code`. Can stand behind the command. May be repeated.",
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Compose multimodal language models from Hugging Face parts, and train them."""
+    allow_code(*allowed or ())
     import_extensions(imports or ())
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cornstarch.config import fields
 from cornstarch.config.fields import Also, Fraction, PositiveFloat, Rate, Section, Size, TrainMode, parse_size
+from cornstarch.config.user_code import check_remote_code
 from cornstarch.plan.data_options import REGISTERED, Precision
 from cornstarch.plan.validation import NotNegative, Positive, as_tuple, or_registered
 
@@ -64,13 +65,19 @@ class PartConfig(Section):
     lora: LoraConfig = LoraConfig()
     """For `train: lora`."""
     trust_remote_code: bool = False
-    """Allow Python code in the model's folder to run."""
+    """Allow Python code in the model's folder to run; `--allow-code <path>` must allow it, too."""
 
     @model_validator(mode="after")
     def _check_source(self) -> PartConfig:
         if (self.path is None) == (self.config is None):
             raise ValueError("give either `path` (a folder or a hub name) or `config` (sizes, random weights)")
         return self
+
+    def may_run_code(self, source: str | None = None) -> bool:
+        """Return `trust_remote_code`; refuse it unless the user allows the code of `source`, by default of `path`."""
+        if self.trust_remote_code:
+            check_remote_code(source or self.path)
+        return self.trust_remote_code
 
 
 class EncoderConfig(PartConfig):

@@ -8,10 +8,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from cornstarch.config import SourceConfig
+from cornstarch.config.user_code import import_named
 from cornstarch.data import file_formats
 from cornstarch.data.file_formats import ARGUMENTS, Rows
 from cornstarch.data.sample import Sample, SampleError, describe_formats, detect_format, parse_row
@@ -287,10 +287,7 @@ def _wrap_rows(config: SourceConfig, given: Sequence[Any] | None, origin: str) -
 def _open_callable(config: SourceConfig, given: Sequence[Any] | None) -> DataSource:
     if not _FUNCTION.match(config.path):
         raise ConfigError(f"{config.path!r} is no function; expected `package.module:function`.")
-    try:
-        function = resolve_name(config.path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{config.path} cannot be imported: {error}.") from error
+    function = import_named(config.path, config.path)
     if not callable(function):
         raise ConfigError(f"{config.path} is a {type(function).__name__}, expected a function.")
     try:

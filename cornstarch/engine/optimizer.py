@@ -16,6 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cornstarch.config import OptimizerConfig, ScheduleConfig
 from cornstarch.config.sections import OPTIMIZER_NAMES
+from cornstarch.config.user_code import import_named
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.errors import ConfigError
 from cornstarch.kernels.adamw import MasterAdamW, select_optimizer_class
@@ -118,13 +119,17 @@ def _groups(part: ModelPart, decays: bool, stepped: Mapping[str, nn.Parameter] |
 
 def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     module, _, name = config.name.rpartition(".")
-    try:
-        found = OPTIMIZERS.get(config.name.lower()) or getattr(import_module(module or "torch.optim"), name)
-    except Exception as error:  # importing runs the user's code
-        raise ConfigError(
-            f"optimizer.name = {config.name}\n  {error}. Expected {', '.join(OPTIMIZERS)}, or a class such as "
-            "torch.optim.Adafactor."
-        ) from error
+    found: Any = OPTIMIZERS.get(config.name.lower())
+    if found is None and module.partition(".")[0] in ("", "torch", "transformers"):
+        try:  # nothing but a class of optimizers is accepted, and to import these packages runs nothing else
+            found = getattr(import_module(module or "torch.optim"), name)
+        except Exception as error:
+            raise ConfigError(f"optimizer.name = {config.name}\n  {error}. {_describe_choices()}") from error
+    elif found is None:
+        try:
+            found = import_named(f"optimizer.name = {config.name}", f"{module}:{name}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}\n  {_describe_choices()}") from error
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
         raise ConfigError(f"optimizer.name = {config.name}\n  This is no class of optimizers.")
     if found is torch.optim.SparseAdam:
@@ -135,6 +140,10 @@ def _optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
             f"optimizer.name = {config.name}\n  It computes the loss several times per step, which this loop does not."
         )
     return found
+
+
+def _describe_choices() -> str:
+    return f"Expected {', '.join(OPTIMIZERS)}, or a class such as torch.optim.Adafactor."
 
 
 def _options(config: OptimizerConfig, kind: type) -> dict[str, Any]:

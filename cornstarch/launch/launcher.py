@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -106,25 +105,6 @@ def launch(
 
     variables = dict(os.environ if environment is None else environment)
     return find_launcher(variables).launch(command, nproc, logs, variables, console or Console(stderr=True))
-
-
-EXTENSIONS = "CORNSTARCH_IMPORT"
-"""The environment variable with the modules of `cornstarch --import`, separated by commas."""
-
-
-def import_extensions(modules: Sequence[str] = ()) -> None:
-    """Import modules that register parts, and those of the process that started this one; set `EXTENSIONS`.
-
-    The names are in the environment, not in a config: opening the folder of someone else's run must not run code.
-    """
-    names = list(dict.fromkeys([*filter(None, os.environ.get(EXTENSIONS, "").split(",")), *modules]))
-    for name in names:
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise ConfigError(f"--import {name}: the module cannot be imported ({error}).") from error
-    if names:  # workers, and the processes of a trial, need them too
-        os.environ[EXTENSIONS] = ",".join(names)
 
 
 class TorchrunLauncher:

@@ -199,7 +199,7 @@ def _load_stored(
 ) -> Any:
     options: dict[str, Any] = {
         "dtype": DTYPES[part.dtype] if part.dtype is not None else "auto",
-        "trust_remote_code": part.trust_remote_code,
+        "trust_remote_code": part.may_run_code(),
         "use_safetensors": True,
         "ignore_mismatched_sizes": new_head,
         "output_loading_info": True,
@@ -247,7 +247,7 @@ def build_part(where: str, part: PartConfig, config: PreTrainedConfig) -> Any:
 
 def _construct(model_class: Any, config: PreTrainedConfig, part: PartConfig) -> nn.Module:
     if hasattr(model_class, "from_config"):  # an Auto class
-        return model_class.from_config(config, trust_remote_code=part.trust_remote_code)
+        return model_class.from_config(config, trust_remote_code=part.may_run_code())
     return model_class(_encoder_config(config, model_class))
 
 
@@ -266,7 +266,7 @@ def load_part_config(where: str, part: PartConfig) -> PreTrainedConfig:
     if part.path.startswith((".", "/")) and not Path(part.path).is_dir():
         raise ConfigError(f"{where}.path = {part.path}\n  There is no such folder.")
     try:
-        return AutoConfig.from_pretrained(part.path, trust_remote_code=part.trust_remote_code)
+        return AutoConfig.from_pretrained(part.path, trust_remote_code=part.may_run_code())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}.path = {part.path}\n  {error}") from error
 

@@ -198,7 +198,7 @@ def is_exported(whole: WholeModelConfig) -> bool:
 def load_multimodal_model(whole: WholeModelConfig, weights: bool = True) -> MultimodalModel:
     """Return a whole multimodal model in parts, or undivided where its parts would not give its results."""
     if is_exported(whole):  # its folder alone describes its parts, and is read with them
-        model = MultimodalModel.from_pretrained(str(whole.path), trust_remote_code=whole.trust_remote_code)
+        model = MultimodalModel.from_pretrained(str(whole.path), trust_remote_code=whole.may_run_code())
         return model if weights else model.to("meta")
     names = [name for name in load_part_config(WHERE, whole).architectures or () if hasattr(transformers, name)]
     stored_class = getattr(transformers, names[0]) if names else AutoModelForImageTextToText
@@ -223,7 +223,7 @@ def _load_whole_processor(
         raise ConfigError(f"{WHERE} has no `path`: give `processor: <folder>`, where its processor is.")
     try:
         return WholeModelProcessor.from_pretrained(
-            source, model=model, chat_template=chat_template, trust_remote_code=whole.trust_remote_code
+            source, model=model, chat_template=chat_template, trust_remote_code=whole.may_run_code(source)
         )
     except ConfigError as error:
         raise ConfigError(f"{WHERE}: {error}") from error

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from cornstarch.config import DataConfig, FactoryConfig, RunConfig
+from cornstarch.config.user_code import import_named
 from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.data_report import SampleInspector, SampleStats
 from cornstarch.data.media import load_audio, load_image
@@ -91,10 +91,7 @@ class NamedFunction:
 
 
 def _import_function(where: str, path: str) -> NamedFunction:
-    try:
-        found = resolve_name(path)
-    except Exception as error:  # importing runs the user's code
-        raise ConfigError(f"{where} = {path}\n  It cannot be imported: {type(error).__name__}: {error}.") from error
+    found = import_named(f"{where} = {path}", path)
     if not callable(found):
         raise ConfigError(f"{where} = {path}\n  It is a {type(found).__name__}, expected a function.")
     return NamedFunction(path, found)

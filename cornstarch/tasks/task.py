@@ -240,7 +240,7 @@ def load_tokenizer(where: str, part: LanguageModelConfig | WholeModelConfig) -> 
     if name is None:
         raise ConfigError(f"{where} has no `path`: say where its tokenizer is, `tokenizer: <folder>`.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=part.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=part.may_run_code(name))
         check_tokenizer(tokenizer)
         return tokenizer
     except (OSError, ValueError) as error:

@@ -25,12 +25,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from cornstarch.checkpoint.named_state import named_modules, named_parameters
 from cornstarch.config import RunConfig, SourceConfig
 from cornstarch.config.config_file import load_config
+from cornstarch.config.user_code import import_extensions
 from cornstarch.data.loader import StepBatch, open_data
 from cornstarch.data.sample import Content, Media, Sample, SampleError
 from cornstarch.engine.sharded_loading import ShardedLoading
 from cornstarch.errors import ConfigError
 from cornstarch.launch import current_world, start_process_group
-from cornstarch.launch.launcher import import_extensions
 from cornstarch.models.multimodal_language_model import MultimodalModel
 from cornstarch.models.twin import add_noise
 from cornstarch.parallel import distributed

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cornstarch import allow_code
 from cornstarch.config import SourceConfig
 from cornstarch.data.data_report import check_data
 from cornstarch.data.formats import open_source
@@ -240,6 +241,7 @@ def build_dataset(which: str) -> Any:
 
 def test_functions_that_return_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "own_datasets", sys.modules[HERE])
+    allow_code("own_datasets")
     table = pictures(tmp_path).remove_columns("image").select([0])
     monkeypatch.setitem(_made, "sounds", table)
     monkeypatch.setitem(_made, "own", texts().with_transform(lambda rows: {"text": ["own"] * len(rows["source"])}))

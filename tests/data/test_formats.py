@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cornstarch import allow_code
 from cornstarch.config import SourceConfig
 from cornstarch.data.file_formats import JsonLines, expand_braces
 from cornstarch.data.formats import open_rows, open_source, open_sources, register_data_source
@@ -230,6 +231,7 @@ HERE = __name__
 
 def test_functions_return_rows_samples_or_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "own_data", sys.modules[HERE])
+    allow_code("own_data")
     found = source("own_data:some_rows", arguments={"count": 3})
     assert len(found) == 3 and found[2].messages == (user("2"), assistant("t"))
     assert found.name(2) == "own_data:some_rows:3" and "function" in found.description
@@ -252,6 +254,7 @@ def test_functions_return_rows_samples_or_tables(monkeypatch: pytest.MonkeyPatch
 )
 def test_failing_function_is_reported(monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
     monkeypatch.setitem(sys.modules, "own_data", sys.modules[HERE])
+    allow_code("own_data", "no_such_module_of_ours")
     with pytest.raises(ConfigError, match=message):
         source(path)
 

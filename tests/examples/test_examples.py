@@ -311,5 +311,6 @@ def test_functions_are_found_in_the_current_folder(
     shutil.copy(EXAMPLES / "cifar_alexnet/alexnet.py", here / "my_net.py")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(here))])
     names = ("model.factory.function=my_net:build", "model.factory.loss=my_net:loss")
-    cornstarch("train", example("cifar_alexnet/run.yaml"), *names, *SMALL_NET, "loop.epochs=0.25")
+    allowed = ("--allow-code", "my_net")
+    cornstarch("train", example("cifar_alexnet/run.yaml"), *names, *SMALL_NET, "loop.epochs=0.25", *allowed)
     assert json.loads((here / "runs/cifar-alexnet/run.json").read_text())["step"] == 2

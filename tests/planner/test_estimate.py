@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from cornstarch import MultimodalModel
+from cornstarch import MultimodalModel, allow_code
 from cornstarch.config import OptimizerConfig
 from cornstarch.cost.activations import Activations, SavedTensors
 from cornstarch.cost.tracer import trace_memory
@@ -315,6 +315,7 @@ def test_models_made_by_functions(looks: bool, monkeypatch: pytest.MonkeyPatch) 
     module = types.ModuleType("made_here")
     module.make = make  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "made_here", module)
+    allow_code("made_here")
     factory = {"function": "made_here:make", "arguments": {"width": 100, "looks": looks}}
     found = estimate(text_config({"factory": factory}), GPU, 2)
     assert found.parts[0].count == 100 * 100 + 100 + 101

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cornstarch import allow_code
 from cornstarch.config import DataConfig, RunConfig
 from cornstarch.data.formats import open_sources
 from cornstarch.data.loader import StepLoader
@@ -79,6 +80,7 @@ def test_a_function_of_main_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     main = ModuleType("__main__")
     main.build = small_factory.convolution_with_loss  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "__main__", main)
+    allow_code("__main__")
     assert isinstance(
         build_factory_task(make_config(tmp_path, function="__main__:build", loss=None)).model, nn.Sequential
     )
@@ -224,8 +226,8 @@ def test_errors_name_a_failing_collate_function(tmp_path: Path, collate: str, me
     ("factory", "message"),
     [
         (
-            {"function": "no_such_package.models:build"},
-            r"model.factory.function = no_such_package.models:build\n .*No mod",
+            {"function": "tests.no_such_module:build"},
+            r"model.factory.function = tests.no_such_module:build\n .*No mod",
         ),
         ({"function": f"{HERE}:no_such"}, r"no attribute 'no_such'"),
         ({"function": f"{HERE}:NUMBER"}, r"It is a int, expected a function"),

@@ -1,0 +1,101 @@
+"""Code that does not come with Cornstarch: modules that register parts, and what a config names. No torch.
+
+A config can name any function of any installed package, and a run's folder contains a config. Opening a folder that
+somebody else has made must not run code. So what a config names is imported only from modules that the user names
+outside of it: on the command line (`--allow-code my_package`) or in Python (`allow_code("my_package")`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from cornstarch.errors import ConfigError
+
+# Environment variables, because worker processes and the processes of a trial need the same modules.
+EXTENSIONS = "CORNSTARCH_IMPORT"
+"""The environment variable with the modules of `cornstarch --import`, separated by commas."""
+ALLOWED = "CORNSTARCH_ALLOW_CODE"
+"""The environment variable with what `allow_code` was given: a JSON list."""
+
+
+def import_extensions(modules: Sequence[str] = ()) -> None:
+    """Import modules that register parts, and those of the process that started this one; set `EXTENSIONS`."""
+    names = list(dict.fromkeys([*_list_extensions(), *modules]))
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"--import {name}: the module cannot be imported ({error}).") from error
+    if names:
+        os.environ[EXTENSIONS] = ",".join(names)
+
+
+def allow_code(*names: str) -> None:
+    """Allow configs to use code from these packages, modules, or models (`trust_remote_code`), until the process ends.
+
+    A module that was imported with `cornstarch --import` is allowed, too.
+    """
+    known = _list_allowed()
+    os.environ[ALLOWED] = json.dumps(list(dict.fromkeys([*known, *names])))
+
+
+def import_named(where: str, path: str) -> Any:
+    """Return what a config names as `package.module:name`; refuse modules that the user has not allowed.
+
+    `where` says where the name is from: the key of the config, and its value.
+    """
+    module, _, names = path.partition(":")
+    _check_module(where, module)
+    try:
+        found: Any = import_module(module)
+        for name in names.split("."):
+            found = getattr(found, name)
+            if isinstance(found, ModuleType):
+                # `my_package:os.system` is not the code of my_package, but what it happens to import.
+                raise ConfigError(
+                    f"{where}\n  {name} is another module; name the module where the function is defined."
+                )
+    except ConfigError:
+        raise
+    except Exception as error:  # importing runs the user's code
+        raise ConfigError(f"{where}\n  It cannot be imported: {type(error).__name__}: {error}.") from error
+    if isinstance(origin := getattr(found, "__module__", None), str):
+        _check_module(where, origin)
+    return found
+
+
+def check_remote_code(source: str | None) -> None:
+    """Refuse `trust_remote_code` of a config for a folder or hub name whose code the user has not allowed."""
+    if source not in _list_allowed():
+        raise ConfigError(
+            f"trust_remote_code = true for {source or 'a model without a path'}\n  Code in a model's folder runs only "
+            f"if you allow it outside of the config. If you trust it, add --allow-code {source or '<path>'} to the "
+            f"command; in Python: cornstarch.allow_code({source or '<path>'!r})."
+        )
+
+
+def _check_module(where: str, module: str) -> None:
+    names = [*_list_extensions(), *_list_allowed()]
+    if not any(module == name or module.startswith(f"{name}.") for name in names):
+        package = module.partition(".")[0]
+        raise ConfigError(
+            f"{where}\n  It is code of {package}, which a config may use only if you allow it. If you trust it, add "
+            f"--allow-code {package} to the command; in Python: cornstarch.allow_code({package!r})."
+        )
+
+
+def _list_extensions() -> list[str]:
+    return list(filter(None, os.environ.get(EXTENSIONS, "").split(",")))
+
+
+def _list_allowed() -> list[str]:
+    try:
+        found = json.loads(os.environ.get(ALLOWED, "[]"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{ALLOWED} is no JSON list ({error}); expected a list such as ["my_package"].') from error
+    return [str(one) for one in found] if isinstance(found, list) else [str(found)]
