@@ -75,8 +75,8 @@ class RunConfig(Section):
     compile: Annotated[Literal["auto", "layers", "off"], Also("torch_compile"), false_as_off] = "auto"
     """layers: every layer is compiled; auto: on a GPU, where that is possible; off: nothing is compiled."""
     compile_cache: Annotated[Literal["off"] | Path | None, false_as_off] = None
-    """The folder that keeps compiled code for the next start. It is loaded and run: name only folders that you trust.
-    Default: `compile_cache` beside the run's folder; off: nothing is kept."""
+    """The folder that keeps compiled code for the next start. Files that another user or machine has written are used
+    with `--allow-code <folder>` only. Default: `compile_cache` beside the run's folder; off: nothing is kept."""
     fp8: Annotated[Literal["off", "rowwise", "tensorwise"], false_as_off] = "off"
     """Multiply in 8 bits in the large linear layers of the trained parts (Ada, Hopper and newer GPUs). rowwise: a scale
     for each row, closer to bf16; tensorwise: one for each matrix, faster."""

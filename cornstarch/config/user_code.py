@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +24,7 @@ EXTENSIONS = "CORNSTARCH_IMPORT"
 """The environment variable with the modules of `cornstarch --import`, separated by commas."""
 ALLOWED = "CORNSTARCH_ALLOW_CODE"
 """The environment variable with what `allow_code` was given: a JSON list."""
+_KEY_BYTES = 32
 
 
 def import_extensions(modules: Sequence[str] = ()) -> None:
@@ -67,6 +71,33 @@ def import_named(where: str, path: str) -> Any:
     if isinstance(origin := getattr(found, "__module__", None), str):
         _check_module(where, origin)
     return found
+
+
+def is_code_allowed(name: str) -> bool:
+    """Return whether the user has allowed the code in a folder, or of a model."""
+    return name in _list_allowed()
+
+
+def read_signing_key() -> bytes | None:
+    """Return the key with which this user signs files that are run when they are read; None if there can be none.
+
+    It is made on first use, in a file of the user's own that others cannot read.
+    """
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "cornstarch"
+    path = folder / "signing.key"
+    try:
+        if not path.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder)  # ranks may do so at the same time: the first one's key counts
+            with os.fdopen(handle, "wb") as file:
+                file.write(os.urandom(_KEY_BYTES))
+            with suppress(FileExistsError):
+                os.link(name, path)
+            os.unlink(name)
+        key = path.read_bytes()
+    except OSError:  # a home that cannot be written
+        return None
+    return key if len(key) == _KEY_BYTES else None
 
 
 def check_remote_code(source: str | None) -> None:

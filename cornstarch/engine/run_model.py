@@ -227,7 +227,6 @@ def open_compile_cache(
     return CompileCache(
         config.compile_cache or config.folder.absolute().parent / "compile_cache",
         key,
-        is_trusted=config.compile_cache is not None,
         is_writer=all(place(rank) != place(context.rank) for rank in range(context.rank)),
         log=log,
     )

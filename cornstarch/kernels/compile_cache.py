@@ -5,16 +5,16 @@ are written to one file beside the run; the next start copies them into torch's 
 They are looked up there by what is compiled, for which device, and by which version, so a file that does not fit costs
 time and nothing else. No failure here ends a run: it is reported once, and the run goes on without the cache.
 
-Artifacts hold pickles and machine code. They are read from a folder that the user named, or from one that belongs to
-the user and that nobody else can write to.
+Artifacts hold pickles and machine code, and a folder with runs may come from somebody else. So a file is signed with a
+key of the user who wrote it, and read only by the same user, or from a folder that the user allows (`--allow-code`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 
+from cornstarch.config.user_code import is_code_allowed, read_signing_key
+
 LIMIT = 4 * 2**30
 """The most bytes that all files of a folder take; those that were not used for the longest time are deleted."""
-_DIGEST = 32  # bytes of SHA-256 at the start of a file
+_DIGEST = 32  # bytes of SHA-256 at the start of a file, and of the signature that follows
 _SUFFIX, _UNFINISHED = ".artifacts", ".unfinished"
 _SETTLED = 10  # steps without a compilation until the artifacts are written
 
@@ -36,17 +38,14 @@ class CompileCache:
     Args:
         folder: Where files are kept.
         key: What decides the code: ranks and runs with equal keys share a file.
-        is_trusted: Whether the user has named the folder.
         is_writer: Whether this rank writes the file; others with the same key only read it.
         log: Takes what is to be shown.
     """
 
-    def __init__(
-        self, folder: Path, key: Mapping[str, Any], is_trusted: bool, is_writer: bool, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path, key: Mapping[str, Any], is_writer: bool, log: Callable[[str], None]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
         self.file = folder / f"{digest[:20]}{_SUFFIX}"
-        self._is_trusted, self._is_writer, self._log = is_trusted, is_writer, log
+        self._is_writer, self._log = is_writer, log
         self._stored: set[str] = set()  # the artifacts in the file
         self._saved, self._seen, self._seen_at = 0, 0, 0
         self._has_failed = False
@@ -96,26 +95,25 @@ class CompileCache:
     def _read(self) -> bytes | None:
         if not self.file.exists():
             return None
-        if not self._is_trusted:
-            for path in (self.file.parent, self.file):
-                _check_owner(path)
-        content = self.file.read_bytes()
-        if hashlib.sha256(content[_DIGEST:]).digest() != content[:_DIGEST]:
+        written = self.file.read_bytes()
+        digest, signature, content = written[:_DIGEST], written[_DIGEST : 2 * _DIGEST], written[2 * _DIGEST :]
+        if hashlib.sha256(content).digest() != digest:
             raise ValueError("the file is damaged")
-        return content[_DIGEST:]
+        folder = str(self.file.parent)
+        if not (is_code_allowed(folder) or hmac.compare_digest(_sign(digest), signature)):
+            raise PermissionError(f"another user or machine has written it; to run its code, add --allow-code {folder}")
+        return content
 
     def _write(self, content: bytes) -> None:
         folder = self.file.parent
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not self._is_trusted:
-            _check_owner(folder)
-        self._make_room(_DIGEST + len(content))
+        self._make_room(2 * _DIGEST + len(content))
         # Two runs may write at the same time: each has a file of its own until it is complete.
         handle, name = tempfile.mkstemp(_UNFINISHED, self.file.stem, folder)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(content).digest())
-                file.write(content)
+                digest = hashlib.sha256(content).digest()
+                file.write(digest + _sign(digest) + content)
             os.replace(name, self.file)
         except BaseException:
             with suppress(OSError):
@@ -144,10 +142,7 @@ class CompileCache:
         self._has_failed = True
 
 
-def _check_owner(path: Path) -> None:
-    """Refuse what another user could have written: loading it runs code."""
-    found = path.stat()
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"{path} belongs to another user, or others can write to it; to trust it, name it: compile_cache=<folder>"
-        )
+def _sign(digest: bytes) -> bytes:
+    """Return the user's signature of a digest; without a key, random bytes that no signature equals."""
+    key = read_signing_key()
+    return os.urandom(_DIGEST) if key is None else hmac.digest(key, digest, "sha256")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from cornstarch import allow_code
 from cornstarch.kernels import compile_cache
 from cornstarch.kernels.compile_cache import CompileCache
 
@@ -17,6 +18,7 @@ from cornstarch.kernels.compile_cache import CompileCache
 @pytest.fixture(autouse=True)
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_new_machine(tmp_path / "first machine", monkeypatch)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     yield
     torch.compiler.reset()
 
@@ -44,9 +46,9 @@ def compile_product(width: int) -> dict[str, int]:
 class Opened:
     """A cache with what it has logged."""
 
-    def __init__(self, folder: Path, key: str = "a", is_trusted: bool = False, is_writer: bool = True) -> None:
+    def __init__(self, folder: Path, key: str = "a", is_writer: bool = True) -> None:
         self.lines: list[str] = []
-        self.cache = CompileCache(folder, {"key": key}, is_trusted, is_writer, self.lines.append)
+        self.cache = CompileCache(folder, {"key": key}, is_writer, self.lines.append)
 
 
 def test_a_second_start_on_another_machine_finds_what_the_first_compiled(
@@ -104,18 +106,30 @@ def test_a_damaged_file_is_reported_ignored_and_replaced(tmp_path: Path) -> None
     assert Opened(tmp_path / "cache").cache.load() > 0
 
 
-@pytest.mark.parametrize("what", ["folder", "file"])
-def test_what_others_can_write_to_is_not_loaded_unless_the_user_names_it(tmp_path: Path, what: str) -> None:
+def test_what_another_user_has_written_is_loaded_only_if_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile_product(10)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "one"))
     first = Opened(tmp_path / "cache")
     first.cache.save(1)
-    os.chmod(first.cache.file.parent if what == "folder" else first.cache.file, 0o770)
+    assert Opened(tmp_path / "cache").cache.load() > 0
+    assert (tmp_path / "one/cornstarch/signing.key").stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
     second = Opened(tmp_path / "cache")
     assert second.cache.load() == 0
-    assert "others can write to it; to trust it, name it: compile_cache=<folder>" in second.lines[0]
-    second.cache.save(1)
-    assert len(second.lines) == 1
-    assert Opened(tmp_path / "cache", is_trusted=True).cache.load() > 0
+    assert f"another user or machine has written it; to run its code, add --allow-code {tmp_path}" in second.lines[0]
+    allow_code(str(tmp_path / "cache"))
+    assert Opened(tmp_path / "cache").cache.load() > 0
+
+
+def test_without_a_key_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_product(14)
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "no folder"))
+    Opened(tmp_path / "cache").cache.save(1)
+    assert Opened(tmp_path / "cache").cache.load() == 0
+    assert [path.name for path in (tmp_path / "cache").glob("*.artifacts")]
 
 
 def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path: Path) -> None:
