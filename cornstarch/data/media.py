@@ -27,8 +27,14 @@ _FORMATS = {
 }  # fmt: skip
 """The formats of pictures that are read, and the names of their plugins."""
 MAX_SECONDS = 3600  # longer sounds are refused: a small compressed file can hold days of silence
+RATES = (1_000, 768_000)  # samples per second; resampling from rates outside of them is slow, or takes much memory
 MAX_CHANNELS = 8  # an array with more columns is not a wave: 7.1 surround has 8 channels, features have more
 MAX_NUMBERS = 1 << 26  # more features of one sound are refused: an hour with 128 per frame has fewer
+MAX_AUDIO_BYTES = 1 << 32  # larger files of sounds are refused unread
+_IMAGE_BYTES = 1 << 26  # so are images of more bytes than this and _PIXEL_BYTES for each pixel of `max_pixels`
+_PIXEL_BYTES = 16  # the most that a format has for one: four channels of 32 bits
+# A few kilobytes can hold hours of silence. Sounds that people compress have at most 128 numbers per byte.
+_PLAIN_NUMBERS, _EXPANSION = 1 << 24, 128
 _ZERO_CROSSINGS = 32  # of the sinc, on either side: more is sharper and slower
 _BLOCK = 1 << 22  # numbers in the windows that are filtered at once
 
@@ -88,7 +94,9 @@ def content_digest(media: Media) -> str:
         digest.update(array.tobytes())
     else:
         digest.update(b"file")
-        digest.update(_read_media(Media(media.kind, source)))
+        with _open_media(Media(media.kind, source)) as opened:
+            while block := opened.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -113,7 +121,7 @@ def load_image(media: Media, max_pixels: int) -> Image.Image:
         except (TypeError, ValueError) as error:
             raise SampleError(f"image is an array {list(array.shape)}, expected [height, width, 3]: {error}") from error
         return _upright_rgb(image, media)
-    content = _read_media(media)
+    content = _read_media(media, _IMAGE_BYTES + _PIXEL_BYTES * max_pixels)
     with _lift_pillow_limit(), _refuse_unreadable(media, "image"):
         image = Image.open(io.BytesIO(content), formats=_image_formats())
     _check_pixels(image.size, media, max_pixels)
@@ -205,8 +213,10 @@ def load_audio(media: Media, rate: int | None) -> np.ndarray:
     given = _array_and_rate(media, rate)
     if given is not None:
         wave_form, found = _as_float(np.asarray(given[0])), given[1]
+        if rate is not None and found != rate and not RATES[0] <= found <= RATES[1]:
+            raise SampleError(f"audio has {found} samples per second, expected {RATES[0]} to {RATES[1]}")
     else:
-        content = _read_media(media)
+        content = _read_media(media, MAX_AUDIO_BYTES)
         if content.startswith(_NPY):
             raise SampleError(f"{_describe(media)} is an array, no sound file. {_WANTS_WAVES}")
         with _refuse_unreadable(media, "sound"):
@@ -215,7 +225,7 @@ def load_audio(media: Media, rate: int | None) -> np.ndarray:
                 wave_form, found = _read_wave(content)
             else:
                 with soundfile.SoundFile(io.BytesIO(content)) as file:
-                    _check_length(file.frames, file.samplerate)
+                    _check_length(file.frames, file.samplerate, file.channels, len(content))
                     wave_form, found = file.read(dtype="float32", always_2d=True), file.samplerate
     if wave_form.ndim == 2:
         wave_form = wave_form.mean(axis=1)
@@ -248,8 +258,8 @@ def sound_length(media: Media, rate: int | None) -> int:
                     frames, found = sound.frames, sound.samplerate
     if not frames:
         raise SampleError(f"{_describe(media)} has no samples: its length is zero")
-    if frames > MAX_SECONDS * found:
-        raise SampleError(f"{_describe(media)} is {frames / found:.0f} seconds long, more than {MAX_SECONDS}")
+    with _refuse_unreadable(media, "sound"):
+        _check_length(frames, found, is_file=given is None)
     return frames if rate is None or rate == found else -(-frames * rate // found)
 
 
@@ -290,7 +300,7 @@ def _read_wave(content: bytes) -> tuple[np.ndarray, int]:
     try:
         with wave.open(io.BytesIO(content)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            _check_length(file.getnframes(), rate)
+            _check_length(file.getnframes(), rate, channels, len(content))
             raw = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
         raise SampleError(f"is no plain WAV ({error}); other sounds need `pip install cornstarch[audio]`") from error
@@ -305,9 +315,14 @@ def _read_wave(content: bytes) -> tuple[np.ndarray, int]:
     return samples.reshape(-1, channels), rate
 
 
-def _check_length(frames: int, rate: int) -> None:
+def _check_length(frames: int, rate: int, channels: int = 1, size: int | None = None, is_file: bool = True) -> None:
+    """Refuse a sound that would take much more memory or time than its `size` in bytes lets expect."""
+    if is_file and not RATES[0] <= rate <= RATES[1]:
+        raise SampleError(f"has {rate} samples per second, expected {RATES[0]} to {RATES[1]}")
     if frames > MAX_SECONDS * rate:
         raise SampleError(f"is {frames / rate:.0f} seconds long, more than {MAX_SECONDS}")
+    if size is not None and frames * channels > max(_PLAIN_NUMBERS, _EXPANSION * size):
+        raise SampleError(f"is a file of {size} bytes that says it holds {frames} × {channels} samples")
 
 
 def resample(wave_form: np.ndarray, old: int, new: int) -> np.ndarray:
