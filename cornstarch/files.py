@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -31,7 +32,9 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write a file, at once or not at all: a reader finds the old content or the new one, also after a power cut."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        # Anew: in a folder that somebody else has made, this name could be a link to a file elsewhere.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -58,6 +61,36 @@ def check_inside(source: Path, name: object) -> None:
     pure = PurePosixPath(name) if isinstance(name, str) else None
     if pure is None or pure.is_absolute() or not pure.parts or ".." in pure.parts or "\\" in str(name):
         raise ConfigError(f"{source} names the file {name!r}, which does not lie in the model's folder: refused.")
+
+
+def check_weight_files(folder: Path) -> None:
+    """Refuse a folder whose index of weights names files outside of it, before a library reads them."""
+    for path in sorted(folder.glob("*.index.json")):
+        content = parse_json(path, path.read_bytes())
+        names = content.get("weight_map") if isinstance(content, dict) else None
+        for name in set(names.values()) if isinstance(names, dict) else ():
+            check_inside(path, name)
+
+
+def parse_json(path: Path, content: bytes | str) -> Any:
+    """Return the JSON of a file; ConfigError if it is none, or nested deeper than Python can follow."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a file of a run for writing and return its descriptor; a link in its place is refused.
+
+    Somebody else may have made the folder, and the link would lead to a file elsewhere.
+    """
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"{path} is a link, and is not written to. Delete it, or use another folder.") from error
+        raise
 
 
 def file_digests(folder: Path, names: list[str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from cornstarch.checkpoint import shards as files
 from cornstarch.checkpoint.shards import Box, Tensorlike, TensorShard, is_partition, list_shards, local_shards
 from cornstarch.checkpoint.storage import LocalStorage, Storage, resolve_storage, run_in_threads
 from cornstarch.errors import ConfigError
-from cornstarch.files import Manifest, check_manifest, own_digest
+from cornstarch.files import Manifest, check_manifest, own_digest, parse_json
 from cornstarch.kernels.master_weights import MasterWeight
 from cornstarch.parallel import distributed as world
 from cornstarch.parallel.distributed import to_full_tensor
@@ -142,7 +142,11 @@ class Checkpoint:
 
     def data(self) -> Any:
         """Return the JSON data that was saved beside the tensors."""
-        return _read_json(self.storage, self.folder / files.DATA)[1]
+        path = self.folder / files.DATA
+        content = _read_json(self.storage, path)[1]
+        if not isinstance(content, dict):
+            raise ConfigError(f"{path} is damaged: it is no JSON object.")
+        return content
 
     def tensors(self) -> AbstractContextManager[TensorReader]:
         """Open the tensors; nothing is read before it is accessed. The call is not collective."""
@@ -234,6 +238,8 @@ def read_checkpoint(folder: str | os.PathLike[str], storage: Storage | None = No
     for name, kind in _FIELDS.items():
         if not isinstance(content.get(name), kind):
             raise ConfigError(f"{path} is damaged: {name} is {content.get(name)!r}.")
+    if not isinstance(content["layout"].get("processes"), int):
+        raise ConfigError(f"{path} is damaged: layout is {content['layout']!r}.")
     check_manifest(path, content["files"])
     match = files.FOLDER_NAME.match(folder.name)
     if match is None or int(match[1]) != content["step"]:
@@ -245,11 +251,9 @@ def _read_json(storage: Storage, path: Path) -> tuple[bytes, Any]:
     """Return a small file as it is written, and its content."""
     try:
         written = storage.read(path)
-        return written, json.loads(written)
     except OSError as error:
         raise ConfigError(f"{path} is missing or cannot be read ({error.strerror}).") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: it is not JSON ({error}).") from error
+    return written, parse_json(path, written)
 
 
 def convert_checkpoint(

@@ -11,7 +11,7 @@ import typer
 from cornstarch import __version__
 from cornstarch.cli import INTERRUPTED, WRONG_INPUT
 from cornstarch.config.user_code import allow_code, import_extensions
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, escape_controls
 
 # In the order of the help: command -> file of this folder and function. A new command is one file and one line here.
 # All files are imported for `cornstarch --help`, so they import torch and other heavy packages inside functions.
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         make_app()(args=_move_global_options(sys.argv[1:] if arguments is None else arguments), prog_name="cornstarch")
     except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {escape_controls(str(error))}", file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -60,7 +60,7 @@ class ParallelConfig(Plan):
 class RunConfig(Section):
     """The config of a run."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$"), Also("run_name")] = "run"
+    name: Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$"), Also("run_name")] = "run"
     """The name of the run."""
     output: Annotated[Path | None, Also("output_dir", "default_root_dir")] = None
     """The run's folder. Default: `runs/<name>`."""

@@ -77,7 +77,7 @@ class RunFolder:
         """Return what run.json says; nothing if it is not there, or damaged."""
         try:
             summary = json.loads((self / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return summary if isinstance(summary, dict) else {}
 

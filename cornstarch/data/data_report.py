@@ -17,7 +17,7 @@ from cornstarch.config import DataConfig, SourceConfig
 from cornstarch.data.formats import open_source
 from cornstarch.data.media import load_audio, load_image
 from cornstarch.data.sample import BrokenSample, Sample, SampleError
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, escape_controls
 
 PERCENTILES = (0, 50, 90, 99, 100)
 _EXCERPTS = 5
@@ -176,7 +176,9 @@ def _inspect_row(data: DataConfig, sample: Sample) -> SampleStats:
 
 
 def render(report: DataReport) -> Group:
-    parts: list[Any] = [Text(f"{source.name}  {source.description}") for source in report.sources if source.description]
+    parts: list[Any] = [
+        Text(escape_controls(f"{source.name}  {source.description}")) for source in report.sources if source.description
+    ]
     heads = ["samples", "broken", "too long", "media", "trained", *(f"p{place}" for place in PERCENTILES)]
     title = f"Lengths in {report.unit}; percentiles"
     table = Table("source", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
@@ -195,9 +197,10 @@ def render(report: DataReport) -> Group:
     if report.excerpts:
         parts.append(Text("\nSamples as the model sees them; text that it learns to write is ⟦marked⟧.", style="bold"))
     for id, pieces in report.excerpts:
-        text = Text(f"{id}\n", style="dim")
-        for piece, trained in pieces:
+        text = Text(f"{escape_controls(id)}\n", style="dim")
+        for found, trained in pieces:
+            piece = escape_controls(found)
             text.append(f"⟦{piece}⟧" if trained else piece, style="not dim bold green" if trained else "not dim")
         parts.append(text)
-    parts += [Text(problem, style="bold red") for problem in report.problems]
+    parts += [Text(escape_controls(problem), style="bold red") for problem in report.problems]
     return Group(*parts)

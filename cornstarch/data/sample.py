@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cornstarch.errors import ConfigError
+from cornstarch.errors import ConfigError, escape_controls
 
 Role = Literal["system", "user", "assistant"]
 MediaKind = Literal["image", "audio"]
@@ -75,7 +75,7 @@ class BrokenSample:
 
     @classmethod
     def of(cls, id: str, error: SampleError) -> BrokenSample:
-        return cls(id, str(error), isinstance(error, SampleTooLongError))
+        return cls(escape_controls(id), escape_controls(str(error)), isinstance(error, SampleTooLongError))
 
     def __str__(self) -> str:
         return f"{self.id}: {self.reason}"

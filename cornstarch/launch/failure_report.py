@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from cornstarch.files import open_regular
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """torchrun's variable: the file in which a process records why and when it failed."""
 _RECORDED = "cornstarch_recorded"  # set on an error once it is recorded
@@ -66,7 +68,7 @@ class DelayedStderr:
     def __init__(self, log: Path, records: Path) -> None:
         self._records = records
         self._source, self.write_end = os.pipe()
-        self._log = log.open("ab", buffering=0)
+        self._log = os.fdopen(open_regular(log, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
         self._pending: deque[tuple[float, bytes]] = deque()
         self._lock = threading.Lock()
         self._is_paused = False

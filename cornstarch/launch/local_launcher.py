@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cornstarch.errors import ConfigError
+from cornstarch.files import open_regular
 from cornstarch.launch.failure_report import ERROR_FILE, DelayedStderr, LoggedError, read_logged_error
 from cornstarch.launch.launcher import World
 
@@ -279,7 +280,7 @@ class WorkerGroup:
             log, error_file = self.logs / f"rank_{rank}.log", self.records / f"rank_{rank}.json"
             try:
                 stderr = DelayedStderr(log, self.records) if rank == 0 else None
-                with log.open("ab") as file:
+                with os.fdopen(open_regular(log, os.O_WRONLY | os.O_APPEND), "ab") as file:
                     title = f"--- {datetime.now():%Y-%m-%d %H:%M:%S} rank {rank}: {shlex.join(command)}\n"
                     file.write(title.encode())
                     file.flush()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat
 
 from cornstarch.errors import ConfigError
-from cornstarch.files import replace_file
+from cornstarch.files import open_regular, replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -157,7 +157,7 @@ class MetricsFile:
 
     def _open(self) -> None:
         """Open the file, and remove a line that a killed run left unfinished: the next one would be appended to it."""
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = open_regular(self.path, os.O_RDWR | os.O_APPEND)
         size = os.fstat(self._file).st_size
         if not size or os.pread(self._file, 1, size - 1) == b"\n":
             return

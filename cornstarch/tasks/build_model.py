@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from cornstarch.config import EncoderConfig, LanguageModelConfig, ModelConfig, PartConfig, RunConfig, WholeModelConfig
 from cornstarch.errors import ConfigError
-from cornstarch.files import find_damaged_weights
+from cornstarch.files import check_weight_files, find_damaged_weights
 from cornstarch.models.multimodal_language_model import ModalEncoderModule, MultimodalModel, MultimodalProjector
 from cornstarch.models.multimodal_language_model import configuration_multimodal_language_model as configs
 from cornstarch.models.multimodal_language_model.language_model_check import LanguageModelTraits, check_language_model
@@ -168,6 +168,7 @@ def load_part(
     model_class = _get_model_class(where, part, stored_config, auto_class)
     try:
         if part.path is not None and weights:
+            check_weight_files(Path(part.path))
             model = _load_stored(model_class, part, config, new_head, shard)
         else:
             with torch.device("cpu" if weights else "meta"):
@@ -267,7 +268,7 @@ def load_part_config(where: str, part: PartConfig) -> PreTrainedConfig:
         raise ConfigError(f"{where}.path = {part.path}\n  There is no such folder.")
     try:
         return AutoConfig.from_pretrained(part.path, trust_remote_code=part.may_run_code())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}.path = {part.path}\n  {error}") from error
 
 

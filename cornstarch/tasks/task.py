@@ -243,7 +243,7 @@ def load_tokenizer(where: str, part: LanguageModelConfig | WholeModelConfig) -> 
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=part.may_run_code(name))
         check_tokenizer(tokenizer)
         return tokenizer
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}.tokenizer = {name}\n  {error}") from error
 
 
@@ -279,9 +279,10 @@ def _read_class_name(where: str, source: str) -> str:
         try:
             path = str(Path(source) / file) if Path(source).is_dir() else cached_file(source, file)
             content = json.loads(Path(str(path)).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
-        for settings in [content, *(value for value in content.values() if isinstance(value, dict))]:
+        inner = content.values() if isinstance(content, dict) else ()
+        for settings in (one for one in (content, *inner) if isinstance(one, dict)):
             found = {**{key: str(settings[key]) for key in _CLASS_KEYS if key in settings}, **found}
     if not found:
         raise ConfigError(

@@ -191,7 +191,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} cannot be read: {error.strerror}. Was the folder made by save_pretrained?"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged: {error}.") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} is damaged: it holds a {type(content).__name__}, expected an object.")
