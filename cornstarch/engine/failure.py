@@ -38,10 +38,19 @@ class LossWatch:
 
     Reading a number from a GPU waits until it has computed it. So there each step's numbers are read `late`: while the
     next one runs, and those of the last step before anything is saved; on a CPU, before the weights change.
+
+    The norm is the same on all ranks, the loss is each rank's own. So where the norm is not finite, all ranks stop in
+    the same step, and tell one another whose loss and samples it came from, if steps are shared (`is_shared`).
     """
 
-    def __init__(self, config: RunConfig, placement: DevicePlacement, late: bool | None = None) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: RunConfig,
+        placement: DevicePlacement,
+        late: bool | None = None,
+        is_shared: bool = True,
+    ) -> None:
+        self._config, self._is_shared = config, is_shared
         self._late = placement.device.type == "cuda" if late is None else late
         self._pending: list[tuple[int, list[str], Reading]] = []  # step, sample ids, loss and norm of the gradient
         self.last = math.nan
@@ -58,12 +67,20 @@ class LossWatch:
         while len(self._pending) > (0 if all_steps else 1):
             step, ids, values = self._pending.pop(0)
             self.last, norm = values.numbers()
-            if not math.isfinite(self.last):
-                raise self._explain(f"The loss is {self.last}", step, ids)
             if not math.isfinite(norm):
-                raise self._explain(f"The norm of the gradient is {norm}", step, ids)
+                own = [self.last, ids]
+                raise self._explain(step, distributed.all_gather_json(own) if self._is_shared else [own], norm)
+            if not math.isfinite(self.last):  # this rank alone knows: nothing is exchanged
+                raise self._explain(step, [[self.last, ids]], norm)
 
-    def _explain(self, what: str, step: int, ids: list[str]) -> TrainingError:
+    def _explain(self, step: int, ranks: Sequence[Any], norm: float) -> TrainingError:
+        """Return what to tell the user; `ranks` has the loss and the samples of each."""
+        wrong = {rank: (loss, ids) for rank, (loss, ids) in enumerate(ranks) if not math.isfinite(loss)}
+        what = f"The loss is {next(iter(wrong.values()))[0]}" if wrong else f"The norm of the gradient is {norm}"
+        names = list(dict.fromkeys(name for _, ids in wrong.values() or ranks for name in ids))
+        where = ""
+        if len(ranks) > 1 and wrong:
+            where = f" on rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
         optimizer = self._config.optimizer
         remedies = {
             f"a smaller optimizer.learning_rate (now {optimizer.learning_rate:g})": True,
@@ -71,10 +88,10 @@ class LossWatch:
             "optimizer.max_grad_norm=1.0": optimizer.max_grad_norm is None,
             "precision=bf16 or fp32": self._config.precision == "fp16",
         }
-        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return TrainingError(
-            f"{what} in step {step}. Nothing was saved after it.\n"
-            f"  Samples of this step: {', '.join(ids[:_SHOWN])}{more}.\n"
+            f"{what} in step {step}{where}. Nothing was saved after it.\n"
+            f"  Samples of this step{where}: {', '.join(names[:_SHOWN])}{more}.\n"
             f"  Try: {'; '.join(text for text, helps in remedies.items() if helps)}. Look at these samples with "
             "`cornstarch data check`."
         )

@@ -252,7 +252,7 @@ class Trainer:
         self._balancer = build_balancer(config, collator, data.train, flops.step, self._layout, self.folder)
         if self._balancer is not None:
             self.logger.log(describe_gain(self._balancer, data, self.replica.count))
-        self.watch = LossWatch(config, self.placement)
+        self.watch = LossWatch(config, self.placement, is_shared=not self.context.is_unsynchronized)
         self.feed = DevicePrefetcher(self.placement)
         self.clock = StepClock.for_device(self.placement.device)
         use_weights = state.use_evaluation_weights

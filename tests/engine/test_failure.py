@@ -13,9 +13,11 @@ from cornstarch.data.collate import CollatedBatch
 from cornstarch.data.loader import StepBatch
 from cornstarch.engine.failure import LossWatch, TrainingError, out_of_memory
 from cornstarch.engine.model_parts import split_into_parts
+from cornstarch.parallel import distributed
 from cornstarch.parallel.device import DevicePlacement, is_out_of_memory
 from cornstarch.train import load_config
 from tests.models import small
+from tests.parity.pool import pool
 
 CPU, GPU = DevicePlacement(torch.device("cpu"), "fp32"), DevicePlacement(torch.device("cuda"), "bf16")
 FINE, NAN, INFINITE = torch.tensor(1.5), torch.tensor(float("nan")), torch.tensor(float("inf"))
@@ -50,6 +52,24 @@ def test_what_is_no_number_stops_at_once_on_a_cpu(loss: Tensor, norm: Tensor | N
         watch.add(7, batch(["a.json:1", "a.json:2"], ["b.json:3"]), loss, norm)
     assert "Samples of this step: a.json:1, a.json:2, b.json:3." in str(error.value)
     assert "fine" not in str(error.value)
+
+
+def read_wrong_loss() -> str:
+    """Return what a rank says of a step in which the loss of rank 1 is NaN, and with it everyone's norm."""
+    rank = distributed.rank()
+    watch = LossWatch(config(), CPU)
+    try:
+        watch.add(3, batch([f"of-{rank}.json:1"]), NAN if rank == 1 else FINE, NAN)
+    except TrainingError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_name_the_rank_and_the_samples_that_the_nan_came_from() -> None:
+    said = pool().run(2, read_wrong_loss)
+    assert said[0] == said[1]
+    assert said[0].startswith("The loss is nan in step 3 on rank 1. Nothing was saved after it.")
+    assert "Samples of this step on rank 1: of-1.json:1." in said[0] and "of-0" not in said[0]
 
 
 def test_on_a_gpu_a_step_is_read_while_the_next_one_runs() -> None:
