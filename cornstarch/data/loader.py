@@ -20,6 +20,7 @@ from cornstarch.data.formats import DataSource, JoinedSources, open_sources
 from cornstarch.data.packing_plan import PackedOrder, build_packed_order
 from cornstarch.data.sample import BrokenSample, Sample, SampleError, SkipCounter
 from cornstarch.data.sampler import EpochOrder
+from cornstarch.data.source_fingerprint import check_same_sources
 from cornstarch.data.token_lengths import TokenLengths, find_lengths_file
 from cornstarch.data.worker_count import allow_open_files
 from cornstarch.errors import ConfigError
@@ -428,6 +429,8 @@ def open_data(
     """Open the sources of a run; `train` and `evaluation` are the rows of sources of the format `given`."""
     sources = open_sources(config.data.train, train)
     opened = open_sources(config.data.evaluation, evaluation).sources
+    check_same_sources(config.data.train, sources.sources, "data.train")
+    check_same_sources(config.data.evaluation, opened, "data.evaluation")
     return RunData(config, sources, dict(zip(source_names(config.data.evaluation), opened, strict=True)))
 
 
