@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from cornstarch.trainer.recording_trainer import gather_parameters
 from cornstarch.trainer.trainer import Trainer
 from tests.fuzz.case import Case, build_samples, describe_run
 from tests.fuzz.models import Folders
+from tests.parity.doubled import computed_in_double
 
 disable_progress_bar()
 Values = dict[str, np.ndarray]
@@ -114,7 +116,12 @@ class ObservedTrainer(Trainer):
 
 
 def train(case: Case, folders: str, output: str, is_reference: bool, resumes: bool = False) -> Outcome | Refusal:
-    """Train a case in this process, one of several or alone."""
+    """Train a case in this process, one of several or alone; with `in_double`, in float64."""
+    with computed_in_double() if case.get("in_double") else nullcontext():
+        return _train(case, folders, output, is_reference, resumes)
+
+
+def _train(case: Case, folders: str, output: str, is_reference: bool, resumes: bool) -> Outcome | Refusal:
     trainer: ObservedTrainer | None = None
     try:
         config = load_config(None, base=describe_run(case, Folders(Path(folders)), output))

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from cornstarch.engine import run_model
 from cornstarch.engine.model_parts import ModelPart
 from cornstarch.parallel.device import DevicePlacement
+from cornstarch.trees import map_tensors
 
 
 @contextmanager
@@ -22,6 +23,7 @@ def computed_in_double() -> Iterator[None]:
         patch.object(run_model, "cast_parts", _cast_to_double),
         patch.object(DevicePlacement, "dtype", property(lambda self: torch.float64)),
         patch.object(DevicePlacement, "forward_context", lambda self: nullcontext()),
+        patch.object(DevicePlacement, "move_batch", _move_in_double),
         KeepDoubles(),
     ):
         yield
@@ -35,13 +37,43 @@ class KeepDoubles(TorchFunctionMode):
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
+            if func.__name__ == "_grouped_mm":  # torch has no kernel of it for float64
+                return multiply_groups(args[0], args[1], kwargs["offs"])
             if func in _DOWNCASTS:
                 args = tuple(torch.float64 if one is torch.float32 else one for one in args)
                 kwargs = {name: torch.float64 if one is torch.float32 else one for name, one in kwargs.items()}
+        elif len(args) > 1 and func in _LAYERS and args[1].dtype == torch.float64:  # an item that stands in for none
+            args = (args[0].double(), *args[1:])
         return func(*args, **kwargs)
 
 
-_DOWNCASTS = {torch.Tensor.to, torch.Tensor.type, torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax}
+def multiply_groups(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Return each group of rows, which ends at its offset, times the matrix of its number."""
+    groups = torch.tensor_split(rows, offs[:-1].cpu().long())
+    return torch.cat([group @ matrix for group, matrix in zip(groups, matrices, strict=True)])
+
+
+_LAYERS = {torch.nn.functional.linear, torch.conv1d, torch.conv2d}
+_DOWNCASTS = {
+    torch.Tensor.to,
+    torch.Tensor.type,
+    torch.softmax,
+    torch.nn.functional.softmax,
+    torch.Tensor.softmax,
+    torch.linalg.vector_norm,
+}
+
+
+_move_batch = DevicePlacement.move_batch
+
+
+def _move_in_double(self: DevicePlacement, inputs: Any) -> Any:
+    """Move a batch as usual, its pixels and features in float64: no autocast turns them into what weights are."""
+
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double() if tensor.dtype == torch.float32 else tensor
+
+    return map_tensors(double, _move_batch(self, inputs))
 
 
 def _cast_to_double(parts: list[ModelPart], *_: object) -> None:
