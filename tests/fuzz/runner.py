@@ -76,8 +76,6 @@ class Runner:
         output = self._folder / f"case {self._runs}"
         try:
             verdict = self._judge(case, output)
-            if verdict.kind == "wrong" and not case.get("booster") and case.get("precision", "fp32") == "fp32":
-                verdict = self._look_again(case, verdict, output)
         except _Ended as end:
             verdict = end.verdict
         finally:
@@ -108,10 +106,15 @@ class Runner:
         found = self._train(case, str(output / "run"))
         if "then" in case:
             found = self._resume({**case, **case["then"]}, output)
-        differences = compare.compare(found, reference, exact, _tolerance(case))
-        if not differences and not case.get("in_double"):  # no run is stored in float64
-            differences = self._compare_loaded(found, work.load, str(output / "run"))
-        return _verdict_of(differences, found, reference)
+        verdict = _verdict_of(compare.compare(found, reference, exact, _tolerance(case)), found, reference)
+        if case.get("in_double"):
+            return verdict  # no run is stored in float64
+        if verdict.kind == "wrong" and exact is None and compare.has_moved(reference):
+            verdict = self._look_again(case, verdict, output)
+        if verdict.kind == "wrong":
+            return verdict
+        differences = self._compare_loaded(found, work.load, str(output / "run"))
+        return _verdict_of(differences, found, reference) if differences else verdict
 
     def _judge_boosted(self, case: Case, output: Path) -> Verdict:
         plain = {key: value for key, value in case.items() if key not in ("name", "world", "parallel", "accumulation")}
