@@ -133,8 +133,8 @@ _OTHER_ROWS: dict[tuple[str, str], _Row] = {
     ("A100-40", "pcie"): ("A100-40-PCIe", 39.4, 1555, 19.5, 156, 312, None, "PCIe 4"),
 }
 _WITHOUT_BF16 = ("V100-32", "V100-16", "T4")
-# Sinha et al., "Not All GPUs Are Created Equal" (SC'22): equal GPUs of a cluster differ by 8 % from the slowest to the
-# fastest on average, without outliers. That is about the range of 300 devices with this standard deviation.
+# Sinha et al., "Not All GPUs Are Created Equal" (SC'22): 8 % variation on average among equal GPUs of a cluster, about
+# the range of 300 devices with this standard deviation.
 _SPREAD = 0.014
 # "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning" (arXiv 2507.03114): on
 # average; collectives take multiprocessors, memory bandwidth and power.
