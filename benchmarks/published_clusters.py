@@ -55,6 +55,11 @@ and 597 stand in a picture of its page, which could not be read either.
   selective recomputation as an activation budget; slower passes while others communicate, FSDP's copies, the slowest
   of many devices; in memory, stages of one place that are not full together, and one unit being reduced at a time
   instead of one for each of them.
+- Why rows "did not fit" before, in GiB on the fullest rank: MPT-30B on 8 H100s, 81: gathers counted in float32 (now 71
+  of 75). Llama 8B FSDP × TP, 106: residuals in float32, and no selective recomputation (71 of 90); Llama 70B, 116: the
+  same residuals (88 of 90). Llama 3, 151: these two, a unit being reduced for each of a place's stages (98 without),
+  stages counted as full together, and a layout without the paper's shorter first and last stages (73 of 75). Llama 8B
+  on 8 and 128 H100s: the layout lacked their 96 GB and what they recompute.
 - Which rows decided what: the rules were chosen with the errors of the 17 rows in view, and the fraction of an H100's
   products (60 %) is fitted to the 16 rows of H100s. All other figures come from where docs/clusters.md and
   docs/costs.md say.
