@@ -309,7 +309,7 @@ class Cluster:
         if lowest // self.per_node == highest // self.per_node:
             return self.inside
         members = Counter(rank // self.per_node for rank in different)
-        return join_links(self.inside, self.between, len(members), min(members.values()))
+        return join_links(self.inside, self.between, len(members), min(members.values()), one_ring=self.device.is_cpu)
 
     def describe(self) -> str:
         """Return the cluster on one line."""

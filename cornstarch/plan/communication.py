@@ -103,12 +103,13 @@ def collective_seconds(kind: Collective, size: float, ranks: int, link: Link) ->
     return passes * (ranks - 1) * own.latency + passes * all_gather_bytes(size, ranks) / own.rate
 
 
-def join_links(inside: Link, between: Link, nodes: int, members: int) -> Link:
+def join_links(inside: Link, between: Link, nodes: int, members: int, one_ring: bool = False) -> Link:
     """Return the link of a group with `members` or more ranks in each of several nodes.
 
     A ring enters and leaves each node once. Its data is divided over as many rings as there are members, each of which
     crosses through the network card of another member; in all others a rank sends to a neighbour inside its node. A
-    part that goes around meets `nodes` hops of the network; the others stay inside.
+    part that goes around meets `nodes` hops of the network; the others stay inside. gloo has `one_ring`: it leaves a
+    node through the card that its members share, and each other rank sends all of the data to its neighbour.
     """
     if members == 1:
         return between
@@ -116,7 +117,8 @@ def join_links(inside: Link, between: Link, nodes: int, members: int) -> Link:
     def join(near: Link, far: Link) -> Link:
         ranks = nodes * members
         latency = (nodes * far.latency + (ranks - nodes) * near.latency) / ranks
-        return Link(min(near.rate * members / (members - 1), far.rate * members), latency)
+        rings = 1 if one_ring else members / (members - 1)
+        return Link(min(near.rate * rings, far.rate * members), latency)
 
     rings: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter")
     own = dict((*inside.collectives, *between.collectives))

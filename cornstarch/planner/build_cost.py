@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from cornstarch.plan.cluster import Device
 from cornstarch.plan.cost import LayerCost, ModuleCost, RunCost
 from cornstarch.plan.data_statistics import DataStatistics, load_yaml, write_text
 from cornstarch.plan.plan import LANGUAGE_MODEL, WHOLE_MODEL
+from cornstarch.planner.gathered_weights import gathers_halves, halve_weights, keep_sizes
 from cornstarch.tasks.build import build_calls, build_meta_model
 
 _MEASURED_ON = "measured_on"
@@ -146,38 +146,14 @@ def model_cost(
         return AnalyticCost(speed, ComputeSetting(dtype, on_gpu, fused, is_causal, microbatch.labels, budget))
 
     cost = build_cost(model, microbatch, build_model, dtype, on_gpu, batch, optimizer)
-    if not on_gpu or dtype is not torch.bfloat16 or all(one.dtype is not torch.float32 for one in model.parameters()):
+    if not gathers_halves(model, dtype, on_gpu):
         return cost
-    halved = build_cost(_halve_weights(model), microbatch, build_model, dtype, on_gpu, batch, optimizer)
+    halved = build_cost(halve_weights(model), microbatch, build_model, dtype, on_gpu, batch, optimizer)
     return replace(
         cost,
-        gathered_itemsize=dtype.itemsize,  # as `choose_sharded_dtypes` does
-        gathered=_keep_sizes(halved.modules, cost.modules),
-        gathered_eager=_keep_sizes(halved.eager, cost.eager),
-    )
-
-
-def _halve_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device whose float32 parameters are in bf16, as gathered ones are."""
-    copied = copy.deepcopy(model)
-    for parameter in copied.parameters():
-        if parameter.dtype is torch.float32:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return copied
-
-
-def _keep_sizes(modules: Sequence[ModuleCost], stored: Sequence[ModuleCost]) -> tuple[ModuleCost, ...]:
-    """Return modules with the bytes of parameters as they are stored."""
-    names = ("parameter_bytes", "shared_bytes")
-    return tuple(
-        replace(
-            one,
-            layers=tuple(
-                replace(layer, **{name: getattr(own, name) for name in names})
-                for layer, own in zip(one.layers, other.layers, strict=True)
-            ),
-        )
-        for one, other in zip(modules, stored, strict=True)
+        gathered_itemsize=dtype.itemsize,
+        gathered=keep_sizes(halved.modules, cost.modules),
+        gathered_eager=keep_sizes(halved.eager, cost.eager),
     )
 
 
@@ -358,7 +334,8 @@ def profile_model(
     build = partial(build_cost, model, microbatch, build_cost_model, placement.dtype, on_gpu, batch, optimizer)
     cost = build()
     if on_gpu:
-        return cost
+        half = placement.dtype.itemsize if gathers_halves(model, placement.dtype, on_gpu) else None
+        return replace(cost, gathered_itemsize=half)
     for _ in range(PASSES - 1):
         for one in cost_models:
             one.measure_again()

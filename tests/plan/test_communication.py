@@ -141,6 +141,12 @@ def test_groups_over_nodes_equal_simulated_rings(near: float, far: float) -> Non
             assert c.all_gather(1e9, nodes * members, link) == pytest.approx(simulated), (nodes, members)
 
 
+def test_one_ring_sends_everything_through_every_rank() -> None:
+    """gloo on 3 nodes of 2: the first of each node sends to the second, which sends through the card of both."""
+    assert c.join_links(Link(10.0, 0.0), Link(4.0, 0.0), 3, 2, one_ring=True).rate == 8.0
+    assert c.join_links(Link(10.0, 0.0), Link(6.0, 0.0), 3, 2, one_ring=True).rate == 10.0
+
+
 def test_latency_of_groups_over_nodes_is_that_of_their_hops() -> None:
     """A part of an all-gather makes 11 of the 12 hops of a ring over 3 nodes of 4; on average it leaves out any."""
     link = c.join_links(Link(1e30, 1.0), Link(1e30, 10.0), nodes=3, members=4)
